@@ -1,0 +1,64 @@
+# `just` lists the recipes. Without just: run `.ci/setup`, then `.venv/bin/just`.
+set shell := ["bash", "-euo", "pipefail", "-c"]
+
+venv := ".venv"
+export PATH := justfile_directory() / venv / "bin:" + env("PATH")
+compile := "uv pip compile --quiet --universal --python-version 3.12 --generate-hashes --no-annotate --no-emit-index-url --no-emit-find-links --custom-compile-command 'just lock'"
+
+_default:
+    @just --list
+
+# make the environment from the locks
+setup:
+    .ci/setup {{ venv }}
+
+# everything that is quick: lint, types, imports
+check: lint types imports
+
+lint:
+    ruff check
+    ruff format --check
+
+types:
+    pyrefly check
+
+imports:
+    lint-imports --no-logo
+
+# format, and fix what can be fixed
+fmt:
+    ruff check --fix
+    ruff format
+
+# the tests of every change (arguments go to pytest)
+test *args:
+    pytest -q {{ args }}
+
+# every test, slow ones included, with many more examples
+nightly *args:
+    pytest -q -m "slow or not slow" --timeout=1800 --hypothesis-profile=nightly {{ args }}
+
+# draw the source tree in ARCHITECTURE.md again
+tree:
+    python .ci/tree.py
+
+# build the documentation; a warning is an error
+docs:
+    sphinx-build -q -W --keep-going -b html docs docs/_build/html
+
+# `pip install .` in an empty environment, then the README's quick start
+clean-install:
+    .ci/clean_install
+
+# the whole gate
+ci:
+    .ci/run
+
+# measure everything the README claims; rows go to benchmarks/results
+bench *args:
+    python -m benchmarks.must_show {{ args }}
+
+# resolve the locks again
+lock:
+    echo uv | {{ compile }} - -o requirements/uv.txt
+    {{ compile }} pyproject.toml --all-extras --group dev -o requirements/dev.txt
