@@ -1,0 +1,188 @@
+"""Owns how masks look: characters for terminals, PNG for papers; changes nothing."""
+
+import math
+import os
+import textwrap
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int8
+
+from xsake.errors import ArgumentError, MissingExtraError
+from xsake.masks.base import AbstractMask
+from xsake.masks.coverage import UNKNOWN
+from xsake.masks.coverage import codes as codes_of
+
+SYMBOLS = np.array([".", "+", "#"])  # indexed by Coverage code
+PAPER, INK, TEXT = "#eceae4", "#1f4e79", "#333333"
+PAIRS_AT_ONCE = 2**20
+PNG_CELLS = 512
+GRID_TOKENS = 40  # up to here single tokens are big enough to be separated by lines
+MOST_PANELS = 64
+
+
+def ascii_picture(
+    mask: AbstractMask,
+    q_tokens: int,
+    kv_tokens: int | None = None,
+    *,
+    width: int = 64,
+    head: int | None = None,
+) -> str:
+    """See `AbstractMask.to_ascii`."""
+    kv_tokens = _checked_sizes(q_tokens, kv_tokens)
+    if width < 2:
+        raise ArgumentError("`width` is too small for a picture", got=width, expected=">= 2")
+    panels = _panels(mask, head)
+    pictures = []
+    for name, panel in panels:
+        cells = covered_cells(panel, q_tokens, kv_tokens, rows=max(1, width // 2), columns=width)
+        lines = ["".join(SYMBOLS[row]) for row in cells]
+        pictures.append("\n".join([name, *lines] if len(panels) > 1 else lines))
+    return "\n".join(pictures)
+
+
+def summary(mask: AbstractMask) -> str:
+    """What `print(mask)` shows: the repr and a small picture at a telling scale."""
+    tokens = mask._extent()
+    head = None if mask.heads is None else 0
+    picture = ascii_picture(mask, tokens, width=32, head=head)
+    of_head = "" if mask.heads is None else f", head 0 of {mask.heads}"
+    note = f"queries 0..{tokens - 1} down, keys 0..{tokens - 1} across{of_head}"
+    return f"{mask!r}\n{picture}\n{note}; # all, + some, . none"
+
+
+def covered_cells(
+    mask: AbstractMask, q_tokens: int, kv_tokens: int, *, rows: int, columns: int
+) -> Int8[np.ndarray, "rows columns"]:
+    """`Coverage` codes, none UNKNOWN, of a grid of at most `rows` x `columns` equal cells."""
+    q_first, q_last = _cells(q_tokens, rows)
+    kv_first, kv_last = _cells(kv_tokens, columns)
+    codes = np.array(mask.coverage(q_first[:, None], q_last[:, None], kv_first, kv_last))
+    for i in np.flatnonzero((codes == UNKNOWN).any(axis=1)):
+        columns_left = np.flatnonzero(codes[i] == UNKNOWN)
+        ends = kv_first[columns_left], kv_last[columns_left]
+        codes[i, columns_left] = _looked_at(mask, (q_first[i], q_last[i]), ends)
+    return codes
+
+
+def _looked_at(
+    mask: AbstractMask, q_ends: tuple[Any, Any], kv_ends: tuple[np.ndarray, np.ndarray]
+) -> Int8[np.ndarray, " cells"]:
+    """Exact codes of the cells of one row, by evaluating their tokens a few rows at a time."""
+    kv = np.concatenate([np.arange(first, last + 1) for first, last in zip(*kv_ends, strict=True)])
+    starts = np.cumsum(kv_ends[1] - kv_ends[0] + 1) - (kv_ends[1] - kv_ends[0] + 1)
+    step = max(1, PAIRS_AT_ONCE // kv.size)
+    none = np.ones(starts.size, bool)
+    every = np.ones(starts.size, bool)
+    for start in range(q_ends[0], q_ends[1] + 1, step):
+        q = np.arange(start, min(start + step, q_ends[1] + 1))
+        allowed = mask.allows(q[:, None], kv)
+        none &= ~np.logical_or.reduceat(allowed.any(axis=0), starts)
+        every &= np.logical_and.reduceat(allowed.all(axis=0), starts)
+    return codes_of(none, every)
+
+
+def _cells(tokens: int, most: int) -> tuple[np.ndarray, np.ndarray]:
+    """First and last token of each of at most `most` cells."""
+    size = math.ceil(tokens / most)
+    first = np.arange(0, tokens, size)
+    return first, np.minimum(first + size, tokens) - 1
+
+
+def _checked_sizes(q_tokens: int, kv_tokens: int | None) -> int:
+    kv_tokens = q_tokens if kv_tokens is None else kv_tokens
+    if min(q_tokens, kv_tokens) < 1:
+        raise ArgumentError(
+            "a picture needs tokens", got=f"{q_tokens=}, {kv_tokens=}", expected=">= 1"
+        )
+    return kv_tokens
+
+
+def _panels(mask: AbstractMask, head: int | None) -> list[tuple[str, AbstractMask]]:
+    """The head masks to show, each with its caption."""
+    if head is not None:
+        mask._check_head(head)
+        return [(f"head {head}", mask.for_head(head))]
+    if mask.heads is None:
+        return [("", mask)]
+    return [(f"head {index}", mask.for_head(index)) for index in range(mask.heads)]
+
+
+def draw_png(
+    mask: AbstractMask,
+    path: str | os.PathLike[str],
+    q_tokens: int,
+    kv_tokens: int | None = None,
+    *,
+    head: int | None = None,
+) -> None:
+    """See `AbstractMask.draw`."""
+    kv_tokens = _checked_sizes(q_tokens, kv_tokens)
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MissingExtraError(
+            "drawing a PNG needs matplotlib", fix="pip install xsake[viz]"
+        ) from error
+    panels = _panels(mask, head)
+    if len(panels) > MOST_PANELS:
+        raise ArgumentError(
+            "too many heads for one picture",
+            got=len(panels),
+            expected=f"at most {MOST_PANELS}",
+            fix="pass head=...",
+        )
+    columns = math.ceil(math.sqrt(len(panels)))
+    rows = math.ceil(len(panels) / columns)
+    side = 6.0 if len(panels) == 1 else 3.0
+    height = side * min(2.0, max(0.5, q_tokens / kv_tokens))
+    figure = Figure(figsize=(side * columns + 0.6, height * rows + 0.9), layout="constrained")
+    figure.set_facecolor("white")
+    for index, (name, panel) in enumerate(panels):
+        axes = figure.add_subplot(rows, columns, index + 1)
+        _draw_panel(axes, panel, (q_tokens, kv_tokens), ticks=9 if len(panels) == 1 else 5)
+        axes.set_title(name, fontsize=9, color=TEXT)
+        if index % columns == 0:
+            axes.set_ylabel("query position", color=TEXT)
+        if index + columns >= len(panels):
+            axes.set_xlabel("key position", color=TEXT)
+    title = textwrap.fill(textwrap.shorten(repr(mask), 240), max(48, 28 * columns))
+    figure.suptitle(title, fontsize=11, family="monospace", color=TEXT)
+    figure.savefig(path, format="png", dpi=150)
+
+
+def _draw_panel(axes: Any, mask: AbstractMask, tokens: tuple[int, int], *, ticks: int) -> None:
+    """One head: paper where nothing is allowed, ink where all is, half-way for mixed cells."""
+    from matplotlib.colors import LinearSegmentedColormap
+
+    q_tokens, kv_tokens = tokens
+    axes.imshow(
+        covered_cells(mask, q_tokens, kv_tokens, rows=PNG_CELLS, columns=PNG_CELLS) / 2.0,
+        cmap=LinearSegmentedColormap.from_list("mask", [PAPER, INK]),
+        vmin=0.0,
+        vmax=1.0,
+        interpolation="nearest",
+        # Positions are the centres of their cells; query 0 is at the top.
+        extent=(-0.5, kv_tokens - 0.5, q_tokens - 0.5, -0.5),
+        aspect="equal" if 0.5 <= q_tokens / kv_tokens <= 2 else "auto",
+    )
+    axes.set_xticks(_ticks(kv_tokens, ticks))
+    axes.set_yticks(_ticks(q_tokens, ticks))
+    axes.tick_params(labelsize=8, colors=TEXT, length=3)
+    axes.xaxis.set_label_position("bottom")
+    if max(q_tokens, kv_tokens) <= GRID_TOKENS:
+        axes.set_xticks(np.arange(kv_tokens + 1) - 0.5, minor=True)
+        axes.set_yticks(np.arange(q_tokens + 1) - 0.5, minor=True)
+        axes.grid(which="minor", color="white", linewidth=0.8)
+        axes.tick_params(which="minor", length=0)
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+
+
+def _ticks(tokens: int, most: int) -> list[int]:
+    """At most `most` positions, from 0, a power of two apart: where block borders lie."""
+    step = 1
+    while step * most < tokens:
+        step *= 2
+    return list(range(0, tokens, step))
