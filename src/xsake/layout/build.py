@@ -1,0 +1,202 @@
+"""Makes the item lists of layouts from masks, block grids and index lists; knows no layout type."""
+
+import jax.numpy as jnp
+import numpy as np
+
+from xsake.errors import LayoutError
+from xsake.layout.cover import CHUNK_BLOCKS, cover_items, resolve
+from xsake.layout.grid import BlockGrid, blocks_of, require_countable
+from xsake.layout.ragged import Items, compact, namespace, starts_of
+from xsake.masks import AbstractMask, Coverage
+
+
+def cover_mask(mask: AbstractMask, grid: BlockGrid) -> Items:
+    """Every block in which `mask` allows a pair; heads with equal rules are built once."""
+    if mask.heads is None:
+        rules = [mask] * grid.heads
+    else:
+        rules = [mask.for_head(head) for head in range(grid.heads)]
+    built = {rule: _cover_head(rule, grid) for rule in dict.fromkeys(rules)}
+    return _join([built[rule] for rule in rules] * grid.batch)
+
+
+def cover_grid(allowed: np.ndarray, mask: AbstractMask | None, grid: BlockGrid) -> Items:
+    """The blocks chosen in bool `allowed[batch, heads, Nq, Nk]` in which `mask` allows a pair."""
+    parts = []
+    for chosen in allowed:
+        for head, plane in enumerate(chosen):
+            rule = mask if mask is None or mask.heads is None else mask.for_head(head)
+            parts.append(_cover_plane(plane, rule, grid))
+    return _join(parts)
+
+
+def list_grid(allowed, capacity: int, grid: BlockGrid) -> Items:
+    """The blocks chosen in a JAX bool `allowed[batch, heads, Nq, Nk]`, within a fixed capacity."""
+    require_countable(allowed.size)
+    keep = allowed.reshape(-1)
+    kv_block = jnp.arange(keep.shape[0], dtype=jnp.int32) % grid.kv_blocks
+    starts = np.arange(grid.rows) * grid.kv_blocks
+    return Items(*compact(jnp, keep, starts, capacity, kv_block, grid.sticks_out(kv_block)))
+
+
+def list_indices(xp, indices, counts, capacity: int | None, grid: BlockGrid) -> Items:
+    """Rows from slots `indices[rows, A]`, of which the first `counts[rows]` are used and -1 is not.
+
+    NumPy input must be in range and free of duplicates; traced input is made so.
+    """
+    slots = indices.shape[-1]
+    require_countable(grid.rows * slots)
+    is_used = (xp.arange(slots)[None, :] < counts[:, None]) & (indices != -1)
+    in_range = (indices >= 0) & (indices < grid.kv_blocks)
+    if xp is np:
+        _require_valid_slots(indices, counts, is_used & ~in_range, grid)
+    ordered = xp.sort(xp.where(is_used & in_range, indices, grid.kv_blocks), axis=-1)
+    ordered = ordered.astype(xp.int32)
+    repeated = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] < grid.kv_blocks)
+    if xp is np and repeated.any():
+        row = int(np.flatnonzero(repeated.any(axis=-1))[0])
+        raise LayoutError(
+            "a row lists the same kv block twice",
+            got=f"{_name_row(grid, row)}: {indices[row][is_used[row]].tolist()[:16]}",
+            expected="every kv block at most once per row",
+            fix="drop the duplicates, e.g. with numpy.unique",
+        )
+    keep = ordered < grid.kv_blocks
+    keep = keep & ~xp.concatenate([xp.zeros((grid.rows, 1), bool), repeated], axis=-1)
+    kv_block = ordered.reshape(-1)
+    starts = np.arange(grid.rows) * slots
+    partial = grid.sticks_out(kv_block)
+    return Items(*compact(xp, keep.reshape(-1), starts, capacity, kv_block, partial))
+
+
+def as_planes(allowed, heads: int | None):
+    """A bool grid [Nq, Nk], [H, Nq, Nk] or [B, H, Nq, Nk] as [B, H, Nq, Nk], H at least `heads`."""
+    if not 2 <= allowed.ndim <= 4 or allowed.dtype != bool or 0 in allowed.shape:
+        raise LayoutError(
+            "the block mask is not a grid of booleans",
+            got=f"shape {tuple(allowed.shape)}, dtype {allowed.dtype}",
+            expected="bool [Nq, Nk], [H, Nq, Nk] or [B, H, Nq, Nk], no axis empty",
+        )
+    xp = namespace(allowed)
+    allowed = allowed.reshape((1,) * (4 - allowed.ndim) + tuple(allowed.shape))
+    batch, own, *blocks = allowed.shape
+    return xp.broadcast_to(allowed, (batch, common_heads(own, heads), *blocks))
+
+
+def as_slots(indices, counts):
+    """Index lists [Nq, A], [H, Nq, A] or [B, H, Nq, A] as [B, H, Nq, A]."""
+    if not 2 <= indices.ndim <= 4 or indices.shape[:-1] != counts.shape or 0 in indices.shape:
+        raise LayoutError(
+            "indices and counts do not fit each other",
+            got=f"indices {tuple(indices.shape)}, counts {tuple(counts.shape)}",
+            expected="[Nq, A], [H, Nq, A] or [B, H, Nq, A] and the same without A, no axis empty",
+        )
+    for name, array in (("indices", indices), ("counts", counts)):
+        if not np.issubdtype(array.dtype, np.integer):
+            raise LayoutError(f"{name} are not integers", got=array.dtype, expected="integers")
+    return indices.reshape((1,) * (4 - indices.ndim) + tuple(indices.shape))
+
+
+def common_heads(own: int, heads: int | None) -> int:
+    """Heads of a layout with `own` heads under a mask with `heads` heads."""
+    if heads is None or heads == own:
+        return own
+    if own == 1:
+        return heads
+    raise LayoutError(
+        "the mask has other heads than the layout",
+        got=f"mask heads {heads}, layout heads {own}",
+        expected="equal numbers, or one of them shared by all heads",
+        fix="give the mask one rule per head of the layout",
+    )
+
+
+def sizes_of(
+    planes: tuple[int, ...],
+    q_tokens: int | None,
+    kv_tokens: int | None,
+    block_q: int,
+    block_kv: int,
+) -> BlockGrid:
+    """The sizes of arrays [B, H, Nq, ...]; `kv_tokens` defaults to `q_tokens`, that to all rows."""
+    batch, heads, q_blocks = planes
+    q_tokens = q_blocks * block_q if q_tokens is None else q_tokens
+    kv_tokens = q_tokens if kv_tokens is None else kv_tokens
+    grid = BlockGrid(q_tokens, kv_tokens, block_q, block_kv, batch, heads)
+    require_blocks("query", q_blocks, q_tokens, block_q)
+    return grid
+
+
+def require_blocks(axis: str, blocks: int, tokens: int, block: int) -> None:
+    """Refuse arrays whose number of blocks contradicts the lengths."""
+    if blocks != blocks_of(tokens, block):
+        raise LayoutError(
+            f"the number of {axis} blocks contradicts the lengths",
+            got=f"{blocks} blocks, {tokens} tokens in blocks of {block}",
+            expected=f"{blocks_of(tokens, block)} blocks",
+            fix="pass the block sizes the arrays were made for",
+        )
+
+
+def _cover_head(rule: AbstractMask, grid: BlockGrid) -> Items:
+    parts = []
+    rows = max(1, CHUNK_BLOCKS // grid.kv_blocks)
+    kv = np.arange(grid.kv_blocks, dtype=np.int32)[None, :]
+    for first in range(0, grid.q_blocks, rows):
+        q = np.arange(first, min(first + rows, grid.q_blocks), dtype=np.int32)[:, None]
+        parts.append(_pack(resolve(rule, grid.spans(np, q, kv)), grid))
+    return _join(parts)
+
+
+def _cover_plane(plane: np.ndarray, rule: AbstractMask | None, grid: BlockGrid) -> Items:
+    parts = []
+    rows = max(1, CHUNK_BLOCKS // grid.kv_blocks)
+    for first in range(0, grid.q_blocks, rows):
+        codes = plane[first : first + rows].astype(np.int8)
+        q, kv = (edge.astype(np.int32) for edge in np.nonzero(codes))
+        codes[q, kv] = cover_items(rule, grid, q + np.int32(first), kv)
+        parts.append(_pack(codes, grid))
+    return _join(parts)
+
+
+def _pack(codes: np.ndarray, grid: BlockGrid) -> Items:
+    """Rows of coverage codes [n, Nk] as items."""
+    listed = codes != Coverage.NONE
+    kv_block = np.nonzero(listed)[1].astype(np.int32)
+    is_partial = (codes[listed] != Coverage.ALL) | grid.sticks_out(kv_block)
+    return Items(starts_of(np, np.count_nonzero(listed, axis=-1)), kv_block, is_partial)
+
+
+def _join(parts: list[Items]) -> Items:
+    if len(parts) == 1:
+        return parts[0]
+    require_countable(sum(part.kv_block.size for part in parts))
+    return Items(
+        starts_of(np, np.concatenate([np.diff(part.row_starts) for part in parts])),
+        np.concatenate([part.kv_block for part in parts]),
+        np.concatenate([part.is_partial for part in parts]),
+    )
+
+
+def _require_valid_slots(indices, counts, stray, grid: BlockGrid) -> None:
+    slots = indices.shape[-1]
+    if ((counts < 0) | (counts > slots)).any():
+        raise LayoutError(
+            "a count does not fit its row of indices",
+            got=f"counts from {counts.min()} to {counts.max()}",
+            expected=f"0 to {slots}, the slots of a row",
+            fix="count only the used slots of each row",
+        )
+    if stray.any():
+        row, slot = (int(edge[0]) for edge in np.nonzero(stray))
+        raise LayoutError(
+            "an index points outside the kv blocks",
+            got=f"{int(indices[row, slot])} in {_name_row(grid, row)}, slot {slot}",
+            expected=f"0 to {grid.kv_blocks - 1}, or -1 for an unused slot",
+            fix="check kv_tokens and block_kv, which give the number of kv blocks",
+        )
+
+
+def _name_row(grid: BlockGrid, row: int) -> str:
+    head, q_block = grid.head_of(row), grid.q_block_of(row)
+    return f"batch {grid.batch_of(row)}, head {head}, query block {q_block}"

@@ -1,0 +1,120 @@
+"""The sizes of a block grid and the arithmetic between blocks, rows and positions."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from xsake.errors import LayoutError
+
+# Positions and block ends are int32 in every backend; half the range keeps sums from wrapping.
+MAX_TOKENS = 2**30
+MAX_ITEMS = 2**31 - 2
+
+
+class Spans(NamedTuple):
+    """Rectangles of positions, ends included, one per item."""
+
+    q_first: np.ndarray
+    q_last: np.ndarray
+    kv_first: np.ndarray
+    kv_last: np.ndarray
+
+
+def blocks_of(tokens: int, block: int) -> int:
+    """Blocks that cover `tokens` tokens; the last one may stick out."""
+    return -(-tokens // block)
+
+
+def require_countable(items: int) -> None:
+    """Refuse lists that int32 indices cannot address."""
+    if items > MAX_ITEMS:
+        raise LayoutError(
+            "the layout has more work items than an int32 can count",
+            got=items,
+            expected=f"at most {MAX_ITEMS}",
+            fix="use larger blocks, or one layout per batch element or group of heads",
+        )
+
+
+class BlockCounts:
+    """Block counts for any class that has lengths and block sizes."""
+
+    @property
+    def q_blocks(self: Any) -> int:
+        """Query blocks; the last one may stick out."""
+        return blocks_of(self.q_tokens, self.block_q)
+
+    @property
+    def kv_blocks(self: Any) -> int:
+        """Kv blocks; the last one may stick out."""
+        return blocks_of(self.kv_tokens, self.block_kv)
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockGrid(BlockCounts):
+    """`batch` x `heads` planes of `q_blocks` x `kv_blocks` blocks.
+
+    Row `(b * heads + h) * q_blocks + i` is query block `i` of head `h` of batch element `b`.
+    """
+
+    q_tokens: int
+    kv_tokens: int
+    block_q: int
+    block_kv: int
+    batch: int = 1
+    heads: int = 1
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if type(value) is not int or not 1 <= value <= MAX_TOKENS:
+                raise LayoutError(
+                    f"{field.name} is not a usable size",
+                    got=repr(value),
+                    expected=f"an int from 1 to {MAX_TOKENS}",
+                    fix=f"pass {field.name} as a positive Python int",
+                )
+        if self.rows > MAX_ITEMS:
+            raise LayoutError(
+                "the grid has more rows than an int32 can count",
+                got=f"batch * heads * q_blocks = {self.rows}",
+                expected=f"at most {MAX_ITEMS}",
+                fix="use larger query blocks or one layout per batch element",
+            )
+
+    @property
+    def rows(self) -> int:
+        return self.batch * self.heads * self.q_blocks
+
+    @property
+    def overhang(self) -> bool:
+        """Whether the last kv block sticks out past `kv_tokens`."""
+        return self.kv_tokens % self.block_kv != 0
+
+    def replace(self, **changes: int) -> "BlockGrid":
+        return dataclasses.replace(self, **changes)
+
+    def q_block_of(self, row):
+        return row % self.q_blocks
+
+    def head_of(self, row):
+        return row // self.q_blocks % self.heads
+
+    def batch_of(self, row):
+        return row // (self.q_blocks * self.heads)
+
+    def spans(self, xp, q_block, kv_block) -> Spans:
+        """Positions of blocks, clipped to the tokens that exist."""
+        q_first = q_block * self.block_q
+        kv_first = kv_block * self.block_kv
+        return Spans(
+            q_first,
+            xp.minimum(q_first + (self.block_q - 1), self.q_tokens - 1),
+            kv_first,
+            xp.minimum(kv_first + (self.block_kv - 1), self.kv_tokens - 1),
+        )
+
+    def sticks_out(self, kv_block):
+        """Whether a kv block reaches past `kv_tokens`."""
+        return (kv_block >= self.kv_blocks - 1) & self.overhang

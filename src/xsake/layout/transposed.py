@@ -1,0 +1,143 @@
+"""The kv-major view of a layout: for each kv block the query blocks that visit it."""
+
+import dataclasses
+from typing import NamedTuple
+
+import numpy as np
+from jax import Array
+from jaxtyping import Bool, Int32
+
+from xsake.errors import LayoutError
+from xsake.layout.grid import BlockCounts, BlockGrid
+from xsake.layout.pytree import register_layout
+from xsake.layout.ragged import Items, freeze, is_concrete, namespace, row_of_item
+from xsake.masks import AbstractMask
+
+
+@register_layout(
+    leaves=("row_starts", "q_block", "q_head", "is_partial"),
+    static=("q_tokens", "kv_tokens", "block_q", "block_kv", "batch", "heads", "group", "mask"),
+)
+@dataclasses.dataclass(frozen=True, eq=False)
+class TransposedLayout(BlockCounts):
+    """Ragged rows of query blocks; row = (b * heads + y) * kv_blocks + j for kv block j of head y.
+
+    Inside a row the items ascend by (`q_head`, `q_block`). `heads` is 1 (one list for every kv
+    head) or the number of kv heads. `group` is how many query heads a row has gathered: 1 when one
+    list serves all query heads of a kv head (then `q_head` is 0), else the query heads per kv head,
+    and `q_head` counts from 0 inside the group. Entries at and after `row_starts[-1]` are unused
+    capacity, filled with zeros.
+    """
+
+    row_starts: Int32[Array | np.ndarray, " R1"]
+    q_block: Int32[Array | np.ndarray, " W"]
+    q_head: Int32[Array | np.ndarray, " W"]
+    is_partial: Bool[Array | np.ndarray, " W"]
+    q_tokens: int
+    kv_tokens: int
+    block_q: int
+    block_kv: int
+    batch: int
+    heads: int
+    group: int
+    mask: AbstractMask | None
+
+    def __post_init__(self):
+        if self.is_static:
+            freeze(self, TransposedItems._fields)
+
+    @property
+    def rows(self) -> int:
+        return self.batch * self.heads * self.kv_blocks
+
+    @property
+    def capacity(self) -> int:
+        return self.q_block.shape[0]
+
+    @property
+    def is_static(self) -> bool:
+        return isinstance(self.row_starts, np.ndarray)
+
+    @property
+    def items(self) -> int:
+        """Listed blocks; needs values, so not inside `jit` unless the layout is static."""
+        if not is_concrete(self.row_starts):
+            raise LayoutError(
+                "the number of items is not known while tracing",
+                fix="use capacity, the upper limit, or a static layout",
+            )
+        return int(self.row_starts[-1])
+
+
+def heads_of_transpose(heads: int, kv_heads: int, q_heads: int) -> tuple[int, int]:
+    """`(heads, group)` of the transpose of a layout with `heads` heads."""
+    if kv_heads < 1 or q_heads % kv_heads:
+        raise LayoutError(
+            "query heads do not divide evenly over kv heads",
+            got=f"{q_heads=}, {kv_heads=}",
+            expected="q_heads a multiple of kv_heads",
+        )
+    if heads in (1, kv_heads):
+        return heads, 1
+    if heads == q_heads:
+        return kv_heads, q_heads // kv_heads
+    raise LayoutError(
+        "the layout's heads fit neither the query heads nor the kv heads",
+        got=f"layout heads {heads}, {q_heads=}, {kv_heads=}",
+        expected=f"1, {kv_heads} or {q_heads}",
+        fix="build the layout with one rule, one per kv head or one per query head",
+    )
+
+
+class TransposedItems(NamedTuple):
+    """The arrays of a `TransposedLayout`."""
+
+    row_starts: np.ndarray | Array
+    q_block: np.ndarray | Array
+    q_head: np.ndarray | Array
+    is_partial: np.ndarray | Array
+
+
+def transpose_items(items: Items, grid: BlockGrid, heads: int, group: int) -> TransposedItems:
+    """The kv-major list.
+
+    NumPy goes kv head by kv head: less memory at once, and keys of 16 bits, which sort fastest.
+    """
+    planes = grid.batch * heads
+    if namespace(*items) is not np or planes == 1:
+        return _transpose(namespace(*items), items, grid, heads, group)
+    rows = grid.rows // planes
+    plane_grid = grid.replace(batch=1, heads=grid.heads // heads)
+    starts: list = [np.zeros(1, np.int32)]
+    arrays: tuple[list, ...] = [], [], []
+    for first in range(0, grid.rows, rows):
+        bounds = items.row_starts[first : first + rows + 1]
+        part = slice(bounds[0], bounds[-1])
+        plane = Items(bounds - bounds[0], items.kv_block[part], items.is_partial[part])
+        plane_starts, *found = _transpose(np, plane, plane_grid, 1, group)
+        starts.append(plane_starts[1:] + bounds[0])
+        for parts, array in zip(arrays, found, strict=True):
+            parts.append(array)
+    unused = items.kv_block.size - items.row_starts[-1]
+    for parts in arrays:
+        parts.append(np.zeros(unused, parts[0].dtype))
+    return TransposedItems(np.concatenate(starts), *(np.concatenate(parts) for parts in arrays))
+
+
+def _transpose(xp, items: Items, grid: BlockGrid, heads: int, group: int) -> TransposedItems:
+    """Items come sorted by (batch, head, query block): a stable sort by target row is enough."""
+    capacity = items.kv_block.shape[0]
+    rows = grid.batch * heads * grid.kv_blocks
+    row = row_of_item(xp, items.row_starts, capacity)
+    owned = row < grid.rows
+    head = grid.head_of(row)
+    target = (grid.batch_of(row) * heads + head // group) * grid.kv_blocks + items.kv_block
+    target = xp.where(owned, target, rows)
+    if xp is np:
+        target = target.astype(np.min_scalar_type(rows))
+    order = xp.argsort(target, stable=True)
+    edges = xp.arange(rows + 1, dtype=target.dtype)
+    row_starts = xp.searchsorted(target[order], edges).astype(xp.int32)
+    q_block = xp.where(owned, grid.q_block_of(row), 0)[order]
+    q_head = xp.where(owned, head % group, 0)[order]
+    return TransposedItems(row_starts, q_block, q_head, (items.is_partial & owned)[order])

@@ -1,0 +1,104 @@
+"""Index lists, as FlexAttention and NSA have them, become layouts."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.layout.expansion import listed_items, pairs_of_layout
+from xsake.errors import LayoutError
+from xsake.layout import BlockLayout
+from xsake.masks import Causal, Full, PerHead
+
+SIZES = {"block_q": 8, "block_kv": 8}
+
+
+def both_kinds(indices, counts, **keywords):
+    indices, counts = np.asarray(indices), np.asarray(counts)
+    static = BlockLayout.from_indices_counts(indices, counts, **SIZES, **keywords)
+    build = jax.jit(lambda i, c: BlockLayout.from_indices_counts(i, c, **SIZES, **keywords))
+    traced = build(indices, counts)
+    assert static.is_static
+    assert not traced.is_static
+    assert listed_items(traced.validate()) == listed_items(static)
+    return static, traced
+
+
+def test_unsorted_slots_are_sorted():
+    static, traced = both_kinds([[[[3, 0, 2]], [[1, 3, 0]]]], [[[3], [2]]], kv_tokens=32)
+    assert static.kv_block.tolist() == [0, 2, 3, 1, 3]
+    assert static.row_starts.tolist() == [0, 3, 5]
+    assert traced.capacity == 6
+
+
+def test_minus_one_and_slots_past_the_count_are_unused():
+    static, _ = both_kinds([[-1, 1, 99], [0, -1, -7], [5, 5, 5]], [2, 2, 0], kv_tokens=16)
+    assert listed_items(static) == [(0, 0, 0, 1, False), (0, 0, 1, 0, False)]
+
+
+def test_a_list_without_any_block_is_a_layout():
+    static, _ = both_kinds(np.zeros((2, 4, 3), int), np.zeros((2, 4), int))
+    assert static.items == 0
+    assert not pairs_of_layout(static).any()
+
+
+def test_random_lists_equal_their_grids():
+    rng = np.random.default_rng(1)
+    chosen = rng.random((2, 3, 4, 5)) < 0.5
+    counts = chosen.sum(-1)
+    order = np.argsort(np.where(chosen, rng.random(chosen.shape), 2.0), axis=-1)
+    keywords = {"q_tokens": 29, "kv_tokens": 35, "mask": Causal()}
+    static, _ = both_kinds(order, counts, **keywords)
+    grid = BlockLayout.from_block_mask(chosen, **SIZES, **keywords)
+    assert listed_items(static) == listed_items(grid)
+
+
+def test_a_mask_with_heads_expands_shared_lists_of_every_batch_element():
+    indices = np.array([[[[0, 1], [1, 0]]], [[[0, 0], [1, 0]]]])
+    counts = np.array([[[2, 2]], [[1, 2]]])
+    mask = PerHead([Causal(), Full(), Causal()])
+    static, _ = both_kinds(indices, counts, mask=mask)
+    assert (static.batch, static.heads) == (2, 3)
+    chosen = np.array([[[[1, 1], [1, 1]]], [[[1, 0], [1, 1]]]], bool)
+    grid = BlockLayout.from_block_mask(chosen, **SIZES, mask=mask)
+    assert listed_items(static) == listed_items(grid)
+
+
+def test_static_duplicates_are_refused():
+    with pytest.raises(LayoutError, match="same kv block twice") as caught:
+        BlockLayout.from_indices_counts(np.array([[0, 1], [1, 1]]), np.array([2, 2]), **SIZES)
+    assert "query block 1" in str(caught.value)
+
+
+@pytest.mark.parametrize("stray", [2, -2, 2**40])
+def test_static_strays_are_refused(stray):
+    with pytest.raises(LayoutError, match="outside the kv blocks"):
+        BlockLayout.from_indices_counts(np.array([[0, 1], [0, stray]]), np.array([2, 2]), **SIZES)
+
+
+@pytest.mark.parametrize("count", [-1, 3])
+def test_static_counts_that_do_not_fit_are_refused(count):
+    with pytest.raises(LayoutError, match="does not fit its row"):
+        BlockLayout.from_indices_counts(np.array([[0, 1], [0, 1]]), np.array([2, count]), **SIZES)
+
+
+def test_shapes_that_do_not_fit_are_refused():
+    with pytest.raises(LayoutError, match="fit each other"):
+        BlockLayout.from_indices_counts(np.zeros((2, 2), int), np.zeros((1, 2), int), **SIZES)
+
+
+def test_traced_duplicates_merge_and_strays_vanish():
+    indices = jnp.array([[1, 1, 0, 1], [7, -2, 1, 1]])
+    build = jax.jit(lambda i, c: BlockLayout.from_indices_counts(i, c, **SIZES))
+    layout = build(indices, jnp.array([4, 9])).validate()
+    assert listed_items(layout) == [(0, 0, 0, 0, False), (0, 0, 0, 1, False), (0, 0, 1, 1, False)]
+    assert layout.capacity == 4
+    again = build(jnp.array([[0, 0, 0, 0], [1, 0, 0, 0]]), jnp.array([0, -3])).validate()
+    assert again.items == 0
+    assert build._cache_size() == 1
+
+
+def test_the_overhanging_block_is_partial_without_a_mask():
+    static, _ = both_kinds([[0], [1]], [1, 1], q_tokens=13, kv_tokens=13)
+    assert static.is_partial.tolist() == [False, True]
+    assert pairs_of_layout(static)[0, 0, 12, 8:].all()
