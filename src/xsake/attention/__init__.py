@@ -1,0 +1,7 @@
+"""What users call: attention on [B, T, H, D] arrays, and what it will really do."""
+
+from xsake.attention.block_sparse import attention
+from xsake.attention.explain import Explanation, explain
+from xsake.attention.operator import AttentionOutput, BlockSparseAttention
+
+__all__ = ["AttentionOutput", "BlockSparseAttention", "Explanation", "attention", "explain"]

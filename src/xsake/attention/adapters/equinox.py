@@ -1,0 +1,153 @@
+"""Multi-head attention as an equinox module, called like `equinox.nn.MultiheadAttention`."""
+
+import dataclasses
+from collections.abc import Callable
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, PRNGKeyArray
+
+from xsake.attention.adapters.boolean_masks import arguments_of
+from xsake.attention.operator import BlockSparseAttention
+from xsake.errors import ShapeError
+from xsake.layout import BlockLayout
+from xsake.masks import AbstractMask
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Widths of a `MultiheadAttention`; None takes the value that comment says.
+
+    Args:
+        query: channels of the query input.
+        key: channels of the key input; None: `query`.
+        value: channels of the value input; None: `query`.
+        output: channels of the output; None: `query`.
+        qk: channels per head that queries and keys are compared over; None: `query // heads`.
+        vo: channels per head of values; None: `query // heads`.
+    """
+
+    query: int
+    key: int | None = None
+    value: int | None = None
+    output: int | None = None
+    qk: int | None = None
+    vo: int | None = None
+
+
+class MultiheadAttention(eqx.Module):
+    """Projections around `xsake.attention`: no batch axis, use `jax.vmap`; grouped kv heads.
+
+    There is no attention dropout. A query that may see nothing gets zeros before the output
+    projection.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from xsake.attention.adapters.equinox import MultiheadAttention
+        >>> from xsake.masks import Causal
+        >>> layer = MultiheadAttention(4, 32, num_kv_heads=2, key=jax.random.key(0))
+        >>> x = jnp.ones((100, 32))
+        >>> layer(x, x, x, Causal()).shape
+        (100, 32)
+    """
+
+    query_proj: eqx.nn.Linear
+    key_proj: eqx.nn.Linear
+    value_proj: eqx.nn.Linear
+    output_proj: eqx.nn.Linear
+    num_heads: int = eqx.field(static=True)
+    num_kv_heads: int = eqx.field(static=True)
+    attend: BlockSparseAttention = eqx.field(static=True)
+
+    def __init__(
+        self,
+        num_heads: int,
+        sizes: int | Sizes,
+        *,
+        num_kv_heads: int | None = None,
+        use_bias: bool = False,
+        attend: BlockSparseAttention = BlockSparseAttention(),  # noqa: B008 (frozen)
+        dtype=None,
+        key: PRNGKeyArray,
+    ):
+        """Fresh projections.
+
+        Args:
+            num_heads: query heads.
+            sizes: channels of the input, or `Sizes` for widths of their own.
+            num_kv_heads: kv heads, which divide the query heads; None: as many as these.
+            use_bias: whether projections add a bias.
+            attend: block sizes, scale, implementation.
+            dtype: of the parameters.
+            key: a key of `jax.random`.
+        """
+        sizes = Sizes(sizes) if isinstance(sizes, int) else sizes
+        kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        if num_heads % kv_heads:
+            raise ShapeError(
+                "query heads must be a multiple of kv heads",
+                got=f"{num_heads=}, {num_kv_heads=}",
+                expected=f"kv heads that divide {num_heads}",
+                fix="each kv head serves num_heads / num_kv_heads query heads",
+            )
+        own = lambda size, default: default if size is None else size
+        qk, vo = (own(size, sizes.query // num_heads) for size in (sizes.qk, sizes.vo))
+        widths = (
+            (sizes.query, num_heads * qk),
+            (own(sizes.key, sizes.query), kv_heads * qk),
+            (own(sizes.value, sizes.query), kv_heads * vo),
+            (num_heads * vo, own(sizes.output, sizes.query)),
+        )
+        self.query_proj, self.key_proj, self.value_proj, self.output_proj = (
+            eqx.nn.Linear(*width, use_bias=use_bias, dtype=dtype, key=each)
+            for width, each in zip(widths, jax.random.split(key, 4), strict=True)
+        )
+        self.num_heads, self.num_kv_heads, self.attend = num_heads, kv_heads, attend
+
+    def __call__(
+        self,
+        query: Float[Array, "Tq Cq"],
+        key_: Float[Array, "Tk Ck"],
+        value: Float[Array, "Tk Cv"],
+        mask: AbstractMask | Bool[Array, "... Tq Tk"] | None = None,
+        *,
+        layout: BlockLayout | None = None,
+        process_heads: Callable | None = None,
+        key: PRNGKeyArray | None = None,
+        inference: bool | None = None,
+    ) -> Float[Array, "Tq Co"]:
+        """Attention of `query` to `key_` and `value`.
+
+        Args:
+            query: [Tq, channels].
+            key_: [Tk, channels].
+            value: [Tk, channels].
+            mask: a mask of `xsake.masks`, or booleans [Tq, Tk] or [heads, Tq, Tk].
+            layout: the blocks to compute; None derives them from the mask.
+            process_heads: `(q, k, v) -> (q, k, v)` on [T, heads, size], for rotary embeddings, say.
+            key: not used: nothing here is random; accepted for calls written for equinox.
+            inference: not used, likewise.
+
+        Returns:
+            [Tq, output channels].
+        """
+        projections = (
+            (self.query_proj, query, self.num_heads),
+            (self.key_proj, key_, self.num_kv_heads),
+            (self.value_proj, value, self.num_kv_heads),
+        )
+        heads = tuple(_split(jax.vmap(f)(x), number) for f, x, number in projections)
+        if process_heads is not None:
+            heads = process_heads(*heads)
+        q, k, v = (x[None] for x in heads)
+        arguments = {"mask": mask}
+        if mask is not None and not isinstance(mask, AbstractMask):
+            shape = (1, self.num_heads, query.shape[0], key_.shape[0])
+            arguments = arguments_of(mask, shape, None)
+        out = self.attend(q, k, v, layout=layout, **arguments).out[0]
+        return jax.vmap(self.output_proj)(jnp.reshape(out, (query.shape[0], -1)))
+
+
+def _split(x, heads: int):
+    return x.reshape(x.shape[0], heads, -1)

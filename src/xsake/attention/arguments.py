@@ -1,0 +1,304 @@
+"""Checks and completes the arguments of an attention call, before anything is traced."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jaxtyping import Float, Int
+
+from xsake.errors import ArgumentError, ShapeError
+from xsake.kernels.block_sparse.problem import Operands, Problem
+from xsake.layout import BlockLayout
+from xsake.layout.listed import ListedBlocks
+from xsake.masks import AbstractMask, Full
+
+DEFAULT_BLOCK = 128
+AnyArray = Array | np.ndarray | jax.ShapeDtypeStruct
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """Who may see whom: any mixture of a mask, a layout, segments and positions."""
+
+    mask: AbstractMask | None = None
+    layout: BlockLayout | None = None
+    q_segment_ids: Int[AnyArray, "B Tq"] | None = None
+    kv_segment_ids: Int[AnyArray, "B Tk"] | None = None
+    q_positions: Int[AnyArray, "... Tq"] | None = None
+    kv_positions: Int[AnyArray, "... Tk"] | None = None
+    block_q: int = DEFAULT_BLOCK
+    block_kv: int = DEFAULT_BLOCK
+
+
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    """How logits are made: scale, softcap, bias, sinks."""
+
+    scale: float | None = None
+    softcap: float | None = None
+    bias: Float[AnyArray, "..."] | None = None
+    sinks: Float[AnyArray, "..."] | None = None
+
+
+def complete(q, k, v, rules: Rules, scores: Scores) -> tuple[Operands, Problem, Array | None]:
+    """Checked `(operands, problem, sinks [Hq, S])` of a call; abstract arrays stay abstract."""
+    q, k, v = (_array(x) for x in (q, k, v))
+    check_arrays(q, k, v)
+    problem = Problem(_scale(scores.scale, q.shape[-1]), _softcap(scores.softcap))
+    layout = _layout(q, k, rules)
+    operands = Operands(
+        q, k, v, layout, _bias(scores.bias, q, k), *_positions(rules, q, k), *_segments(rules, q, k)
+    )
+    return operands, problem, _sinks(scores.sinks, q.shape[2])
+
+
+def _array(x):
+    return x if isinstance(x, jax.ShapeDtypeStruct) else jnp.asarray(x)
+
+
+def _reshaped(x, *shape: int):
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(shape, x.dtype)
+    return x.reshape(shape)
+
+
+def check_arrays(q, k, v) -> None:
+    """Refuse shapes and dtypes that do not fit."""
+    shapes = f"q {q.shape}, k {k.shape}, v {v.shape}"
+    if not q.ndim == k.ndim == v.ndim == 4:
+        raise ShapeError(
+            "q, k and v must have 4 axes",
+            got=shapes,
+            expected="q [B, Tq, Hq, D], k [B, Tk, Hk, D], v [B, Tk, Hk, Dv]",
+            fix="add a batch axis with x[None]; heads come after tokens",
+        )
+    if not (q.shape[0] == k.shape[0] == v.shape[0] and k.shape[1:3] == v.shape[1:3]):
+        raise ShapeError(
+            "k and v must agree in batch, tokens and heads, and q in batch",
+            got=shapes,
+            expected="q [B, Tq, Hq, D], k [B, Tk, Hk, D], v [B, Tk, Hk, Dv]",
+        )
+    if q.shape[3] != k.shape[3]:
+        raise ShapeError(
+            "q and k must have the same head dimension",
+            got=f"{q.shape[3]=}, {k.shape[3]=}",
+            fix="only v may have a head dimension of its own",
+        )
+    if min(*q.shape, *k.shape, *v.shape) == 0:
+        raise ShapeError("no axis may be empty", got=shapes, expected="every size at least 1")
+    if q.shape[2] % k.shape[2]:
+        raise ShapeError(
+            "query heads must be a multiple of kv heads",
+            got=f"Hq={q.shape[2]}, Hk={k.shape[2]}",
+            fix="each kv head serves Hq / Hk query heads",
+        )
+    dtypes = {x.dtype for x in (q, k, v)}
+    if len(dtypes) > 1 or not jnp.issubdtype(q.dtype, jnp.floating):
+        raise ShapeError(
+            "q, k and v must share one floating dtype",
+            got=f"q {q.dtype}, k {k.dtype}, v {v.dtype}",
+            fix="cast them with x.astype(...) before the call",
+        )
+
+
+def _scale(scale: float | None, dim: int) -> float:
+    return dim**-0.5 if scale is None else _number("scale", scale, fix="None is 1 / sqrt(D)")
+
+
+def _softcap(softcap: float | None) -> float | None:
+    if softcap is None:
+        return None
+    softcap = _number("softcap", softcap, fix="None switches it off")
+    if softcap <= 0:
+        raise ArgumentError("softcap must be positive", got=softcap, fix="None switches it off")
+    return softcap
+
+
+def _number(name: str, value: float, *, fix: str) -> float:
+    if isinstance(value, jax.core.Tracer):
+        raise ArgumentError(
+            f"{name} is compiled into the program, so it cannot be traced",
+            got=value,
+            expected="a Python number",
+            fix=f"multiply q by a traced scale instead; {fix}",
+        )
+    if not math.isfinite(value):
+        raise ArgumentError(f"{name} must be finite", got=value, expected="a number", fix=fix)
+    return float(value)
+
+
+def _bias(bias, q, k):
+    if bias is None:
+        return None
+    bias = _array(bias)
+    wanted = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+    fits = bias.ndim == 4 and bias.shape[2:] == wanted[2:]
+    fits = fits and all(n in (1, m) for n, m in zip(bias.shape[:2], wanted[:2], strict=True))
+    if not fits or not jnp.issubdtype(bias.dtype, jnp.floating):
+        raise ShapeError(
+            "bias must be floating, [B or 1, Hq or 1, Tq, Tk]",
+            got=f"{bias.dtype} {bias.shape}",
+            expected=f"{wanted}, the first two may be 1",
+            fix="jnp.broadcast_to(bias, ...) for the last two axes; booleans belong in a mask",
+        )
+    return bias
+
+
+def _sinks(sinks, heads: int):
+    if sinks is None:
+        return None
+    sinks = _array(sinks)
+    fits = sinks.ndim in (1, 2) and sinks.shape[0] == heads and sinks.size > 0
+    if not fits or not jnp.issubdtype(sinks.dtype, jnp.floating):
+        raise ShapeError(
+            "sinks must be one logit, or S logits, per query head",
+            got=f"{sinks.dtype} {sinks.shape}",
+            expected=f"floating ({heads},) or ({heads}, S)",
+            fix="repeat shared sinks with jnp.broadcast_to(sinks, (Hq, S))",
+        )
+    return _reshaped(sinks, heads, sinks.size // heads)
+
+
+def _positions(rules: Rules, q, k):
+    pairs = (("q_positions", rules.q_positions, q), ("kv_positions", rules.kv_positions, k))
+    return tuple(_integers(name, x, y, shared=True) for name, x, y in pairs)
+
+
+def _segments(rules: Rules, q, k):
+    q_ids = _integers("q_segment_ids", rules.q_segment_ids, q)
+    kv_ids = _integers("kv_segment_ids", rules.kv_segment_ids, k)
+    if q_ids is not None and kv_ids is None and q.shape[1] == k.shape[1]:
+        kv_ids = q_ids
+    if (q_ids is None) != (kv_ids is None):
+        raise ArgumentError(
+            "segment ids are needed for queries and for keys",
+            got="only one of q_segment_ids and kv_segment_ids",
+            fix="with as many queries as keys q_segment_ids alone is enough",
+        )
+    return q_ids, kv_ids
+
+
+def _integers(name: str, values, like, shared: bool = False):
+    """`values` as [B, T] (or [1, T] if `shared` allows one row for all)."""
+    if values is None:
+        return None
+    values = _array(values)
+    batch, tokens = like.shape[:2]
+    if shared and values.ndim == 1:
+        values = _reshaped(values, 1, values.shape[0])
+    fits = values.ndim == 2 and values.shape[1] == tokens
+    fits = fits and values.shape[0] in ((1, batch) if shared else (batch,))
+    if not fits or not jnp.issubdtype(values.dtype, jnp.integer):
+        raise ShapeError(
+            f"`{name}` does not fit",
+            got=f"{values.dtype} {values.shape}",
+            expected=f"integers ({batch}, {tokens})" + (f" or ({tokens},)" if shared else ""),
+            fix="one integer per token of each batch element",
+        )
+    if isinstance(values, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(values.shape, jnp.int32)
+    return values.astype(jnp.int32)
+
+
+def _layout(q, k, rules: Rules) -> BlockLayout:
+    """The blocks of the call, before run-time segments and positions narrow them.
+
+    With positions of its own a call judges blocks by these, at run time: then the mask stands
+    beside the list and has dropped nothing yet.
+    """
+    sizes = {"q_tokens": q.shape[1], "kv_tokens": k.shape[1]}
+    moved = rules.q_positions is not None or rules.kv_positions is not None
+    mask = rules.mask
+    if rules.layout is None:
+        sizes["block_q"] = min(_block("block_q", rules.block_q), q.shape[1])
+        sizes["block_kv"] = min(_block("block_kv", rules.block_kv), k.shape[1])
+        layout = BlockLayout.from_mask(Full() if moved or mask is None else mask, **sizes)
+        layout = _under(layout, mask) if moved and mask is not None else layout
+    else:
+        layout = rules.layout
+        _check_layout(layout, q, k)
+        if moved:
+            _check_positions(layout)
+        if mask is not None:
+            joint = mask if layout.mask is None else layout.mask & mask
+            layout = _under(layout, joint) if moved else _narrowed_by(layout, mask)
+    _check_heads(layout, q, k)
+    return layout
+
+
+def _block(name: str, size: int) -> int:
+    if size < 1:
+        raise ArgumentError(f"{name} must be positive", got=size, expected="128, say")
+    return size
+
+
+def _under(layout: BlockLayout, mask: AbstractMask) -> BlockLayout:
+    """All blocks of `layout`, with `mask` as their rule."""
+    if layout.heads == 1 and mask.heads is not None:
+        layout = layout.expand(heads=mask.heads)
+    return dataclasses.replace(layout, mask=mask)
+
+
+def _narrowed_by(layout: BlockLayout, mask: AbstractMask) -> BlockLayout:
+    # A static layout is compiled into the program: a new object would compile again.
+    return _static_narrowed_by(layout, mask) if layout.is_static else layout.with_mask(mask)
+
+
+@functools.lru_cache(maxsize=16)
+def _static_narrowed_by(layout: BlockLayout, mask: AbstractMask) -> BlockLayout:
+    return layout.with_mask(mask)
+
+
+def _check_layout(layout: BlockLayout, q, k) -> None:
+    own, tokens = (layout.q_tokens, layout.kv_tokens), (q.shape[1], k.shape[1])
+    if own != tokens:
+        raise ShapeError(
+            "the layout was made for other lengths",
+            got=f"layout of {own[0]} x {own[1]} tokens, arrays of {tokens[0]} x {tokens[1]}",
+            expected="equal lengths",
+            fix="build the layout with q_tokens=q.shape[1], kv_tokens=k.shape[1]",
+        )
+    if layout.batch not in (1, q.shape[0]):
+        raise ShapeError(
+            "the layout was made for another batch",
+            got=f"{layout.batch=}",
+            expected=f"1 or {q.shape[0]}",
+            fix="build it for this batch, or share one list by all batch elements",
+        )
+
+
+def _check_positions(layout: BlockLayout) -> None:
+    """Merged blocks remember their parts by token index; positions would misread that."""
+    if layout.mask is not None and any(isinstance(x, ListedBlocks) for x in _parts(layout.mask)):
+        raise ArgumentError(
+            "a layout whose blocks were merged cannot be combined with positions",
+            got=f"layout mask {layout.mask!r}",
+            expected="a layout as it was built, or smaller blocks",
+            fix="pass the layout without resize(), or leave positions out",
+        )
+
+
+def _parts(mask: AbstractMask) -> Iterator[AbstractMask]:
+    """The mask and all masks inside it."""
+    yield mask
+    for field in dataclasses.fields(mask) if dataclasses.is_dataclass(mask) else ():
+        value = getattr(mask, field.name)
+        for inner in value if isinstance(value, tuple) else (value,):
+            if isinstance(inner, AbstractMask):
+                yield from _parts(inner)
+
+
+def _check_heads(layout: BlockLayout, q, k) -> None:
+    accepted = sorted({1, k.shape[2], q.shape[2]})
+    if layout.heads not in accepted:
+        raise ShapeError(
+            "the mask or layout has a number of heads that fits neither queries nor keys",
+            got=f"{layout.heads} heads",
+            expected=f"one of {accepted}",
+            fix="give one rule for all heads, one per kv head or one per query head",
+        )

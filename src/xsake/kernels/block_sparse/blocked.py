@@ -1,0 +1,135 @@
+"""Cuts the arrays of a call into blocks, and gives them and the layout's lists a look-up by row."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from xsake.kernels.block_sparse.problem import Operands
+from xsake.kernels.block_sparse.walk import Rows, full_first
+from xsake.layout import BlockLayout, TransposedLayout
+from xsake.layout.ragged import namespace
+
+
+def to_blocks(x, block: int, fill=0):
+    """[B, T, H, ...] -> [B * H * N, block, ...], the last block filled up."""
+    batch, tokens, heads = x.shape[:3]
+    number = -(-tokens // block)
+    x = jnp.moveaxis(_padded(x, 1, number * block, fill), 2, 1)
+    return x.reshape(batch * heads * number, block, *x.shape[3:])
+
+
+def from_blocks(x, batch: int, heads: int, tokens: int):
+    """The inverse of `to_blocks`."""
+    x = x.reshape(batch, heads, -1, *x.shape[2:])[:, :, :tokens]
+    return jnp.moveaxis(x, 1, 2)
+
+
+def pairs_to_blocks(bias, block_q: int, block_kv: int):
+    """[Bb, Hb, Tq, Tk] -> [Bb * Hb * Nq * Nk, block_q, block_kv]."""
+    q_blocks, kv_blocks = -(-bias.shape[2] // block_q), -(-bias.shape[3] // block_kv)
+    bias = _padded(_padded(bias, 2, q_blocks * block_q, 0), 3, kv_blocks * block_kv, 0)
+    bias = bias.reshape(-1, q_blocks, block_q, kv_blocks, block_kv).swapaxes(2, 3)
+    return bias.reshape(-1, block_q, block_kv)
+
+
+def pairs_from_blocks(x, shape: tuple[int, ...], q_blocks: int):
+    """The inverse of `pairs_to_blocks`."""
+    batch, heads, q_tokens, kv_tokens = shape
+    x = x.reshape(batch * heads, q_blocks, -1, *x.shape[1:]).swapaxes(2, 3)
+    x = x.reshape(batch, heads, q_blocks * x.shape[2], -1)
+    return x[:, :, :q_tokens, :kv_tokens]
+
+
+def take(blocks, index):
+    """`blocks[index]` for indices known to be in range."""
+    return blocks.at[index].get(mode="promise_in_bounds")
+
+
+def _padded(x, axis: int, size: int, fill):
+    missing = size - x.shape[axis]
+    if missing == 0:
+        return x
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, missing)
+    return jnp.pad(x, widths, constant_values=fill)
+
+
+class Lists(NamedTuple):
+    """A layout's rows for every (batch, head, block) of the call, and its items, full ones first."""
+
+    rows: Rows
+    block: Any  # int32 [W]: kv block, or query block of the transposed layout
+    head: Any  # int32 [W]: query head inside its kv group; None for a q-major list
+    is_partial: Any  # bool [W]
+
+
+def row_lists(layout: BlockLayout, batch: int, heads: int) -> Lists:
+    """The lists of query blocks: rows (batch, query head, query block)."""
+    if layout.is_static:
+        return _static_row_lists(layout, batch, heads)
+    return _lists(layout, layout.kv_block, None, batch, heads, layout.q_blocks)
+
+
+def column_lists(layout: TransposedLayout, batch: int, kv_heads: int) -> Lists:
+    """The lists of kv blocks: rows (batch, kv head, kv block)."""
+    if layout.is_static:
+        return _static_column_lists(layout, batch, kv_heads)
+    return _lists(layout, layout.q_block, layout.q_head, batch, kv_heads, layout.kv_blocks)
+
+
+@functools.lru_cache(maxsize=64)
+def _static_row_lists(layout, batch, heads):
+    return _lists(layout, layout.kv_block, None, batch, heads, layout.q_blocks)
+
+
+@functools.lru_cache(maxsize=64)
+def _static_column_lists(layout, batch, kv_heads):
+    return _lists(layout, layout.q_block, layout.q_head, batch, kv_heads, layout.kv_blocks)
+
+
+def _lists(layout, block, head, batch: int, heads: int, blocks: int) -> Lists:
+    xp = namespace(layout.row_starts)
+    starts = layout.row_starts
+    order, full = full_first(starts, layout.is_partial)
+
+    def spread(x):
+        x = x.reshape(layout.batch, layout.heads, blocks)
+        x = xp.repeat(x, heads // layout.heads, axis=1)
+        return xp.broadcast_to(x, (batch, heads, blocks)).reshape(-1)
+
+    rows = Rows(*(spread(x) for x in (starts[:-1], full, starts[1:] - starts[:-1])))
+    picked = (None if x is None else _some(xp, x[order]) for x in (block, head, layout.is_partial))
+    return Lists(rows, *picked)
+
+
+def _some(xp, x):
+    """At least one entry, so that an empty layout can be looked into."""
+    return x if x.shape[0] else xp.zeros(1, x.dtype)
+
+
+class Places(NamedTuple):
+    """Where tokens are: positions, segments and bounds by block, for the element mask."""
+
+    positions: Any  # [B or 1, N, block]
+    segments: Any  # [B, N, block] or None
+    tokens: int
+
+
+def q_places(operands: Operands, block: int) -> Places:
+    return _places(operands.q_positions, operands.q_segment_ids, operands.q.shape[1], block)
+
+
+def kv_places(operands: Operands, block: int) -> Places:
+    return _places(operands.kv_positions, operands.kv_segment_ids, operands.k.shape[1], block)
+
+
+def _places(positions, segments, tokens: int, block: int) -> Places:
+    size = -(-tokens // block) * block
+    if positions is None:
+        positions = jnp.asarray(np.arange(size, dtype=np.int32))[None]
+    positions = _padded(positions, 1, size, 0)
+    if segments is not None:
+        segments = _padded(segments, 1, size, -1).reshape(segments.shape[0], -1, block)
+    return Places(positions.reshape(positions.shape[0], -1, block), segments, tokens)
