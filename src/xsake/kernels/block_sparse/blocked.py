@@ -7,23 +7,51 @@ import jax.numpy as jnp
 import numpy as np
 
 from xsake.kernels.block_sparse.problem import Operands
-from xsake.kernels.block_sparse.walk import Rows, full_first
+from xsake.kernels.block_sparse.walk import Rows, partial_first
 from xsake.layout import BlockLayout, TransposedLayout
 from xsake.layout.ragged import namespace
 
 
 def to_blocks(x, block: int, fill=0):
-    """[B, T, H, ...] -> [B * H * N, block, ...], the last block filled up."""
+    """[B, T, H, ...] -> [B * H * (N + 1), block, ...]: each head ends with a block of `fill`.
+
+    That block is what rows read where they have no item: it is finite, whatever the arrays hold.
+    """
     batch, tokens, heads = x.shape[:3]
-    number = -(-tokens // block)
+    number = -(-tokens // block) + 1
     x = jnp.moveaxis(_padded(x, 1, number * block, fill), 2, 1)
     return x.reshape(batch * heads * number, block, *x.shape[3:])
 
 
-def from_blocks(x, batch: int, heads: int, tokens: int):
-    """The inverse of `to_blocks`."""
-    x = x.reshape(batch, heads, -1, *x.shape[2:])[:, :, :tokens]
-    return jnp.moveaxis(x, 1, 2)
+def block_index(head, block, blocks: int):
+    """Where `to_blocks` put a block; `block == blocks` is the one that ends the head."""
+    return head * (blocks + 1) + block
+
+
+def own_blocks(x, rows, block: int):
+    """The blocks [rows, block, D] of rows (batch, head, block), straight from [B, T, H, D]."""
+    batch, tokens, heads = x.shape[:3]
+    number = -(-tokens // block)
+    x = _padded(x, 1, number * block, 0).reshape(batch, number, block, heads, -1)
+    head, own = rows // number, rows % number
+    return x.at[head // heads, own, :, head % heads].get(mode="promise_in_bounds")
+
+
+def empty_rows(batch: int, heads: int, blocks: int, *shape: int, dtype):
+    """Room for one block of `shape` [block, ...] per row, laid out as [B, N, block, H, ...]."""
+    return jnp.zeros((batch, blocks, shape[0], heads, *shape[1:]), dtype)
+
+
+def store_rows(room, rows, x):
+    """Put the blocks `x` [rows, block, ...] where they belong; rows past the end go nowhere."""
+    blocks, heads = room.shape[1], room.shape[3]
+    head = rows // blocks
+    return room.at[head // heads, rows % blocks, :, head % heads].set(x, mode="drop")
+
+
+def tokens_of(room, tokens: int):
+    """[B, N, block, H, ...] -> [B, T, H, ...]."""
+    return room.reshape(room.shape[0], -1, *room.shape[3:])[:, :tokens]
 
 
 def pairs_to_blocks(bias, block_q: int, block_kv: int):
@@ -57,7 +85,7 @@ def _padded(x, axis: int, size: int, fill):
 
 
 class Lists(NamedTuple):
-    """A layout's rows for every (batch, head, block) of the call, and its items, full ones first."""
+    """A layout's rows for every (batch, head, block) of the call; items, partial ones first."""
 
     rows: Rows
     block: Any  # int32 [W]: kv block, or query block of the transposed layout
@@ -92,14 +120,15 @@ def _static_column_lists(layout, batch, kv_heads):
 def _lists(layout, block, head, batch: int, heads: int, blocks: int) -> Lists:
     xp = namespace(layout.row_starts)
     starts = layout.row_starts
-    order, full = full_first(starts, layout.is_partial)
+    order, partial = partial_first(starts, layout.is_partial)
 
     def spread(x):
         x = x.reshape(layout.batch, layout.heads, blocks)
         x = xp.repeat(x, heads // layout.heads, axis=1)
         return xp.broadcast_to(x, (batch, heads, blocks)).reshape(-1)
 
-    rows = Rows(*(spread(x) for x in (starts[:-1], full, starts[1:] - starts[:-1])))
+    full = starts[1:] - starts[:-1] - partial
+    rows = Rows(*(spread(x) for x in (starts[:-1], partial, full)))
     picked = (None if x is None else _some(xp, x[order]) for x in (block, head, layout.is_partial))
     return Lists(rows, *picked)
 

@@ -1,7 +1,6 @@
 """Counts what the passes of a call will compute and move, from its layout and shapes alone."""
 
 import dataclasses
-import math
 from collections.abc import Callable
 
 import jax
@@ -14,21 +13,25 @@ from xsake.kernels.block_sparse.walk import Rows, walked_items
 
 @dataclasses.dataclass(frozen=True)
 class Pass:
-    """One walk over the layout. Counts are upper limits if the layout is known only at run time.
+    """One walk over the layout.
+
+    If the layout is known only at run time, `listed` is the most it can list, and flops and bytes
+    are for that many blocks.
 
     Attributes:
         name: "forward", "dQ", "dK/dV", or "backward" where these two are one.
         tiles: what is computed at once; None for a dense implementation.
         listed: blocks the layout lists, over all batch elements and heads.
-        computed: blocks really computed: a short row waits for the longest row of its group.
-        flops: of the matrix products of the computed blocks.
+        computed: blocks really computed, as a short row waits for the longest one of its group;
+            None if known only at run time.
+        flops: of the matrix products of these blocks.
         bytes_read, bytes_written: between arrays and tiles; what a cache saves is not subtracted.
     """
 
     name: str
     tiles: TileSizes | None
     listed: int
-    computed: int
+    computed: int | None
     flops: int
     bytes_read: int
     bytes_written: int
@@ -69,17 +72,17 @@ def blockwise(
     queries, keys = batch * q_heads * q_tokens, batch * kv_heads * kv_tokens
     pairs = layout.block_q * layout.block_kv
 
-    rows = batch * q_heads * layout.q_blocks
-    tiles = problem.tiles or tiles_of(layout, rows)
-    listed, computed = _rows_of_queries(operands, tiles)
+    tiles = problem.tiles or tiles_of(layout, batch * q_heads * layout.q_blocks)
+    listed, computed = _listed(operands), _rows_of_queries(operands, tiles)
+    blocks = listed if computed is None else computed
     per_block = layout.block_kv * (size.k + size.v) + pairs * size.bias
     forward = Pass(
         "forward",
         tiles,
         listed,
         computed,
-        computed * pairs * (size.key + size.value),
-        computed * per_block + queries * size.q,
+        blocks * pairs * (size.key + size.value),
+        blocks * per_block + queries * size.q,
         queries * (size.out + size.row),
     )
     d_q = Pass(
@@ -87,20 +90,21 @@ def blockwise(
         tiles,
         listed,
         computed,
-        computed * pairs * (2 * size.key + size.value),
-        computed * (per_block + pairs * size.bias) + queries * (size.q + size.out + 2 * size.row),
-        queries * size.q + computed * pairs * size.bias,
+        blocks * pairs * (2 * size.key + size.value),
+        blocks * (per_block + pairs * size.bias) + queries * (size.q + size.out + 2 * size.row),
+        queries * size.q + blocks * pairs * size.bias,
     )
     tiles = problem.tiles or tiles_of(layout, batch * kv_heads * layout.kv_blocks)
-    listed, computed = _rows_of_keys(operands, tiles)
+    computed = _rows_of_keys(operands, tiles)
+    blocks = listed if computed is None else computed
     per_block = layout.block_q * (size.q + size.out + 2 * size.row) + pairs * size.bias
     d_kv = Pass(
         "dK/dV",
         tiles,
         listed,
         computed,
-        computed * pairs * 2 * (size.key + size.value),
-        computed * per_block + keys * (size.k + size.v),
+        blocks * pairs * 2 * (size.key + size.value),
+        blocks * per_block + keys * (size.k + size.v),
         keys * (size.k + size.v),
     )
     return forward, d_q, d_kv
@@ -166,36 +170,22 @@ def _listed(operands: Operands) -> int:
     return min(layout.capacity * copies, every)
 
 
-def _rows_of_queries(operands: Operands, tiles: TileSizes) -> tuple[int, int]:
-    """(listed, computed) of the forward and the dQ pass."""
-    layout, listed = operands.layout, _listed(operands)
-    batch, q_heads = operands.q.shape[0], operands.q.shape[2]
-    if is_known(*jax.tree.leaves(layout)):
-        return listed, walked_items(blocked.row_lists(layout, batch, q_heads).rows, tiles)
-    rows = batch * q_heads * layout.q_blocks
-    return listed, _most_computed(listed, rows, layout.kv_blocks, tiles)
-
-
-def _rows_of_keys(operands: Operands, tiles: TileSizes) -> tuple[int, int]:
-    """(listed, computed) of the dK/dV pass."""
-    layout, listed = operands.layout, _listed(operands)
-    batch, kv_heads = operands.k.shape[0], operands.k.shape[2]
-    group = operands.q.shape[2] // kv_heads
+def _rows_of_queries(operands: Operands, tiles: TileSizes) -> int | None:
+    """Blocks that the forward and the dQ pass compute."""
+    layout = operands.layout
     if not is_known(*jax.tree.leaves(layout)):
-        rows = batch * kv_heads * layout.kv_blocks
-        return listed, _most_computed(listed, rows, layout.q_blocks * group, tiles)
-    transposed = layout.transpose(kv_heads, operands.q.shape[2])
-    rows = blocked.column_lists(transposed, batch, kv_heads).rows
-    repeats = group // transposed.group
-    rows = Rows(rows.start, rows.full * repeats, rows.count * repeats)
-    return listed, walked_items(rows, tiles)
+        return None
+    lists = blocked.row_lists(layout, operands.q.shape[0], operands.q.shape[2])
+    return walked_items(lists.rows, tiles)
 
 
-def _most_computed(listed: int, rows: int, longest: int, tiles: TileSizes) -> int:
-    """The most that rows with `listed` items together can cost.
-
-    Rows go in order of length, so a group costs no more than what the group before it lists; only
-    the first group may wait for a longest row that nothing came before.
-    """
-    padded = math.ceil(rows / tiles.rows) * tiles.rows
-    return min(listed + tiles.rows * longest, padded * longest)
+def _rows_of_keys(operands: Operands, tiles: TileSizes) -> int | None:
+    """Blocks that the dK/dV pass computes."""
+    layout = operands.layout
+    if not is_known(*jax.tree.leaves(layout)):
+        return None
+    q_heads, kv_heads = operands.q.shape[2], operands.k.shape[2]
+    transposed = layout.transpose(kv_heads, q_heads)
+    rows = blocked.column_lists(transposed, operands.k.shape[0], kv_heads).rows
+    repeats = q_heads // kv_heads // transposed.group
+    return walked_items(Rows(rows.start, rows.partial * repeats, rows.full * repeats), tiles)

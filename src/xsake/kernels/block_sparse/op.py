@@ -89,7 +89,7 @@ _attend.defvjp(_attend_forward, _attend_backward)
 
 def _with_sinks(out, lse, sinks):
     """Let the sinks' logits join a finished softmax: exact, and the gradients follow by themselves."""
-    sink = jax.nn.logsumexp(sinks.astype(lse.dtype), axis=-1)
+    sink = jax.nn.logsumexp(sinks.astype(lse.dtype), axis=-1)[None, None]
     empty = lse == -jnp.inf
     safe = jnp.where(empty, 0, lse)
     joint = jnp.where(empty, sink, jnp.logaddexp(safe, sink))

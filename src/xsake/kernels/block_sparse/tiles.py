@@ -80,12 +80,19 @@ def empty_softmax(rows: int, queries: int, dim: int, dtype) -> OnlineSoftmax:
     )
 
 
-def accumulate(state: OnlineSoftmax, tile, v) -> OnlineSoftmax:
-    """Add a tile of logits [rows, queries, keys] and its values [rows, keys, Dv]."""
-    peak = jnp.maximum(state.peak, tile.max(-1))
+def accumulate(state: OnlineSoftmax, tile, v, exists=None) -> OnlineSoftmax:
+    """Add a tile of logits [rows, queries, keys] and its values [rows, keys, Dv].
+
+    `exists` [rows, 1] leaves out whole rows of a tile of finite logits, without touching pairs.
+    """
+    highest = tile.max(-1)
+    if exists is not None:
+        highest = jnp.where(exists, highest, -jnp.inf)
+    peak = jnp.maximum(state.peak, highest)
     origin = jnp.where(peak == -jnp.inf, 0, peak)
-    weights = exp2(tile - origin[..., None])
     decay = exp2(state.peak - origin)
+    subtracted = origin if exists is None else jnp.where(exists, origin, jnp.inf)
+    weights = exp2(tile - subtracted[..., None])
     mass = state.mass * decay + weights.sum(-1)
     accumulator = state.accumulator * decay[..., None] + matmul(weights, v)
     return OnlineSoftmax(accumulator, peak, mass)

@@ -1,14 +1,14 @@
 """Visits the items of every row, many rows side by side; knows neither attention nor blocks.
 
 Rows are sorted by length and taken in groups, so that rows of one group end together: a short row
-never waits for the longest one of the whole layout. Inside a row, items that need no element mask
-come first and go several at a time; the others follow one at a time.
+never waits for the longest one of the whole layout. A group first takes its partial items, one at a
+time, under the element mask; then full items, several at a time while all rows have that many, and
+one at a time where rows end.
 """
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -18,21 +18,28 @@ from xsake.layout.ragged import namespace, row_of_item
 
 
 class Rows(NamedTuple):
-    """Where the items of each row are: `start .. start + count`, the first `full` of them full."""
+    """Where the items of each row are: from `start` on, first the partial and then the full ones."""
 
     start: Any  # int32 [R]
+    partial: Any  # int32 [R]
     full: Any  # int32 [R]
-    count: Any  # int32 [R]
+
+
+class Step(NamedTuple):
+    """Which items a group meets now, and what is known about them."""
+
+    items: Any  # what `fetch` returned
+    exists: Any  # bool [rows, 1], or None if every row has these items
+    masked: bool  # whether the items are partial
 
 
 class Visitor(NamedTuple):
     """What is done with a group of rows.
 
     begin(rows) -> (tile, state): load what stays, open the sums.
-    fetch(rows, turns) -> items: small integers of the items that `rows` meet at `turns` [K].
-    visit(tile, state, shared, items, exists) -> (state, shared): compute one step. `exists` is None
-        when all items are there and full, else bool [rows per group, 1].
-    finish(tile, state) -> results [rows per group, ...].
+    fetch(rows, turns [rows, K], exists) -> items: small integers of the items met at those turns.
+    visit(tile, state, shared, step) -> (state, shared): compute one step.
+    finish(rows, state, shared) -> shared: store the results; a row past the end is nobody's.
     """
 
     begin: Callable
@@ -41,30 +48,29 @@ class Visitor(NamedTuple):
     finish: Callable
 
 
-def full_first(row_starts, is_partial):
-    """A new order of the items with the full ones of each row in front.
+def partial_first(row_starts, is_partial):
+    """A new order of the items with the partial ones of each row in front.
 
     Returns:
-        `(order [W], full [R])`: the old place of each new place, and full items per row.
+        `(order [W], partial [R])`: the old place of each new place, and partial items per row.
     """
     xp = namespace(row_starts, is_partial)
     capacity, rows = is_partial.shape[0], row_starts.shape[0] - 1
     row = row_of_item(xp, row_starts, capacity)
-    is_full = ~is_partial & (row < rows)
-    zero = xp.zeros(1, xp.int32)
-    before = xp.concatenate([zero, xp.cumsum(is_full, dtype=xp.int32)])
-    full = before[row_starts[1:]] - before[row_starts[:-1]]
+    counted = is_partial & (row < rows)
+    before = xp.concatenate([xp.zeros(1, xp.int32), xp.cumsum(counted, dtype=xp.int32)])
+    partial = before[row_starts[1:]] - before[row_starts[:-1]]
     row = xp.minimum(row, rows - 1)
     start = row_starts[row]
     place = xp.arange(capacity, dtype=xp.int32)
     rank = before[:-1] - before[start]
-    target = start + xp.where(is_full, rank, full[row] + place - start - rank)
+    target = start + xp.where(counted, rank, partial[row] + place - start - rank)
     target = xp.where(place < row_starts[-1], target, place)
     if xp is np:
         order = np.empty(capacity, np.int32)
         order[target] = place
-        return order, full
-    return jnp.zeros(capacity, jnp.int32).at[target].set(place, unique_indices=True), full
+        return order, partial
+    return jnp.zeros(capacity, jnp.int32).at[target].set(place, unique_indices=True), partial
 
 
 class Groups(NamedTuple):
@@ -72,70 +78,72 @@ class Groups(NamedTuple):
 
     padded: Rows  # the row table and one more row, without items
     rows: Any  # int32 [groups, rows per group]; the last group is filled up with that row
-    wide_steps: Any  # [groups]: steps of several full items that every row of the group can take
-    longest: Any  # [groups]: items of the longest row, which all rows of the group wait for
+    partial: Any  # [groups]: most partial items of a row
+    shared: Any  # [groups]: full items that every row has
+    full: Any  # [groups]: most full items of a row
 
 
 def _groups(rows: Rows, tiles: TileSizes) -> Groups:
     xp = namespace(*rows)
-    number = rows.count.shape[0]
-    order = xp.argsort(-rows.count, stable=True).astype(xp.int32)
+    number = rows.full.shape[0]
+    order = xp.lexsort((-rows.partial, -rows.full)).astype(xp.int32)
     groups = -(-number // tiles.rows)
     short = groups * tiles.rows - number
     order = xp.concatenate([order, xp.full(short, number, xp.int32)]).reshape(groups, -1)
     padded = Rows(*(xp.concatenate([x, xp.zeros(1, x.dtype)]) for x in rows))
-    wide_steps = padded.full[order].min(1) // tiles.blocks
-    return Groups(padded, order, wide_steps, padded.count[order].max(1))
+    full = padded.full[order]
+    return Groups(padded, order, padded.partial[order].max(1), full.min(1), full.max(1))
 
 
 def walked_items(rows: Rows, tiles: TileSizes) -> int:
     """Items that `walk` computes, what short rows wait for included; needs concrete rows."""
     groups = _groups(rows, tiles)
-    return int(np.asarray(groups.longest).sum(dtype=np.int64)) * tiles.rows
+    steps = np.asarray(groups.partial).sum(dtype=np.int64) + np.asarray(groups.full).sum()
+    return int(steps) * tiles.rows
 
 
-def walk(rows: Rows, visitor: Visitor, tiles: TileSizes, shared: Any = ()):
+def walk(rows: Rows, visitor: Visitor, tiles: TileSizes, shared: Any):
     """Run `visitor` over all rows.
 
     Args:
         rows: the row table; NumPy if it is known while tracing.
-        shared: sums that all groups add to.
+        shared: the arrays that groups write to, one group after the other.
 
     Returns:
-        `(results [R, ...], shared)`, results in the order of the rows.
+        `shared` as the last group left it.
     """
-    number = rows.count.shape[0]
+    number = rows.full.shape[0]
     groups = _groups(rows, tiles)
-    padded = groups.padded
+    table = Rows(*(jnp.asarray(x) for x in groups.padded))
 
     def run(shared, group):
-        own, steps, last = group
-        count = jnp.asarray(padded.count)[own][:, None]
-        own = jnp.minimum(own, number - 1)
+        named, partial, common, full = group
+        limits = Rows(*(x[named][:, None] for x in table))
+        own = jnp.minimum(named, number - 1)
         tile, state = visitor.begin(own)
 
-        def sweep(carry, first, steps, width, masked):
+        def sweep(carry, first, steps, width, masked, ragged=True):
+            """Take `steps` times `width` items, the `first`-th partial or full one onwards."""
+            offset, limit = (0, limits.partial) if masked else (limits.partial, limits.full)
+
             def fetch(step):
-                turns = first + step * width + jnp.arange(width, dtype=jnp.int32)
-                return visitor.fetch(own, turns), turns[None] < count
+                turns = first + step * width + jnp.arange(width, dtype=jnp.int32)[None]
+                return visitor.fetch(own, offset + turns, turns < limit), turns < limit
 
             def body(step, carry):
                 state, shared, (items, exists) = carry
-                exists = exists if masked else None
-                state, shared = visitor.visit(tile, state, shared, items, exists)
-                # Fetched a step ahead: left inside the step, XLA:CPU would fold these look-ups
-                # into every element of the gathers that use them.
-                return state, shared, fetch(step + 1)
+                now = Step(items, exists if ragged else None, masked)
+                # Items are fetched a step ahead: left inside the step, XLA:CPU would fold these
+                # look-ups into every element of the gathers that use them.
+                return *visitor.visit(tile, state, shared, now), fetch(step + 1)
 
             return lax.fori_loop(0, steps, body, (*carry, fetch(0)))[:2]
 
-        carry = sweep((state, shared), 0, steps, tiles.blocks, False)
-        done = steps * tiles.blocks
-        state, shared = sweep(carry, done, last - done, 1, True)
-        return shared, visitor.finish(tile, state)
+        carry = sweep((state, shared), 0, partial, 1, True)
+        wide = common // tiles.blocks
+        carry = sweep(carry, 0, wide, tiles.blocks, False, ragged=False)
+        done = wide * tiles.blocks
+        state, shared = sweep(carry, done, full - done, 1, False)
+        return visitor.finish(named, state, shared), None
 
-    xs = tuple(jnp.asarray(x) for x in (groups.rows, groups.wide_steps, groups.longest))
-    shared, results = lax.scan(run, shared, xs)
-    back = namespace(*rows).argsort(groups.rows.reshape(-1), stable=True)[:number]
-    results = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[jnp.asarray(back)], results)
-    return results, shared
+    return lax.scan(run, shared, tuple(jnp.asarray(x) for x in groups[1:]))[0]
