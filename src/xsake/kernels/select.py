@@ -51,5 +51,8 @@ def choose(operands: Operands, problem: Problem, platform: str, name: str | None
 def declined(operands: Operands, problem: Problem, platform: str, chosen: str) -> dict[str, str]:
     """Why each implementation but the chosen one does not run."""
     found = verdicts(operands, problem, platform)
-    reasons = {name: no or _ON_REQUEST.get(name, "another one was named, or comes first") for name, no in found.items()}
+    reasons = {
+        name: no or _ON_REQUEST.get(name, "another one was named, or comes first")
+        for name, no in found.items()
+    }
     return {name: reason for name, reason in reasons.items() if name != chosen}

@@ -51,6 +51,7 @@ class Call(NamedTuple):
     def bias_index(self, rows, kv_block):
         """Which block of `bias` belongs to a q row and a kv block; any for items that are not."""
         bias, layout = self.operands.bias, self.layout
+        assert bias is not None
         head = rows // layout.q_blocks
         plane = head // self.q_heads % bias.shape[0] * bias.shape[1]
         plane = plane + head % self.q_heads % bias.shape[1]

@@ -34,8 +34,8 @@ def block_sparse(
 ) -> tuple[Float[Array, "B Tq Hq Dv"], Float[Array, "B Tq Hq"]]:
     """Attention over the pairs that the layout lists and its mask allows.
 
-    `out = sum_j softmax_j(s) v_j`, `s = softcap(scale * q.k + bias)`; sinks are logits that join the
-    denominator and carry no value.
+    `out = sum_j softmax_j(s) v_j`, `s = softcap(scale * q.k + bias)`; sinks are logits that join
+    the denominator and carry no value.
 
     Args:
         operands: the arrays and the layout.
@@ -46,17 +46,16 @@ def block_sparse(
     Returns:
         `(out, lse)`, lse being the log of the softmax denominator, sinks included.
     """
-    layout = operands.layout
+    q, k, v, layout, bias, *rest = operands
     static = _Static(backend, problem, layout if layout.is_static else None)
-    arrays = operands._replace(layout=None) if layout.is_static else operands
-    return _run(static, arrays, sinks)
+    context = (None if layout.is_static else layout, *rest)
+    return _run(static, q, k, v, bias, context, sinks)
 
 
 # Jitted here so that calls outside `jit` compile once and not at every call.
 @functools.partial(jax.jit, static_argnums=0)
-def _run(static: _Static, arrays: Operands, sinks):
-    q, k, v, _, bias, *rest = arrays
-    out, lse = _attend(static, q, k, v, bias, (arrays.layout, *rest))
+def _run(static: _Static, q, k, v, bias, context, sinks):
+    out, lse = _attend(static, q, k, v, bias, context)
     return (out, lse) if sinks is None else _with_sinks(out, lse, sinks)
 
 
@@ -88,7 +87,7 @@ _attend.defvjp(_attend_forward, _attend_backward)
 
 
 def _with_sinks(out, lse, sinks):
-    """Let the sinks' logits join a finished softmax: exact, and the gradients follow by themselves."""
+    """Let the sinks' logits join a finished softmax: exact, and autodiff does the gradients."""
     sink = jax.nn.logsumexp(sinks.astype(lse.dtype), axis=-1)[None, None]
     empty = lse == -jnp.inf
     safe = jnp.where(empty, 0, lse)

@@ -1,4 +1,4 @@
-"""The dense, boring definition of block-sparse attention: truth at small sizes, O(Tq * Tk) memory."""
+"""The dense, boring definition of block-sparse attention: truth at small sizes, O(Tq Tk) memory."""
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from xsake.kernels.block_sparse.problem import (
     quarantine,
 )
 from xsake.layout import BlockLayout
+from xsake.masks import AbstractMask
 
 
 def unsupported(operands: Operands, problem: Problem, platform: str) -> str | None:
@@ -61,15 +62,16 @@ def backward(operands: Operands, problem: Problem, out, lse, cotangents: Cotange
     d_k = jnp.einsum("bhqk,bqhd->bkhd", d_logits, q, precision="highest")
     d_v = jnp.einsum("bhqk,bqhd->bkhd", weights, d_out, precision="highest")
     groups = (*operands.k.shape[:3], -1)
-    d_k, d_v = (
-        x.reshape(*groups[:2], groups[2], -1, x.shape[-1]).sum(3) for x in (d_k, d_v)
-    )
+    d_k, d_v = (x.reshape(*groups[:2], groups[2], -1, x.shape[-1]).sum(3) for x in (d_k, d_v))
     d_bias = None
     if operands.bias is not None:
         axes = [axis for axis in (0, 1) if operands.bias.shape[axis] == 1]
         d_bias = d_logits.sum(axes, keepdims=True).astype(operands.bias.dtype)
     return Gradients(
-        d_q.astype(operands.q.dtype), d_k.astype(operands.k.dtype), d_v.astype(operands.v.dtype), d_bias
+        d_q.astype(operands.q.dtype),
+        d_k.astype(operands.k.dtype),
+        d_v.astype(operands.v.dtype),
+        d_bias,
     )
 
 
@@ -86,17 +88,16 @@ def visible_pairs(operands: Operands):
     )
     visible = listed
     if layout.mask is not None:
-        visible = visible & (~partial | _allowed(operands))
-    if operands.q_segment_ids is not None:
+        visible = visible & (~partial | _allowed(operands, layout.mask))
+    if operands.q_segment_ids is not None and operands.kv_segment_ids is not None:
         q_ids, kv_ids = operands.q_segment_ids[:, :, None], operands.kv_segment_ids[:, None, :]
         visible = visible & ((q_ids == kv_ids) & (q_ids >= 0))[:, None]
     return jnp.broadcast_to(visible, (operands.q.shape[0], *visible.shape[1:]))
 
 
-def _allowed(operands: Operands):
-    """What the layout's mask says, [B or 1, Hq or 1, Tq, Tk]."""
-    layout, mask = operands.layout, operands.layout.mask
-    heads = operands.q.shape[2]
+def _allowed(operands: Operands, mask: AbstractMask):
+    """What the mask says, [B or 1, Hq or 1, Tq, Tk]."""
+    layout, heads = operands.layout, operands.q.shape[2]
     q_pos, kv_pos = jnp.arange(layout.q_tokens)[None], jnp.arange(layout.kv_tokens)[None]
     q_pos = q_pos if operands.q_positions is None else operands.q_positions
     kv_pos = kv_pos if operands.kv_positions is None else operands.kv_positions

@@ -1,7 +1,8 @@
 """The maths of one tile, shared by every blockwise backend; knows no layout and no loop.
 
-Logits are kept in bits (multiplied by log2 e), because 2^x is cheaper than e^x. A tile of logits is
-[rows, queries, keys] when a pass walks query blocks and [rows, keys, queries] when it walks kv blocks.
+Logits are kept in bits (multiplied by log2 e), because 2^x is cheaper than e^x. A tile of logits
+is [rows, queries, keys] when a pass walks query blocks, [rows, keys, queries] when it walks kv
+blocks.
 """
 
 from typing import NamedTuple

@@ -18,7 +18,7 @@ from xsake.layout.ragged import namespace, row_of_item
 
 
 class Rows(NamedTuple):
-    """Where the items of each row are: from `start` on, first the partial and then the full ones."""
+    """Where the items of each row are: from `start` on, the partial ones, then the full ones."""
 
     start: Any  # int32 [R]
     partial: Any  # int32 [R]

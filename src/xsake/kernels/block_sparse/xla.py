@@ -1,8 +1,9 @@
 """Block-sparse attention in plain XLA loops that compute listed blocks and nothing else.
 
-One walk serves three passes: forward and dQ go by query block, dK/dV by kv block over the transposed
-layout, so every sum has one owner and one order. The same code has two shapes: a few rows at a time
-for CPUs, whose cache is the limit, and as many as fit for devices that a short loop would starve.
+One walk serves three passes: forward and dQ go by query block, dK/dV by kv block over the
+transposed layout, so every sum has one owner and one order. The same code has two shapes: a few
+rows at a time for CPUs, whose cache is the limit, and as many as fit for devices that a short loop
+would starve.
 """
 
 import functools
@@ -62,18 +63,12 @@ def backward(operands: Operands, problem: Problem, out, lse, cotangents: Cotange
 
 
 def _by_platform(run, operands: Operands, problem: Problem, *rest):
-    """Lower `run` with each platform's tile sizes; a static layout stays static."""
-    layout = operands.layout
-    arrays = operands._replace(layout=None) if layout.is_static else operands
+    """Lower `run` with each platform's tile sizes."""
 
     def on(platform):
-        def lowered(arrays, *rest):
-            whole = arrays._replace(layout=layout) if layout.is_static else arrays
-            return run(whole, problem, platform, *rest)
+        return lambda: run(operands, problem, platform, *rest)
 
-        return lowered
-
-    return lax.platform_dependent(arrays, *rest, cpu=on("cpu"), default=on("accelerator"))
+    return lax.platform_dependent(cpu=on("cpu"), default=on("accelerator"))
 
 
 def _sizes(call: Call, rows: int, platform: str) -> TileSizes:
@@ -91,7 +86,8 @@ def _forward(operands: Operands, problem: Problem, platform: str):
         return (rows, q), tiles.empty_softmax(*shape, call.dtype)
 
     def visit(tile, state, shared, step: Step):
-        logits, visible, _, v = row_tile(call, *tile, step)
+        rows, q = tile
+        logits, visible, _, v = row_tile(call, rows, q, step)
         if visible is None:
             return tiles.accumulate(state, logits, v, step.exists), shared
         return tiles.accumulate(state, jnp.where(visible, logits, -jnp.inf), v), shared
@@ -139,7 +135,8 @@ def _backward(operands, problem, platform, out, lse, cotangents) -> Gradients:
     call = prepare(operands, problem)
     queries = _queries(call, out, lse, cotangents)
     d_q, d_bias = _query_gradient(call, queries, platform)
-    return Gradients(d_q, *_key_value_gradient(call, queries, platform), d_bias)
+    d_k, d_v = _key_value_gradient(call, queries, platform)
+    return Gradients(d_q, d_k, d_v, d_bias)
 
 
 def _query_gradient(call: Call, queries: Queries, platform: str):
@@ -149,7 +146,9 @@ def _query_gradient(call: Call, queries: Queries, platform: str):
     lists = blocked.row_lists(layout, batch, q_heads)
 
     def begin(rows):
-        index = blocked.block_index(rows // layout.q_blocks, rows % layout.q_blocks, layout.q_blocks)
+        index = blocked.block_index(
+            rows // layout.q_blocks, rows % layout.q_blocks, layout.q_blocks
+        )
         state = jnp.zeros((rows.shape[0], layout.block_q, dim), call.dtype)
         return (rows, Queries(*(take(x, index) for x in queries))), state
 
@@ -183,7 +182,7 @@ def _query_gradient(call: Call, queries: Queries, platform: str):
     )
     d_bias = None if call.bias is None else jnp.zeros(call.bias.shape, call.dtype)
     d_q, d_bias = walk(lists.rows, visitor, sizes, (d_q, d_bias))
-    if d_bias is not None:
+    if operands.bias is not None:
         d_bias = blocked.pairs_from_blocks(d_bias, operands.bias.shape, layout.q_blocks)
         d_bias = d_bias.astype(operands.bias.dtype)
     return blocked.tokens_of(d_q, q_tokens), d_bias
