@@ -61,8 +61,8 @@ class Call(NamedTuple):
     def visible(self, rows, kv_block, step: Step):
         """The element mask of a step with one block per row, [rows, block_q or 1, block_kv or 1].
 
-        None if no pair has to be masked. Rows without an item read a block of zeros, whose logits
-        are finite and whose weight is put to zero elsewhere, unless a bias makes them anything.
+        None if no pair has to be masked. Rows without an item weigh nothing anyway, but under a
+        bias their gradient may still be 0 * NaN.
         """
         if step.masked:
             return self._visible_pairs(rows, kv_block, step.exists)

@@ -84,7 +84,7 @@ def empty_softmax(rows: int, queries: int, dim: int, dtype) -> OnlineSoftmax:
 def accumulate(state: OnlineSoftmax, tile, v, exists=None) -> OnlineSoftmax:
     """Add a tile of logits [rows, queries, keys] and its values [rows, keys, Dv].
 
-    `exists` [rows, 1] leaves out whole rows of a tile of finite logits, without touching pairs.
+    `exists` [rows, 1] leaves out whole rows of a tile, whatever their logits are.
     """
     highest = tile.max(-1)
     if exists is not None:
@@ -92,10 +92,9 @@ def accumulate(state: OnlineSoftmax, tile, v, exists=None) -> OnlineSoftmax:
     peak = jnp.maximum(state.peak, highest)
     origin = jnp.where(peak == -jnp.inf, 0, peak)
     decay = exp2(state.peak - origin)
-    subtracted = origin if exists is None else jnp.where(exists, origin, jnp.inf)
-    weights = exp2(tile - subtracted[..., None])
-    mass = state.mass * decay + weights.sum(-1)
-    accumulator = state.accumulator * decay[..., None] + matmul(weights, v)
+    weight = weights(tile, origin[..., None], exists)
+    mass = state.mass * decay + weight.sum(-1)
+    accumulator = state.accumulator * decay[..., None] + matmul(weight, v)
     return OnlineSoftmax(accumulator, peak, mass)
 
 
@@ -112,9 +111,12 @@ def lse_in_bits(lse):
     return jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2_E)
 
 
-def weights(tile, lse_bits):
-    """Softmax weights again, from logits and the saved log-sum-exp, both in bits."""
-    return exp2(tile - lse_bits)
+def weights(tile, origin, exists=None):
+    """`2^(tile - origin)`, zero in rows that have no item; with the log-sum-exp: the softmax."""
+    exponent = tile - origin
+    if exists is not None:
+        exponent = jnp.where(exists[..., None], exponent, -jnp.inf)
+    return exp2(exponent)
 
 
 def logit_gradient(weight, d_weight, delta, slope):

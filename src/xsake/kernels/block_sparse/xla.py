@@ -155,9 +155,8 @@ def _query_gradient(call: Call, queries: Queries, platform: str):
     def visit(tile, state, shared, step: Step):
         rows, known = tile
         found = row_tile(call, rows, known.q, step)
-        lse = known.lse if step.exists is None else jnp.where(step.exists, known.lse, jnp.inf)
         gradient = tiles.logit_gradient(
-            tiles.weights(found.logits, lse[..., None]),
+            tiles.weights(found.logits, known.lse[..., None], step.exists),
             tiles.products(known.d_out, found.v),
             known.delta[..., None],
             tiles.softcap_slope(found.logits, call.problem.softcap),
@@ -246,7 +245,7 @@ def _key_value_gradient(call: Call, queries: Queries, platform: str):
             bias = joined(bias).swapaxes(1, 2)
         logits = tiles.bits(tiles.products(k, q), bias, problem.softcap)
         visible = call.visible(q_rows[:, 0], kv_block, step)
-        weight = tiles.weights(logits, lse)
+        weight = tiles.weights(logits, lse, step.exists)
         slope = tiles.softcap_slope(logits, problem.softcap)
         gradient = tiles.logit_gradient(weight, tiles.products(v, d_out), delta, slope)
         if visible is not None:
