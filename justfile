@@ -31,6 +31,7 @@ fmt:
     ruff format
 
 # the tests of every change (arguments go to pytest)
+[no-exit-message]
 test *args:
     pytest -q {{ args }}
 

@@ -1,9 +1,9 @@
 """XSAKE: sparse attention for JAX that computes only the blocks it was asked to.
 
-    mask = xsake.masks.Causal() & xsake.masks.Window(left=1023, right=0)   # who may see whom
-    layout = xsake.BlockLayout.from_mask(mask, q_tokens=8192)              # which blocks that is
-    out = xsake.attention(q, k, v, layout=layout)                          # compute those, [B, T, H, D]
-    print(xsake.explain(q, k, v, layout=layout))                           # what was really computed
+    mask = xsake.masks.Causal() & xsake.masks.Window(left=1023, right=0)  # who may see whom
+    layout = xsake.BlockLayout.from_mask(mask, q_tokens=8192)  # which blocks that is
+    out = xsake.attention(q, k, v, layout=layout)  # compute those, [B, T, H, D]
+    print(xsake.explain(q, k, v, layout=layout))  # what was really computed
 
 masks -> layout -> kernels -> attention: data flows to the right, imports only to the left.
 """

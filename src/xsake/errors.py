@@ -1,4 +1,5 @@
-"""The errors XSAKE raises: each says what is wrong, what it got, what it expected and how to fix it."""
+"""The errors XSAKE raises: each says what is wrong, what it got, what was expected, how to fix it."""
+
 
 class XsakeError(Exception):
     """Base of every error raised on purpose; `code` is stable and has an entry in the docs.

@@ -3,13 +3,13 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jaxtyping import Float, Int
 
 from xsake.errors import ArgumentError, ShapeError
 from xsake.kernels.block_sparse.problem import Operands, Problem
@@ -23,45 +23,52 @@ AnyArray = Array | np.ndarray | jax.ShapeDtypeStruct
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """Who may see whom: any mixture of a mask, a layout, segments and positions."""
+    """Who may see whom, by any mixture of mask, layout, segments, positions; not yet checked."""
 
     mask: AbstractMask | None = None
     layout: BlockLayout | None = None
-    q_segment_ids: Int[AnyArray, "B Tq"] | None = None
-    kv_segment_ids: Int[AnyArray, "B Tk"] | None = None
-    q_positions: Int[AnyArray, "... Tq"] | None = None
-    kv_positions: Int[AnyArray, "... Tk"] | None = None
+    q_segment_ids: Any = None  # [B, Tq]
+    kv_segment_ids: Any = None  # [B, Tk]
+    q_positions: Any = None  # [Tq] or [B, Tq]
+    kv_positions: Any = None  # [Tk] or [B, Tk]
     block_q: int = DEFAULT_BLOCK
     block_kv: int = DEFAULT_BLOCK
 
 
 @dataclasses.dataclass(frozen=True)
 class Scores:
-    """How logits are made: scale, softcap, bias, sinks."""
+    """How logits are made; not yet checked."""
 
-    scale: float | None = None
-    softcap: float | None = None
-    bias: Float[AnyArray, "..."] | None = None
-    sinks: Float[AnyArray, "..."] | None = None
+    scale: Any = None
+    softcap: Any = None
+    bias: Any = None  # [B or 1, Hq or 1, Tq, Tk]
+    sinks: Any = None  # [Hq] or [Hq, S]
 
 
-def complete(q, k, v, rules: Rules, scores: Scores) -> tuple[Operands, Problem, Array | None]:
+def checks_itself[F: Callable](function: F) -> F:
+    """Marks a function whose own checks say more than a run-time type checker, which then rests."""
+    setattr(function, "__no_type_check__", True)  # noqa: B010 (unknown to static checkers)
+    return function
+
+
+def complete(q, k, v, rules: Rules, scores: Scores) -> tuple[Operands, Problem, Any]:
     """Checked `(operands, problem, sinks [Hq, S])` of a call; abstract arrays stay abstract."""
     q, k, v = (_array(x) for x in (q, k, v))
     check_arrays(q, k, v)
     problem = Problem(_scale(scores.scale, q.shape[-1]), _softcap(scores.softcap))
     layout = _layout(q, k, rules)
-    operands = Operands(
-        q, k, v, layout, _bias(scores.bias, q, k), *_positions(rules, q, k), *_segments(rules, q, k)
-    )
+    q_positions, kv_positions = _positions(rules, q, k)
+    q_ids, kv_ids = _segments(rules, q, k)
+    bias = _bias(scores.bias, q, k)
+    operands = Operands(q, k, v, layout, bias, q_positions, kv_positions, q_ids, kv_ids)
     return operands, problem, _sinks(scores.sinks, q.shape[2])
 
 
-def _array(x):
+def _array(x) -> Any:
     return x if isinstance(x, jax.ShapeDtypeStruct) else jnp.asarray(x)
 
 
-def _reshaped(x, *shape: int):
+def _reshaped(x, *shape: int) -> Any:
     if isinstance(x, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(shape, x.dtype)
     return x.reshape(shape)
@@ -82,19 +89,27 @@ def check_arrays(q, k, v) -> None:
             "k and v must agree in batch, tokens and heads, and q in batch",
             got=shapes,
             expected="q [B, Tq, Hq, D], k [B, Tk, Hk, D], v [B, Tk, Hk, Dv]",
+            fix="repeat or slice the batch; only kv heads may be fewer than query heads",
         )
     if q.shape[3] != k.shape[3]:
         raise ShapeError(
             "q and k must have the same head dimension",
             got=f"{q.shape[3]=}, {k.shape[3]=}",
+            expected="equal numbers",
             fix="only v may have a head dimension of its own",
         )
     if min(*q.shape, *k.shape, *v.shape) == 0:
-        raise ShapeError("no axis may be empty", got=shapes, expected="every size at least 1")
+        raise ShapeError(
+            "no axis may be empty",
+            got=shapes,
+            expected="every size at least 1",
+            fix="skip the call for a batch of nothing",
+        )
     if q.shape[2] % k.shape[2]:
         raise ShapeError(
             "query heads must be a multiple of kv heads",
             got=f"Hq={q.shape[2]}, Hk={k.shape[2]}",
+            expected=f"Hq a multiple of {k.shape[2]}",
             fix="each kv head serves Hq / Hk query heads",
         )
     dtypes = {x.dtype for x in (q, k, v)}
@@ -102,24 +117,30 @@ def check_arrays(q, k, v) -> None:
         raise ShapeError(
             "q, k and v must share one floating dtype",
             got=f"q {q.dtype}, k {k.dtype}, v {v.dtype}",
+            expected="float32, bfloat16, float16 or float64 for all three",
             fix="cast them with x.astype(...) before the call",
         )
 
 
-def _scale(scale: float | None, dim: int) -> float:
+def _scale(scale, dim: int) -> float:
     return dim**-0.5 if scale is None else _number("scale", scale, fix="None is 1 / sqrt(D)")
 
 
-def _softcap(softcap: float | None) -> float | None:
+def _softcap(softcap) -> float | None:
     if softcap is None:
         return None
     softcap = _number("softcap", softcap, fix="None switches it off")
     if softcap <= 0:
-        raise ArgumentError("softcap must be positive", got=softcap, fix="None switches it off")
+        raise ArgumentError(
+            "softcap must be positive",
+            got=softcap,
+            expected="a number above 0",
+            fix="None switches it off",
+        )
     return softcap
 
 
-def _number(name: str, value: float, *, fix: str) -> float:
+def _number(name: str, value, *, fix: str) -> float:
     if isinstance(value, jax.core.Tracer):
         raise ArgumentError(
             f"{name} is compiled into the program, so it cannot be traced",
@@ -132,7 +153,7 @@ def _number(name: str, value: float, *, fix: str) -> float:
     return float(value)
 
 
-def _bias(bias, q, k):
+def _bias(bias, q, k) -> Any:
     if bias is None:
         return None
     bias = _array(bias)
@@ -164,12 +185,12 @@ def _sinks(sinks, heads: int):
     return _reshaped(sinks, heads, sinks.size // heads)
 
 
-def _positions(rules: Rules, q, k):
+def _positions(rules: Rules, q, k) -> tuple[Any, ...]:
     pairs = (("q_positions", rules.q_positions, q), ("kv_positions", rules.kv_positions, k))
     return tuple(_integers(name, x, y, shared=True) for name, x, y in pairs)
 
 
-def _segments(rules: Rules, q, k):
+def _segments(rules: Rules, q, k) -> tuple[Any, Any]:
     q_ids = _integers("q_segment_ids", rules.q_segment_ids, q)
     kv_ids = _integers("kv_segment_ids", rules.kv_segment_ids, k)
     if q_ids is not None and kv_ids is None and q.shape[1] == k.shape[1]:
@@ -178,6 +199,7 @@ def _segments(rules: Rules, q, k):
         raise ArgumentError(
             "segment ids are needed for queries and for keys",
             got="only one of q_segment_ids and kv_segment_ids",
+            expected="both",
             fix="with as many queries as keys q_segment_ids alone is enough",
         )
     return q_ids, kv_ids
@@ -215,8 +237,8 @@ def _layout(q, k, rules: Rules) -> BlockLayout:
     moved = rules.q_positions is not None or rules.kv_positions is not None
     mask = rules.mask
     if rules.layout is None:
-        sizes["block_q"] = min(_block("block_q", rules.block_q), q.shape[1])
-        sizes["block_kv"] = min(_block("block_kv", rules.block_kv), k.shape[1])
+        sizes["block_q"] = min(rules.block_q, q.shape[1])
+        sizes["block_kv"] = min(rules.block_kv, k.shape[1])
         layout = BlockLayout.from_mask(Full() if moved or mask is None else mask, **sizes)
         layout = _under(layout, mask) if moved and mask is not None else layout
     else:
@@ -231,10 +253,15 @@ def _layout(q, k, rules: Rules) -> BlockLayout:
     return layout
 
 
-def _block(name: str, size: int) -> int:
+def check_block(name: str, size: int) -> None:
+    """Refuse block sizes below 1."""
     if size < 1:
-        raise ArgumentError(f"{name} must be positive", got=size, expected="128, say")
-    return size
+        raise ArgumentError(
+            f"{name} must be positive",
+            got=size,
+            expected="128, say",
+            fix="a size above the number of tokens means one block",
+        )
 
 
 def _under(layout: BlockLayout, mask: AbstractMask) -> BlockLayout:

@@ -3,7 +3,7 @@
 import numpy as np
 from jaxtyping import Array, Float
 
-from xsake.attention.arguments import Rules, Scores, complete
+from xsake.attention.arguments import Rules, Scores, checks_itself, complete
 from xsake.attention.visibility import narrowed
 from xsake.kernels import select
 from xsake.kernels.block_sparse.op import block_sparse
@@ -11,6 +11,7 @@ from xsake.layout import BlockLayout
 from xsake.masks import AbstractMask
 
 
+@checks_itself
 def attention(
     q: Float[Array | np.ndarray, "B Tq Hq D"],
     k: Float[Array | np.ndarray, "B Tk Hk D"],

@@ -7,9 +7,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Float
 
-from xsake.attention.arguments import AnyArray, Rules, Scores, complete
+from xsake.attention.arguments import AnyArray, Rules, Scores, checks_itself, complete
 from xsake.attention.visibility import narrowed, narrowing
 from xsake.kernels import select
 from xsake.kernels.block_sparse.cost import Pass, is_known
@@ -56,7 +57,7 @@ class Explanation:
         layout_origin: "given", "from the mask" or "every block".
         narrowed_by: run-time arguments that drop further blocks.
         is_static: whether the block list is compiled into the program.
-        is_counted: whether the counts are exact; else they are upper limits.
+        is_counted: whether blocks could be counted now; else there is only an upper limit.
         blocks: what the layout lists.
         passes: what forward and backward compute.
         compile_key: what a compiled program is good for.
@@ -108,10 +109,13 @@ class Explanation:
         yield "logits", f"scale {self.scale:.6g}{softcap}"
         yield "mask", textwrap.shorten(self.mask, 80, placeholder=" ...")
         narrowed_by = "".join(f", narrowed by {what}" for what in self.narrowed_by)
-        yield "layout", f"{self.layout_origin}{narrowed_by}; {self.block_q} x {self.block_kv} tokens"
+        yield (
+            "layout",
+            f"{self.layout_origin}{narrowed_by}; {self.block_q} x {self.block_kv} tokens",
+        )
         yield "blocks", self._blocks_text()
         for each in self.passes:
-            yield each.name, _pass_text(each, "" if self.is_counted else "at most ")
+            yield each.name, _pass_text(each)
         yield "compiles again", self.recompiles
 
     def _blocks_text(self) -> str:
@@ -123,6 +127,7 @@ class Explanation:
         return f"{blocks.listed:,} ({blocks.full:,} full, {blocks.partial:,} partial) = {share}"
 
 
+@checks_itself
 def explain(
     q: Float[AnyArray, "B Tq Hq D"],
     k: Float[AnyArray, "B Tk Hk D"],
@@ -181,10 +186,12 @@ def explain_call(
         chosen = select.choose(operands, problem, platform, implementation)
         reasons = narrowing(operands)
         final = _narrowed(operands)
+        is_static = final.layout.is_static
         counted = is_known(*jax.tree.leaves(final.layout))
+        if counted:  # in NumPy, whatever the layout is made of
+            final = final._replace(layout=jax.tree.map(np.asarray, final.layout))
         passes = BACKENDS[chosen].passes(final, problem, platform)
         blocks = _blocks(final, passes[0].listed, counted)
-    is_static = final.layout.is_static
     return Explanation(
         implementation=chosen,
         declined=select.declined(operands, problem, platform, chosen),
@@ -201,8 +208,8 @@ def explain_call(
         is_counted=counted,
         blocks=blocks,
         passes=passes,
-        compile_key=_compile_key(final, problem, chosen, sinks),
-        recompiles=_recompiles(final.layout),
+        compile_key=_compile_key(final, problem, chosen, sinks, is_static),
+        recompiles=_recompiles(final.layout, is_static),
     )
 
 
@@ -263,14 +270,15 @@ def _origin(rules: Rules) -> str:
     return "given" if rules.mask is None else "given, intersected with the mask"
 
 
-def _compile_key(operands: Operands, problem: Problem, chosen: str, sinks) -> dict[str, Any]:
+def _compile_key(
+    operands: Operands, problem: Problem, chosen: str, sinks, is_static: bool
+) -> dict[str, Any]:
     layout = operands.layout
-    if layout.is_static:
+    if is_static:
         listing: Any = f"this very list of {layout.items} blocks"
     else:
-        sizes = {"capacity": layout.capacity, "batch": layout.batch, "heads": layout.heads}
-        listing = sizes | {"block_q": layout.block_q, "block_kv": layout.block_kv}
-        listing["mask"] = repr(layout.mask)
+        names = ("capacity", "batch", "heads", "block_q", "block_kv")
+        listing = {name: getattr(layout, name) for name in names} | {"mask": repr(layout.mask)}
     return {
         "implementation": chosen,
         "arrays": _arrays(operands, sinks),
@@ -280,8 +288,8 @@ def _compile_key(operands: Operands, problem: Problem, chosen: str, sinks) -> di
     }
 
 
-def _recompiles(layout: BlockLayout) -> str:
-    if layout.is_static:
+def _recompiles(layout: BlockLayout, is_static: bool) -> str:
+    if is_static:
         return (
             "for other shapes, dtypes, scale or softcap, and for every other layout: "
             "the block list is part of the program"
@@ -292,14 +300,17 @@ def _recompiles(layout: BlockLayout) -> str:
     )
 
 
-def _pass_text(each: Pass, limit: str) -> str:
+def _pass_text(each: Pass) -> str:
+    if each.computed is None:
+        blocks = f"at most {each.listed:,} blocks, plus what short rows wait for long ones;"
+    else:
+        waste = each.computed / each.listed - 1 if each.listed else 0.0
+        blocks = f"{each.computed:,} blocks computed (+{waste:.1%} over the list),"
     tiles = ""
     if each.tiles is not None:
         tiles = f"; tiles of {each.tiles.rows} rows x {each.tiles.blocks} blocks"
-    waste = each.computed / each.listed - 1 if each.listed else 0.0
     return (
-        f"{limit}{each.computed:,} blocks computed (+{waste:.1%} over the list), "
-        f"{_count(each.flops)}FLOP, reads {_count(each.bytes_read)}B, "
+        f"{blocks} {_count(each.flops)}FLOP, reads {_count(each.bytes_read)}B, "
         f"writes {_count(each.bytes_written)}B{tiles}"
     )
 

@@ -1,4 +1,4 @@
-"""`xsake.BlockSparseAttention`: attention configured once and called many times, on a mesh or not."""
+"""`xsake.BlockSparseAttention`: attention configured once and called many times, on a mesh too."""
 
 import dataclasses
 from typing import NamedTuple
@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from xsake.attention.arguments import DEFAULT_BLOCK, Rules, Scores
+from xsake.attention.arguments import DEFAULT_BLOCK, Rules, Scores, check_block, checks_itself
 from xsake.attention.block_sparse import attend
 from xsake.attention.sharded import attend_on_mesh
 from xsake.errors import ArgumentError
@@ -60,7 +60,10 @@ class BlockSparseAttention:
                 expected="float32, bfloat16, float16 or float64",
                 fix="None keeps the dtype of the arrays",
             )
+        for name in ("block_q", "block_kv"):
+            check_block(name, getattr(self, name))
 
+    @checks_itself
     def __call__(
         self,
         q: Float[Array | np.ndarray, "B Tq Hq D"],

@@ -1,7 +1,9 @@
 """Runs an attention call on a mesh: batch and heads are split, tokens stay together."""
 
-import math
-from typing import NamedTuple
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +15,11 @@ from xsake.attention.visibility import narrowed
 from xsake.errors import UnsupportedError
 from xsake.kernels import select
 from xsake.kernels.block_sparse.op import block_sparse
-from xsake.kernels.block_sparse.problem import Operands
+from xsake.kernels.block_sparse.problem import Operands, Problem
 from xsake.layout import BlockLayout
+from xsake.layout.grid import BlockGrid
 from xsake.layout.ragged import Items, gather_rows, is_concrete, namespace
+from xsake.masks import AbstractMask
 
 BATCH_AXIS, HEAD_AXIS = "data", "tensor"
 
@@ -29,9 +33,7 @@ class Split(NamedTuple):
     head_parts: int
 
 
-def attend_on_mesh(
-    mesh: Mesh, q, k, v, rules: Rules, scores: Scores, implementation: str | None
-):
+def attend_on_mesh(mesh: Mesh, q, k, v, rules: Rules, scores: Scores, implementation: str | None):
     """`(out, lse)` with the batch split over the axis "data" and heads over "tensor".
 
     A list of blocks that all heads and batch elements share goes to every device as it is. One
@@ -42,70 +44,128 @@ def attend_on_mesh(
     platform = mesh.devices.flat[0].platform
     backend = select.choose(operands, problem, platform, implementation)
     layout = operands.layout
-    lists = None if _is_shared(layout, split) else _cut(layout, split)
-    spread = operands._replace(layout=layout if lists is None and not layout.is_static else None)
-
-    def local(operands, sinks, lists):
-        own = operands.layout
-        if lists is not None:
-            own = _own_layout(layout, lists, split)
-        elif own is None:
-            own = layout
-        operands = narrowed(operands._replace(layout=own))
-        return block_sparse(operands, problem, backend=backend, sinks=sinks)
-
-    batch, heads = split.batch_axis, split.head_axis
-    whole = PartitionSpec(batch, None, heads)
-    run = jax.shard_map(
-        local,
+    arrays = {**operands._asdict(), "sinks": sinks}
+    del arrays["layout"]
+    arrays = {name: x for name, x in arrays.items() if x is not None}
+    shared = _is_shared(layout, split)
+    lists = Items(layout.row_starts, layout.kv_block, layout.is_partial)
+    data = None if shared and layout.is_static else lists if shared else _cut(layout, split)
+    program = _Program(
         mesh=mesh,
-        in_specs=(
-            _specs(spread, split),
-            None if sinks is None else PartitionSpec(heads),
-            None if lists is None else PartitionSpec(batch, heads),
-        ),
-        out_specs=(whole, whole),
-        check_vma=False,
+        split=split,
+        problem=problem,
+        backend=backend,
+        static=layout if data is None else None,
+        grid=layout.grid,
+        mask=layout.mask,
+        cut=(1, 1) if shared else _parts(layout, split),
+        specs=tuple(_specs(arrays, split).items()),
+        data_spec=PartitionSpec() if shared else PartitionSpec(split.batch_axis, split.head_axis),
     )
-    return jax.jit(run)(spread, sinks, lists)
+    return _compiled(program)(arrays, data)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Program:
+    """What one compiled program is good for; a static layout is the same only as an object."""
+
+    mesh: Mesh
+    split: Split
+    problem: Problem
+    backend: str
+    static: BlockLayout | None
+    grid: BlockGrid
+    mask: AbstractMask | None
+    cut: tuple[int, int]
+    specs: tuple[tuple[str, PartitionSpec], ...]
+    data_spec: PartitionSpec
+
+    def layout(self, data: Items | None) -> BlockLayout:
+        """The layout of one device, from its part of the lists."""
+        if self.static is not None:
+            return self.static
+        assert data is not None, "only a static layout is not data"
+        row_starts, kv_block, is_partial = (x.reshape(x.shape[-1]) for x in data)
+        grid, (batch_parts, head_parts) = self.grid, self.cut
+        return BlockLayout(
+            row_starts=jnp.asarray(row_starts),
+            kv_block=jnp.asarray(kv_block),
+            is_partial=jnp.asarray(is_partial),
+            q_tokens=grid.q_tokens,
+            kv_tokens=grid.kv_tokens,
+            block_q=grid.block_q,
+            block_kv=grid.block_kv,
+            batch=grid.batch // batch_parts,
+            heads=grid.heads // head_parts,
+            mask=self.mask,
+        )
+
+
+@functools.lru_cache(maxsize=64)
+def _compiled(program: _Program) -> Callable:
+    """The function that runs on every device; cached, so that calls outside jit compile once."""
+
+    def local(arrays, data):
+        arrays = dict(arrays)
+        sinks = arrays.pop("sinks", None)
+        operands = narrowed(Operands(**arrays, layout=program.layout(data)))
+        return block_sparse(operands, program.problem, backend=program.backend, sinks=sinks)
+
+    whole = PartitionSpec(program.split.batch_axis, None, program.split.head_axis)
+    return jax.jit(
+        jax.shard_map(
+            local,
+            mesh=program.mesh,
+            in_specs=(dict(program.specs), program.data_spec),
+            out_specs=(whole, whole),
+            check_vma=False,
+        )
+    )
 
 
 def _split(mesh: Mesh, operands: Operands) -> Split:
-    axes = [axis if axis in mesh.shape else None for axis in (BATCH_AXIS, HEAD_AXIS)]
-    parts = [1 if axis is None else mesh.shape[axis] for axis in axes]
     batch, _, kv_heads, _ = operands.k.shape
-    for what, size, axis, number in zip(("batch", "kv heads"), (batch, kv_heads), axes, parts):
-        if size % number:
-            raise UnsupportedError(
-                f"the {what} cannot be split evenly over the mesh",
-                got=f"{size} over {number} devices of axis {axis!r}",
-                expected=f"a multiple of {number}",
-                fix="use a mesh whose axis divides it, or no mesh",
-            )
+    batch_axis, batch_parts = _axis(mesh, BATCH_AXIS, "batch", batch)
+    head_axis, head_parts = _axis(mesh, HEAD_AXIS, "number of kv heads", kv_heads)
     mask = operands.layout.mask
-    if parts[1] > 1 and mask is not None and mask.heads is not None:
+    if head_parts > 1 and mask is not None and mask.heads is not None:
         raise UnsupportedError(
             "a mask that differs between heads cannot be split over devices",
-            got=f"{mask.heads} heads in {mask!r}, {parts[1]} devices of axis {HEAD_AXIS!r}",
+            got=f"{mask.heads} heads in {mask!r}, {head_parts} devices of axis {HEAD_AXIS!r}",
             expected="one rule for all heads; the blocks listed may differ between heads",
             fix="use from_block_mask per head under one mask, or a mesh without that axis",
         )
-    return Split(*axes, *parts)
+    return Split(batch_axis, head_axis, batch_parts, head_parts)
 
 
-def _specs(operands: Operands, split: Split) -> Operands:
+def _axis(mesh: Mesh, axis: str, what: str, size: int) -> tuple[str | None, int]:
+    """The mesh axis if there is one, and how many parts it makes of `size`."""
+    if axis not in mesh.shape:
+        return None, 1
+    parts = mesh.shape[axis]
+    if size % parts:
+        raise UnsupportedError(
+            f"the {what} cannot be split evenly over the mesh",
+            got=f"{size} over {parts} devices of axis {axis!r}",
+            expected=f"a multiple of {parts}",
+            fix="use a mesh whose axis divides it, or no mesh",
+        )
+    return axis, parts
+
+
+def _specs(arrays: dict[str, Any], split: Split) -> dict[str, PartitionSpec]:
     """How each array is spread; an axis of size 1 is repeated."""
-    whole = PartitionSpec(split.batch_axis, None, split.head_axis)
-
-    def rows(x):
-        return None if x is None else PartitionSpec(split.batch_axis if x.shape[0] > 1 else None)
-
-    bias = operands.bias
-    if bias is not None:
-        axes = zip(bias.shape[:2], (split.batch_axis, split.head_axis), strict=True)
-        bias = PartitionSpec(*(axis if size > 1 else None for size, axis in axes))
-    layout = None if operands.layout is None else PartitionSpec()
-    return Operands(whole, whole, whole, layout, bias, *(rows(x) for x in operands[5:]))
+    specs = {}
+    for name, x in arrays.items():
+        batch, heads = split.batch_axis, split.head_axis
+        if name in ("q", "k", "v"):
+            specs[name] = PartitionSpec(batch, None, heads)
+        elif name == "sinks":
+            specs[name] = PartitionSpec(heads)
+        else:  # bias [B, Hq, ...]; positions and segment ids [B, T]
+            heads = heads if name == "bias" and x.shape[1] > 1 else None
+            specs[name] = PartitionSpec(batch if x.shape[0] > 1 else None, heads)
+    return specs
 
 
 def _is_shared(layout: BlockLayout, split: Split) -> bool:
@@ -137,19 +197,4 @@ def _parts(layout: BlockLayout, split: Split) -> tuple[int, int]:
     return (
         split.batch_parts if layout.batch > 1 else 1,
         split.head_parts if layout.heads > 1 else 1,
-    )
-
-
-def _own_layout(layout: BlockLayout, lists: Items, split: Split) -> BlockLayout:
-    """The layout of one device, from its slice [1, 1, ...] of the lists."""
-    batch_parts, head_parts = _parts(layout, split)
-    return BlockLayout(
-        *(x.reshape(math.prod(x.shape)) for x in lists),
-        layout.q_tokens,
-        layout.kv_tokens,
-        layout.block_q,
-        layout.block_kv,
-        layout.batch // batch_parts,
-        layout.heads // head_parts,
-        layout.mask,
     )

@@ -1,5 +1,8 @@
 """Drops blocks that segment ids or positions, known only at run time, leave without a pair."""
 
+from typing import Any, NamedTuple
+
+import jax
 import jax.numpy as jnp
 
 from xsake.kernels.block_sparse.problem import Operands
@@ -7,11 +10,10 @@ from xsake.layout import BlockLayout
 from xsake.layout.ragged import row_of_item
 from xsake.masks import Coverage
 
-
 POSITIONS, SEGMENTS = "positions", "segment ids"
 
 
-def narrowing(operands: Operands) -> tuple[str, ...]:
+def narrowing(operands: "Operands | Where") -> tuple[str, ...]:
     """The run-time arguments by which `narrowed` would drop blocks."""
     moved = operands.q_positions is not None or operands.kv_positions is not None
     by_positions = (POSITIONS,) if moved and operands.layout.mask is not None else ()
@@ -24,19 +26,35 @@ def narrowed(operands: Operands) -> Operands:
     Blocks are judged by the least and the greatest position and segment id inside them, so it costs
     O(blocks) and the answer errs only towards computing too much.
     """
-    layout, codes = operands.layout, []
-    reasons = narrowing(operands)
-    if POSITIONS in reasons:
-        codes.append(_position_codes(operands))
-    if SEGMENTS in reasons:
-        codes.append(_segment_codes(operands))
-    if not codes:
+    if not narrowing(operands):
         return operands
+    return operands._replace(layout=_narrowed_layout(Where(*(operands[3:4] + operands[5:]))))
+
+
+class Where(NamedTuple):
+    """The fields of `Operands` that decide which blocks hold a visible pair."""
+
+    layout: BlockLayout
+    q_positions: Any
+    kv_positions: Any
+    q_segment_ids: Any
+    kv_segment_ids: Any
+
+
+# Jitted, because outside jit it would otherwise be compiled one small operation at a time.
+@jax.jit
+def _narrowed_layout(where: Where) -> BlockLayout:
+    codes = []
+    reasons = narrowing(where)
+    if POSITIONS in reasons:
+        codes.append(_position_codes(where))
+    if SEGMENTS in reasons:
+        codes.append(_segment_codes(where))
     batch = max(code.shape[0] for code in codes)
-    joint = jnp.broadcast_to(codes[0], (batch, layout.capacity))
+    joint = jnp.broadcast_to(codes[0], (batch, where.layout.capacity))
     for code in codes[1:]:
         joint = jnp.minimum(_ordered(joint), _ordered(code)).astype(jnp.int8)
-    return operands._replace(layout=layout.refine(joint))
+    return where.layout.refine(joint)
 
 
 def _ordered(code):
@@ -49,12 +67,18 @@ def _blocks_of_items(layout: BlockLayout):
     row = row_of_item(jnp, jnp.asarray(layout.row_starts), layout.capacity)
     row = jnp.minimum(row, layout.rows - 1)
     head = row // layout.q_blocks
-    return head // layout.heads, head % layout.heads, row % layout.q_blocks, jnp.asarray(layout.kv_block)
+    return (
+        head // layout.heads,
+        head % layout.heads,
+        row % layout.q_blocks,
+        jnp.asarray(layout.kv_block),
+    )
 
 
-def _position_codes(operands: Operands):
+def _position_codes(operands: Where):
     """Coverage of each item under the mask at the given positions, [B or 1, W]."""
     layout, mask = operands.layout, operands.layout.mask
+    assert mask is not None, "positions matter only to a mask"
     own_batch, head, q_block, kv_block = _blocks_of_items(layout)
     q_span = _span(operands.q_positions, layout.q_tokens, layout.block_q)
     kv_span = _span(operands.kv_positions, layout.kv_tokens, layout.block_kv)
@@ -67,7 +91,7 @@ def _position_codes(operands: Operands):
     return mask.coverage(*ends, head=(head * mask.heads // layout.heads)[None])
 
 
-def _segment_codes(operands: Operands):
+def _segment_codes(operands: Where):
     """Coverage of each item under equality of segment ids, [B, W]."""
     layout = operands.layout
     own_batch, _, q_block, kv_block = _blocks_of_items(layout)

@@ -10,7 +10,9 @@ from xsake.layout.ragged import is_concrete
 from xsake.masks import Explicit
 
 
-def arguments_of(allowed, shape: tuple[int, int, int, int], softcap: float | None) -> dict[str, Any]:
+def arguments_of(
+    allowed, shape: tuple[int, int, int, int], softcap: float | None
+) -> dict[str, Any]:
     """Keyword arguments that exclude the pairs where `allowed` is False, and no others.
 
     A mask on keys alone becomes segment ids, one that is known now and the same for the whole

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -141,7 +142,7 @@ class MultiheadAttention(eqx.Module):
         if process_heads is not None:
             heads = process_heads(*heads)
         q, k, v = (x[None] for x in heads)
-        arguments = {"mask": mask}
+        arguments: dict[str, Any] = {"mask": mask}
         if mask is not None and not isinstance(mask, AbstractMask):
             shape = (1, self.num_heads, query.shape[0], key_.shape[0])
             arguments = arguments_of(mask, shape, None)

@@ -3,6 +3,7 @@
 Nothing of flax is imported: its layers hand over plain arrays.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -52,9 +53,21 @@ def attention_fn(
         >>> layer(jnp.ones((2, 100, 32))).shape
         (2, 100, 32)
     """
+    return _Attention(mask, layout, softcap, operator)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Attention:
+    """`xsake.attention` with the arguments of flax's `dot_product_attention`."""
+
+    rule: AbstractMask | None
+    layout: BlockLayout | None
+    softcap: float | None
+    operator: BlockSparseAttention
 
     # linen passes only arguments that are named here, so each one that could matter is.
-    def attend(
+    def __call__(
+        self,
         query,
         key,
         value,
@@ -73,7 +86,6 @@ def attention_fn(
         attn_weights_value_einsum=None,
         input_positions=None,
     ):
-        """xsake.attention with the arguments of flax's dot_product_attention."""
         if dropout_rate > 0 and not deterministic:
             raise _refusal("attention dropout", f"{dropout_rate=}", "dropout_rate=0")
         if precision not in _PRECISIONS:
@@ -88,20 +100,17 @@ def attention_fn(
             if given is not None:
                 raise _refusal(what, type(given).__name__, "None")
         query, key, value = _promoted(query, key, value, dtype)
-        _check_position(rule, layout, query, key)
-        arguments = _merged(query, key, bias, mask, softcap)
-        rules = [rule, arguments.pop("mask", None), Causal() if is_causal else None]
-        out = operator(
+        _check_position(self.rule, self.layout, query, key)
+        arguments = _merged(query, key, bias, mask, self.softcap)
+        rules = [self.rule, arguments.pop("mask", None), Causal() if is_causal else None]
+        out = self.operator(
             *(_flat(x) for x in (query, key, value)),
             mask=_all_of(rules),
-            layout=layout,
-            softcap=softcap,
+            layout=self.layout,
+            softcap=self.softcap,
             **arguments,
         ).out
         return out.reshape(*query.shape[:-1], value.shape[-1])
-
-    rule = mask
-    return attend
 
 
 def _promoted(query, key, value, dtype):
@@ -153,7 +162,7 @@ def _check_position(rule: AbstractMask | None, layout: BlockLayout | None, query
     if alone and (layout is not None or rule not in (None, Full())):
         raise UnsupportedError(
             "the position of a single query among many keys is not known here",
-            got=f"{rule or layout!r} with 1 query and {key.shape[-3]} keys",
+            got=f"{layout if rule is None else rule!r} with 1 query and {key.shape[-3]} keys",
             expected="attention_fn() without a rule for cached decoding",
             fix="decode with xsake.attention(..., q_positions=...), or leave the rule to flax",
         )

@@ -1,0 +1,63 @@
+"""Forward and backward at budget 25%, beside our full causal call and jax.nn under `grad`.
+
+python -m benchmarks.backward          # 4096 tokens
+python -m benchmarks.backward --quick
+"""
+
+from benchmarks.experiment import (
+    RESULTS,
+    Contender,
+    Outcome,
+    Settings,
+    blocks_of,
+    budget_of,
+    command,
+    limit_claim,
+    race,
+)
+from xsake.bench import Shape, ragged_grid
+from xsake.bench.plot import draw_times
+
+GRID = "ragged_25"
+LIMITS = {"full causal": 0.35, "jax.nn": 0.2}
+
+
+def measure(settings: Settings) -> Outcome:
+    """Race value_and_grad with respect to q, k and v."""
+    rows, claims = [], []
+    contenders = [
+        Contender(GRID, "xsake", GRID, is_backward=True),
+        Contender("full causal", "xsake", is_backward=True),
+        Contender("jax.nn", "jax.nn", is_backward=True),
+    ]
+    for tokens in settings.choose([4096]):
+        shape = Shape.square(tokens)
+        grid = ragged_grid(shape.q_heads, blocks_of(tokens), 0.25, seed=settings.seed)
+        found = race(
+            "backward",
+            shape,
+            contenders,
+            settings=settings,
+            baselines=list(LIMITS),
+            grids={GRID: grid},
+        )
+        rows += found
+        claims += [
+            limit_claim(
+                f"forward+backward, budget {budget_of(grid):.1%}, {tokens} tokens",
+                f"time of {name}",
+                found,
+                side=GRID,
+                baseline=name,
+                limit=limit,
+            )
+            for name, limit in LIMITS.items()
+        ]
+        if settings.is_saved:
+            title = f"Forward and backward, {tokens:,} tokens"
+            draw_times(found, RESULTS / f"backward_{tokens}.png", title)
+    return rows, claims
+
+
+if __name__ == "__main__":
+    command("backward", measure, __doc__)

@@ -1,0 +1,43 @@
+"""Full causal forward: ours beside torch SDPA, jax.nn and tokamax.
+
+python -m benchmarks.causal            # 4096 tokens
+python -m benchmarks.causal --quick
+"""
+
+from benchmarks.experiment import RESULTS, Contender, Outcome, Settings, command, limit_claim, race
+from xsake.bench import Shape
+from xsake.bench.plot import draw_times
+
+RIVALS = ("torch.sdpa", "jax.nn", "tokamax")
+LIMITS = {"torch.sdpa": 1.25, "jax.nn": 0.25}
+
+
+def measure(settings: Settings) -> Outcome:
+    """Race all of them at every chosen length."""
+    rows, claims = [], []
+    contenders = [Contender(name, name) for name in ("xsake", *RIVALS)]
+    for tokens in settings.choose([4096]):
+        found = race(
+            "causal", Shape.square(tokens), contenders, settings=settings, baselines=RIVALS
+        )
+        rows += found
+        claims += [
+            limit_claim(
+                f"full causal, {tokens} tokens",
+                f"time of {rival}",
+                found,
+                side="xsake",
+                baseline=rival,
+                limit=limit,
+            )
+            for rival, limit in LIMITS.items()
+        ]
+        if settings.is_saved:
+            draw_times(
+                found, RESULTS / f"causal_{tokens}.png", f"Causal attention, {tokens:,} tokens"
+            )
+    return rows, claims
+
+
+if __name__ == "__main__":
+    command("causal", measure, __doc__)

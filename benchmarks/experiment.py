@@ -1,0 +1,319 @@
+"""What all experiments share: settings, the race between workers, saving and printing."""
+
+import argparse
+import contextlib
+import math
+import tempfile
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.peers.client import ROOT, Worker
+from benchmarks.peers.recipes import DEFAULT_PEERS_DIR, IMPLEMENTATIONS, interpreter
+from benchmarks.truth import TOLERANCE, relative_error, true_attention
+from xsake.bench import (
+    BenchmarkRow,
+    Claim,
+    Environment,
+    Ratio,
+    Shape,
+    Side,
+    Spread,
+    Verdict,
+    append_rows,
+    causal_grid,
+    claims_table,
+    environment,
+    interleave,
+    judge,
+    pair_ratio,
+    rows_table,
+)
+from xsake.bench.rows import Timing
+
+RESULTS = ROOT / "benchmarks" / "results"
+BLOCK = 128
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to measure; what to measure is the experiment's affair."""
+
+    rounds: int = 15
+    threads: int = 2
+    seed: int = 0
+    tokens: int | None = None
+    is_quick: bool = False
+    is_saved: bool = True
+    peers_dir: Path = DEFAULT_PEERS_DIR
+
+    def choose(self, full: Sequence[int], quick: int = 1024) -> tuple[int, ...]:
+        """The token counts to measure: those asked for, the small one, or the published ones."""
+        if self.tokens is not None:
+            return (self.tokens,)
+        return (quick,) if self.is_quick else tuple(full)
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One side of a race: who, over which grid (None: all causally visible blocks), how deep."""
+
+    side: str
+    implementation: str
+    grid: str | None = None
+    is_backward: bool = False
+
+
+Outcome = tuple[list[BenchmarkRow], list[Claim]]
+Measure = Callable[[Settings], Outcome]
+
+
+def race(
+    experiment: str,
+    shape: Shape,
+    contenders: Sequence[Contender],
+    *,
+    settings: Settings,
+    baselines: Sequence[str],
+    grids: Mapping[str, np.ndarray] | None = None,
+) -> list[BenchmarkRow]:
+    """Check every contender against float64, then time them interleaved; one row each.
+
+    Args:
+        experiment: name for the rows.
+        shape: sizes of q, k and v; inputs are standard normal from `settings.seed`.
+        contenders: the sides; those of one adapter share a worker process.
+        settings: rounds, threads, seed, where the peers are.
+        baselines: sides that all others are compared with.
+        grids: block grids `[H, Nq, Nk]` by the names contenders use.
+    """
+    grids = dict(grids or {})
+    began = environment(ROOT)
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        arrays = draw_inputs(shape, settings.seed)
+        for name, array in {**arrays, **grids}.items():
+            np.save(Path(folder, f"{name}.npy"), array)
+        workers = _start_workers(contenders, settings, Path(folder), stack)
+        facts: dict[str, dict] = {}
+        for contender in contenders:
+            worker = workers[contender.implementation]
+            facts[contender.side] = worker.compile(contender.side, _case(contender))
+        errors = _check(contenders, workers, arrays, grids)
+        sides = [
+            Side(c.side, lambda w=workers[c.implementation], name=c.side: w.run(name))
+            for c in contenders
+        ]
+        times = interleave(sides, rounds=settings.rounds)
+        versions = {c.implementation: workers[c.implementation].versions for c in contenders}
+    run = uuid.uuid4().hex[:12]
+    return [
+        _row(c, experiment, run, shape, settings, began, grids).model_copy(
+            update={
+                "seconds": Timing(**vars(Spread.of(times[c.side]))),
+                "repeats": settings.rounds,
+                "ratios": _ratios(c.side, times, baselines),
+                "compile_seconds": facts[c.side]["compile_seconds"],
+                "temp_bytes": facts[c.side].get("temp_bytes"),
+                "max_error": errors[c.side] if math.isfinite(errors[c.side]) else None,
+                "is_correct": errors[c.side] <= TOLERANCE,
+                "versions": versions[c.implementation],
+            }
+        )
+        for c in contenders
+    ]
+
+
+def limit_claim(
+    topic: str,
+    promise: str,
+    rows: Sequence[BenchmarkRow],
+    *,
+    side: str,
+    baseline: str,
+    limit: float,
+) -> Claim:
+    """Judge the ratio of `side` to `baseline` against `limit`; a wrong result never passes."""
+    by_side = {row.side: row for row in rows}
+    ratio = by_side[side].ratio_to(baseline)
+    verdict = judge(ratio, limit)
+    if by_side[baseline].is_correct is False:
+        verdict = Verdict.UNCLEAR
+    if by_side[side].is_correct is False:
+        verdict = Verdict.FAIL
+    return Claim(topic, f"{promise} (<= {limit:.3g}x)", ratio.describe(), verdict)
+
+
+def plain_row(
+    experiment: str, run: str, shape: Shape, settings: Settings, **facts: object
+) -> BenchmarkRow:
+    """A row of a measurement that is no race: memory, build, compilation counts."""
+    began = environment(ROOT)
+    given = {
+        "experiment": experiment, "run": run, "shape": shape, "threads": settings.threads,
+        "seed": settings.seed, "versions": began.versions, "commit": began.commit,
+        "dirty": began.dirty, "utc": began.utc, "cpu": began.cpu,
+        "load_average": began.load_average,
+    }  # fmt: skip
+    return BenchmarkRow.model_validate(given | facts)
+
+
+def report(name: str, outcome: Outcome, settings: Settings) -> None:
+    """Append the rows to `results/<name>.jsonl` and print both tables."""
+    rows, claims = outcome
+    if settings.is_saved:
+        append_rows(RESULTS / f"{name}.jsonl", rows)
+    show(rows_table(rows, title=name), *([claims_table(claims)] if claims else []))
+
+
+def show(*tables: Table) -> None:
+    """Print tables; wide enough for their words when the output is a file."""
+    console = Console()
+    if not console.is_terminal:
+        console.width = 160
+    console.print(*tables, sep="\n")
+
+
+def command(name: str, measure: Measure, description: str | None) -> None:
+    """The command line of one experiment."""
+    settings = parse_settings(description)
+    report(name, measure(settings), settings)
+
+
+def parse_settings(description: str | None) -> Settings:
+    """Settings from the command line; quick runs are never saved, they prove nothing."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="small sizes, 5 rounds, nothing saved")
+    parser.add_argument("--rounds", type=int, help="timed rounds (default 15)")
+    parser.add_argument("--tokens", type=int, help="measure this length only")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--peers-dir", type=Path, default=DEFAULT_PEERS_DIR)
+    parser.add_argument("--no-save", action="store_true", help="print only")
+    given = parser.parse_args()
+    return Settings(
+        rounds=given.rounds or (5 if given.quick else 15),
+        threads=given.threads,
+        seed=given.seed,
+        tokens=given.tokens,
+        is_quick=given.quick,
+        is_saved=not (given.no_save or given.quick),
+        peers_dir=given.peers_dir,
+    )
+
+
+def budget_of(grid: np.ndarray) -> float:
+    """Listed blocks over causally visible blocks, counted."""
+    heads, blocks, _ = grid.shape
+    return float(grid.sum() / causal_grid(heads, blocks).sum())
+
+
+def blocks_of(tokens: int) -> int:
+    """Number of blocks along one side."""
+    return -(-tokens // BLOCK)
+
+
+def draw_inputs(shape: Shape, seed: int) -> dict[str, np.ndarray]:
+    """Standard normal q, k, v and the cotangent of the output, `[B, T, H, D]` each."""
+    random = np.random.default_rng(seed)
+    sizes = (shape.batch, shape.q_tokens, shape.q_heads, shape.head_dim)
+    return {
+        name: random.standard_normal(sizes, np.float32) for name in ("q", "k", "v", "cotangent")
+    }
+
+
+def _start_workers(
+    contenders: Sequence[Contender], settings: Settings, folder: Path, stack: contextlib.ExitStack
+) -> dict[str, Worker]:
+    """One worker per adapter, inputs loaded, by implementation name."""
+    by_adapter: dict[str, Worker] = {}
+    workers = {}
+    for name in dict.fromkeys(contender.implementation for contender in contenders):
+        chosen = IMPLEMENTATIONS[name]
+        if chosen.adapter not in by_adapter:
+            python = interpreter(chosen.environment, settings.peers_dir)
+            is_isolated = chosen.environment is not None
+            worker = Worker(
+                python, chosen.adapter, threads=settings.threads, is_isolated=is_isolated
+            )
+            by_adapter[chosen.adapter] = stack.enter_context(worker)
+            worker.load(folder)
+        workers[name] = by_adapter[chosen.adapter]
+    return workers
+
+
+def _case(contender: Contender) -> dict:
+    call = IMPLEMENTATIONS[contender.implementation].call
+    return {"call": call, "grid": contender.grid, "block": BLOCK, "backward": contender.is_backward}
+
+
+def _check(
+    contenders: Sequence[Contender],
+    workers: Mapping[str, Worker],
+    arrays: dict[str, np.ndarray],
+    grids: Mapping[str, np.ndarray],
+) -> dict[str, float]:
+    """Relative error of every side against the float64 truth of its own grid."""
+    truths: dict[tuple[str | None, bool], dict[str, np.ndarray]] = {}
+    errors = {}
+    tokens, heads = arrays["q"].shape[1:3]
+    for contender in contenders:
+        key = (contender.grid, contender.is_backward)
+        if key not in truths:
+            dense = causal_grid(heads, blocks_of(tokens))
+            grid = dense if contender.grid is None else grids[contender.grid]
+            truths[key] = true_attention(arrays, grid, BLOCK, is_backward=contender.is_backward)
+        measured = workers[contender.implementation].check(contender.side)
+        errors[contender.side] = relative_error(measured, truths[key])
+    return errors
+
+
+def _ratios(
+    side: str, times: Mapping[str, list[float]], baselines: Sequence[str]
+) -> tuple[Ratio, ...]:
+    return tuple(
+        Ratio(baseline=other, **vars(pair_ratio(times[side], times[other])))
+        for other in baselines
+        if other != side
+    )
+
+
+def _row(
+    contender: Contender,
+    experiment: str,
+    run: str,
+    shape: Shape,
+    settings: Settings,
+    began: Environment,
+    grids: Mapping[str, np.ndarray],
+) -> BenchmarkRow:
+    """The row without its numbers."""
+    chosen = IMPLEMENTATIONS[contender.implementation]
+    block = BLOCK if chosen.is_blockwise else None
+    return BenchmarkRow(
+        experiment=experiment,
+        run=run,
+        side=contender.side,
+        implementation=chosen.title,
+        direction="forward+backward" if contender.is_backward else "forward",
+        shape=shape,
+        mask="causal",
+        layout=(contender.grid or "causal") if chosen.is_blockwise else "none",
+        budget=1.0 if contender.grid is None else budget_of(grids[contender.grid]),
+        block_q=block,
+        block_kv=block,
+        threads=settings.threads,
+        versions=began.versions,
+        commit=began.commit,
+        dirty=began.dirty,
+        seed=settings.seed,
+        utc=began.utc,
+        cpu=began.cpu,
+        load_average=began.load_average,
+    )

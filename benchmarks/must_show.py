@@ -1,0 +1,36 @@
+"""Every experiment with a promise, one summary: limit, measured, verdict.
+
+python -m benchmarks.must_show         # appends rows to benchmarks/results
+python -m benchmarks.must_show --quick
+"""
+
+from benchmarks import backward, causal, flex, layout_build, memory, ragged, recompile
+from benchmarks.experiment import parse_settings, report, show
+from xsake.bench import Verdict, claims_table
+
+# Races first: the last three start JAX in this process, whose threads should not be there before.
+EXPERIMENTS = {
+    "causal": causal.measure,
+    "ragged": ragged.measure,
+    "flex": flex.measure,
+    "backward": backward.measure,
+    "memory": memory.measure,
+    "layout_build": layout_build.measure,
+    "recompile": recompile.measure,
+}
+
+
+def main() -> int:
+    """Run all; 0 when every promise is kept."""
+    settings = parse_settings(__doc__)
+    claims = []
+    for name, measure in EXPERIMENTS.items():
+        outcome = measure(settings)
+        report(name, outcome, settings)
+        claims += outcome[1]
+    show(claims_table(claims, title="All promises"))
+    return 0 if all(claim.verdict is Verdict.PASS for claim in claims) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,78 @@
+"""Which environment and which adapter every implementation needs; the one place to add a peer."""
+
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+DEFAULT_PEERS_DIR = Path.home() / ".cache" / "xsake" / "peers"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """An environment of its own: the Python it needs and the packages that go in."""
+
+    python: str
+    packages: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """Who computes: adapter module, its environment (None: ours), and the adapter's call name.
+
+    `is_blockwise`: it takes a block grid; the others compute densely.
+    """
+
+    adapter: str
+    environment: str | None
+    call: str
+    title: str
+    is_blockwise: bool = False
+
+
+ENVIRONMENTS = {
+    "torch": Recipe("3.11", ("torch==2.13.0", "setuptools", "numpy")),
+    "tokamax": Recipe("3.12", ("tokamax==0.0.17",)),
+}
+
+IMPLEMENTATIONS = {
+    "xsake": Implementation("xsake_worker", None, "attention", "xsake.attention", True),
+    "jax.nn": Implementation("jax_worker", None, "xla", "jax.nn.dot_product_attention"),
+    "torch.sdpa": Implementation(
+        "torch_worker", "torch", "sdpa", "torch scaled_dot_product_attention"
+    ),
+    "torch.flex": Implementation(
+        "torch_worker", "torch", "flex", "torch.compile(flex_attention)", True
+    ),
+    "tokamax": Implementation("tokamax_worker", "tokamax", "xla_chunked", "tokamax xla_chunked"),
+}
+
+
+def interpreter(environment: str | None, peers_dir: Path) -> Path:
+    """The Python of an environment; raises with the command that builds it when it is missing."""
+    if environment is None:
+        return Path(sys.executable)
+    python = peers_dir / environment / "bin" / "python"
+    if not python.exists():
+        raise SystemExit(
+            f"The {environment} environment is not in {peers_dir}.\n"
+            f"Build it: python -m benchmarks.peers build {environment}"
+        )
+    return python
+
+
+def build(environment: str, peers_dir: Path) -> Path:
+    """Make the environment from package names, replacing what is there; returns its Python."""
+    recipe = ENVIRONMENTS[environment]
+    base = shutil.which(f"python{recipe.python}")
+    if base is None:
+        raise SystemExit(f"{environment} needs python{recipe.python} on the PATH.")
+    folder = peers_dir / environment
+    # pyenv's shims answer for a version only when it is selected; others ignore the variable.
+    selected = os.environ | {"PYENV_VERSION": recipe.python}
+    subprocess.run([base, "-m", "venv", "--clear", str(folder)], check=True, env=selected)
+    python = folder / "bin" / "python"
+    subprocess.run([python, "-m", "pip", "install", "--quiet", *recipe.packages], check=True)
+    return python

@@ -1,0 +1,41 @@
+"""Our own side, under the same protocol as every peer."""
+
+import functools
+
+import jax
+import numpy as np
+
+import xsake
+from benchmarks.peers.jax_call import Attend, prepare_jax
+from benchmarks.peers.protocol import Prepared
+from xsake.layout import BlockLayout
+from xsake.masks import Causal
+
+
+def versions() -> dict[str, str]:
+    """What is measured."""
+    return {"xsake": xsake.__version__, "jax": jax.__version__}
+
+
+def start(threads: int) -> None:
+    """XLA sizes its pool by the cores the process may use, which are set already."""
+
+
+def causal_layout(tokens: int, block: int, grid: np.ndarray | None) -> BlockLayout:
+    """The layout of a causal call: every visible block, or those of `grid[H, Nq, Nk]`."""
+    sizes = {"q_tokens": tokens, "kv_tokens": tokens, "block_q": block, "block_kv": block}
+    if grid is None:
+        return BlockLayout.from_mask(Causal(), **sizes)
+    return BlockLayout.from_block_mask(grid, mask=Causal(), **sizes)
+
+
+def attend_with(layout: BlockLayout) -> Attend:
+    """`xsake.attention` over a layout that is known when it compiles."""
+    return functools.partial(xsake.attention, layout=layout)
+
+
+def prepare(arrays: dict[str, np.ndarray], case: dict) -> Prepared:
+    """A causal call over all visible blocks or over the named grid."""
+    grid = None if case["grid"] is None else arrays[case["grid"]]
+    layout = causal_layout(arrays["q"].shape[1], case["block"], grid)
+    return prepare_jax(attend_with(layout), arrays, case)

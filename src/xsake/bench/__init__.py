@@ -1,0 +1,38 @@
+"""Timing that can be trusted: interleaved runs, one JSON row per measurement, tables and plots.
+
+sides = [Side("new", run_new), Side("old", run_old)]     # each returns its own seconds
+times = interleave(sides, rounds=15)
+ratio = pair_ratio(times["new"], times["old"])            # per round, then median and quartiles
+print(ratio.describe())                                   # says so when the spread hides the ratio
+"""
+
+from xsake.bench.claims import Claim, Verdict, judge
+from xsake.bench.environment import Environment, environment
+from xsake.bench.rows import BenchmarkRow, Ratio, Shape, append_rows, read_rows
+from xsake.bench.runner import Side, Spread, interleave, pair_ratio, time_call
+from xsake.bench.shapes import SHAPES, causal_grid, head_budgets, ragged_grid
+from xsake.bench.table import claims_table, rows_table
+
+__all__ = [
+    "SHAPES",
+    "BenchmarkRow",
+    "Claim",
+    "Environment",
+    "Ratio",
+    "Shape",
+    "Side",
+    "Spread",
+    "Verdict",
+    "append_rows",
+    "causal_grid",
+    "claims_table",
+    "environment",
+    "head_budgets",
+    "interleave",
+    "judge",
+    "pair_ratio",
+    "ragged_grid",
+    "read_rows",
+    "rows_table",
+    "time_call",
+]

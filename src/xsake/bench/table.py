@@ -1,0 +1,81 @@
+"""Rows and claims as rich tables; a ratio hidden by its spread is said to be unclear."""
+
+from collections.abc import Iterable
+
+from rich.table import Table
+
+from xsake.bench.claims import Claim, Verdict
+from xsake.bench.rows import BenchmarkRow, Timing
+
+_COLOURS = {Verdict.PASS: "green", Verdict.FAIL: "red", Verdict.UNCLEAR: "yellow"}
+
+
+def rows_table(rows: Iterable[BenchmarkRow], title: str = "") -> Table:
+    """One line per row: who, what, how long, and compared with whom."""
+    table = Table(title=title or None, title_justify="left")
+    for name in ("side", "tokens", "budget", "time (quartiles)", "ratios", "memory", "error"):
+        table.add_column(name, justify="left" if name in ("side", "ratios") else "right")
+    for row in rows:
+        table.add_row(
+            row.side,
+            str(row.shape.q_tokens),
+            "" if row.budget is None else f"{row.budget:.1%}",
+            "" if row.seconds is None else _format_timing(row.seconds),
+            "\n".join(f"{ratio.spread.describe()} of {ratio.baseline}" for ratio in row.ratios),
+            _format_memory(row),
+            _format_error(row),
+        )
+    return table
+
+
+def claims_table(claims: Iterable[Claim], title: str = "") -> Table:
+    """One line per claim: topic, promise, measurement, verdict."""
+    table = Table(
+        "topic", "promise", "measured", "verdict", title=title or None, title_justify="left"
+    )
+    for claim in claims:
+        colour = _COLOURS[claim.verdict]
+        table.add_row(
+            claim.topic, claim.promise, claim.measured, f"[{colour}]{claim.verdict.value}[/]"
+        )
+    return table
+
+
+def format_seconds(seconds: float) -> str:
+    """Three digits and the unit that suits: `1.23 ms`.
+
+    Example:
+        >>> format_seconds(0.00123)
+        '1.23 ms'
+    """
+    for factor, unit in ((1, "s"), (1e3, "ms")):
+        if seconds * factor >= 1:
+            return f"{seconds * factor:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} us"
+
+
+def format_bytes(count: int) -> str:
+    """Decimal megabytes: `12.9 MB`.
+
+    Example:
+        >>> format_bytes(12_900_000)
+        '12.9 MB'
+    """
+    return f"{count / 1e6:,.1f} MB"
+
+
+def _format_timing(timing: Timing) -> str:
+    low, high = format_seconds(timing.q25), format_seconds(timing.q75)
+    return f"{format_seconds(timing.median)} [{low}, {high}]"
+
+
+def _format_memory(row: BenchmarkRow) -> str:
+    counts = [count for count in (row.temp_bytes, row.peak_bytes) if count is not None]
+    return " / ".join(format_bytes(count) for count in counts)
+
+
+def _format_error(row: BenchmarkRow) -> str:
+    if row.is_correct is None:
+        return ""
+    error = "not finite" if row.max_error is None else f"{row.max_error:.1e}"
+    return error if row.is_correct else f"[bold red]WRONG {error}[/]"

@@ -1,0 +1,196 @@
+"""The facts behind `xsake doctor` and how they look on one screen; collecting never prints."""
+
+import dataclasses
+import functools
+import importlib.metadata
+import math
+import os
+import pathlib
+import platform
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import rich.console
+import rich.table
+from rich.markup import escape
+
+import xsake
+from xsake.errors import XsakeError
+from xsake.kernels import select
+from xsake.masks import Causal
+
+# The absolute float32 limit of the numerics standard for gradients of unit-variance inputs.
+MAX_ERROR = 1e-5
+REQUIRED = ("jax", "jaxlib", "numpy", "jaxtyping", "pydantic")
+OPTIONAL = ("flax", "equinox", "matplotlib")
+
+
+@dataclasses.dataclass(frozen=True)
+class Cache:
+    """JAX's persistent compilation cache: where it is (None: off), and may we write there.
+
+    `writable` is None when the cache is off, or remote, where only a write could tell.
+    """
+
+    directory: str | None
+    writable: bool | None
+
+
+@dataclasses.dataclass(frozen=True)
+class SelfTest:
+    """One implementation beside the reference, gradients included; no `problem` if it passed."""
+
+    implementation: str
+    max_error: float | None  # None if there is nothing finite to compare
+    seconds: float
+    problem: str | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """Everything `xsake doctor` knows.
+
+    `implementations` maps each name to None if it can run here, else to the reason why not;
+    `versions` maps a library that is not installed to None.
+    """
+
+    versions: dict[str, str | None]
+    backend: str
+    devices: list[str]
+    implementations: dict[str, str | None]
+    compilation_cache: Cache
+    self_tests: list[SelfTest]
+
+    @property
+    def healthy(self) -> bool:
+        """True if something was tested and nothing failed."""
+        return bool(self.self_tests) and all(test.problem is None for test in self.self_tests)
+
+    def to_dict(self) -> dict:
+        """The report as plain JSON types."""
+        return {"healthy": self.healthy, **dataclasses.asdict(self)}
+
+
+def examine() -> Report:
+    """Collects the report; runs each available implementation once on a small problem."""
+    implementations = select.implementations()
+    return Report(
+        versions=_versions(),
+        backend=jax.default_backend(),
+        devices=[f"{device} ({device.device_kind})" for device in jax.devices()],
+        implementations=implementations,
+        compilation_cache=_compilation_cache(),
+        self_tests=_self_tests([name for name, no in implementations.items() if no is None]),
+    )
+
+
+def _versions() -> dict[str, str | None]:
+    versions: dict[str, str | None] = {
+        "xsake": xsake.__version__,
+        "python": platform.python_version(),
+    }
+    for name in (*REQUIRED, *OPTIONAL):
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = None
+    return versions
+
+
+def _compilation_cache() -> Cache:
+    directory = jax.config.jax_compilation_cache_dir
+    if not directory or "://" in directory:
+        return Cache(directory=directory or None, writable=None)
+    existing = pathlib.Path(directory).absolute()
+    while not existing.exists():
+        existing = existing.parent
+    writable = existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
+    return Cache(directory=directory, writable=writable)
+
+
+@functools.partial(jax.jit, static_argnames="implementation")
+def _forward_and_gradients(q, k, v, cotangent, *, implementation: str) -> jax.Array:
+    def forward(q, k, v):
+        return xsake.attention(q, k, v, mask=Causal(), implementation=implementation)
+
+    out, backward = jax.vjp(forward, q, k, v)
+    return jnp.concatenate([x.ravel() for x in jax.tree.leaves((out, backward(cotangent)))])
+
+
+def _small_problem() -> list[jax.Array]:
+    """Queries, keys, values and a cotangent: grouped heads, and a length that fits no block."""
+    random = np.random.default_rng(0)
+    heads = {"q": 4, "k": 2, "v": 2, "cotangent": 4}
+    shapes = [(1, 200, count, 32) for count in heads.values()]
+    return [jnp.asarray(random.standard_normal(shape, np.float32)) for shape in shapes]
+
+
+def _self_tests(names: list[str]) -> list[SelfTest]:
+    reference = _run("reference")
+    runs = {name: reference if name == "reference" else _run(name) for name in names}
+    return [_judge(name, run, reference) for name, run in runs.items()]
+
+
+def _run(implementation: str) -> tuple[np.ndarray | str, float]:
+    """The results, or what went wrong, and the seconds it took with compilation."""
+    start = time.perf_counter()
+    try:
+        with jax.default_matmul_precision("highest"):
+            found = _forward_and_gradients(*_small_problem(), implementation=implementation)
+            results = np.asarray(found)
+    except (XsakeError, jax.errors.JaxRuntimeError) as error:
+        results = str(error)
+    return results, time.perf_counter() - start
+
+
+def _judge(
+    name: str, run: tuple[np.ndarray | str, float], reference: tuple[np.ndarray | str, float]
+) -> SelfTest:
+    (got, seconds), (expected, _) = run, reference
+    if isinstance(got, str):
+        return SelfTest(name, None, seconds, got)
+    if isinstance(expected, str):
+        return SelfTest(name, None, seconds, f"no reference to compare with: {expected}")
+    # NumPy, because XLA's maximum of many NaNs is -inf on CPU (jax 0.12.0.1), which would pass.
+    max_error = float(np.max(np.abs(got - expected)))
+    if not math.isfinite(max_error):
+        return SelfTest(name, None, seconds, "NaN or infinity in the results")
+    wrong = max_error > MAX_ERROR
+    problem = f"{max_error:.1e} away from the reference, limit {MAX_ERROR:g}" if wrong else None
+    return SelfTest(name, max_error, seconds, problem)
+
+
+def render(report: Report) -> rich.console.RenderableType:
+    """The report as one table that fits a screen."""
+    table = rich.table.Table(title="xsake doctor", show_header=False, title_justify="left")
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    installed = [f"{name} {version}" for name, version in report.versions.items() if version]
+    missing = [name for name, version in report.versions.items() if not version]
+    table.add_row("versions", ", ".join(installed))
+    if missing:
+        table.add_row("not installed", ", ".join(missing) + " [dim](optional)[/dim]")
+    table.add_row("devices", f"{escape(', '.join(report.devices))} [dim]on {report.backend}[/dim]")
+    table.add_row("compilation cache", _cache_text(report.compilation_cache))
+    table.add_section()
+    tests = {test.implementation: _self_test_text(test) for test in report.self_tests}
+    for name, reason in report.implementations.items():
+        refusal = f"[yellow]cannot run here:[/yellow] {escape(reason or '')}"
+        table.add_row(name, tests[name] if reason is None else refusal)
+    return table
+
+
+def _cache_text(cache: Cache) -> str:
+    if cache.directory is None:
+        return "off [dim](set jax_compilation_cache_dir to keep compiled code)[/dim]"
+    states = {True: "[green]writable[/green]", False: "[red]not writable[/red]", None: "remote"}
+    return f"{escape(cache.directory)} {states[cache.writable]}"
+
+
+def _self_test_text(test: SelfTest) -> str:
+    if test.problem is not None:
+        return f"[red]self-test failed:[/red] {escape(test.problem)}"
+    numbers = f"max error {test.max_error:.1e}, {test.seconds:.2f} s with compilation"
+    return f"[green]runs, self-test passed[/green] [dim]({numbers})[/dim]"

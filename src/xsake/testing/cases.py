@@ -1,0 +1,179 @@
+"""One conformance case: shapes, dtype, who sees whom, and the inputs drawn for it."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from xsake.layout import BlockLayout
+from xsake.masks import AbstractMask, Full
+from xsake.testing import expand, oracle
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One row of the conformance table.
+
+    Args:
+        name: what the case is about; the test id.
+        mask: the token rule, or None.
+        block: (block_q, block_kv) of the layout built from `mask`; None hands over the mask itself.
+        layout: builds the layout instead, from this case.
+        batch, q_tokens, kv_tokens, q_heads, kv_heads, head_dim, value_dim: the shapes.
+        dtype: of q, k, v and bias.
+        softcap, scale: as in `xsake.attention`.
+        sinks: None, 0 for shape [Hq], or S for shape [Hq, S].
+        bias: None, or the shape [B|1, Hq|1, Tq, Tk] by two flags (per batch, per head).
+        segments: per batch entry, (q lengths, kv lengths) of consecutive segments; the rest is
+            padding.
+        q_positions, kv_positions: [T] or [B, T], or None for 0..T-1.
+        logits: factor on q, to make the softmax sharper or flatter.
+    """
+
+    name: str
+    mask: AbstractMask | None = None
+    block: tuple[int, int] | None = None
+    layout: Callable[["Case"], BlockLayout] | None = None
+    batch: int = 1
+    q_tokens: int = 96
+    kv_tokens: int = 96
+    q_heads: int = 2
+    kv_heads: int = 2
+    head_dim: int = 32
+    value_dim: int = 32
+    dtype: str = "float32"
+    softcap: float | None = None
+    scale: float | None = None
+    sinks: int | None = None
+    bias: tuple[bool, bool] | None = None
+    segments: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] | None = None
+    q_positions: tuple | None = None
+    kv_positions: tuple | None = None
+    logits: float = 1.0
+
+    @property
+    def rule(self) -> AbstractMask:
+        """The token rule, everything if there is none."""
+        return Full() if self.mask is None else self.mask
+
+    @functools.cached_property
+    def schedule(self) -> BlockLayout | None:
+        """The layout handed to the library, or None when it gets the mask itself."""
+        if self.layout is not None:
+            return self.layout(self)
+        if self.block is None:
+            return None
+        return BlockLayout.from_mask(
+            self.rule,
+            q_tokens=self.q_tokens,
+            kv_tokens=self.kv_tokens,
+            block_q=self.block[0],
+            block_kv=self.block[1],
+        )
+
+    @property
+    def static(self) -> dict[str, Any]:
+        """The arguments of `xsake.attention` that are not arrays."""
+        schedule = self.schedule
+        who = {"mask": self.mask} if schedule is None else {"layout": schedule}
+        return {**who, "softcap": self.softcap, "scale": self.scale}
+
+    @property
+    def coordinates(self) -> expand.Coordinates:
+        """Positions and segment ids as [B, T] arrays, defaults filled in."""
+        return expand.Coordinates(
+            _positions(self.q_positions, self.batch, self.q_tokens),
+            _positions(self.kv_positions, self.batch, self.kv_tokens),
+            self._ids(0, self.q_tokens),
+            self._ids(1, self.kv_tokens),
+        )
+
+    def _ids(self, side: int, tokens: int) -> np.ndarray | None:
+        if self.segments is None:
+            return None
+        ids = np.full((self.batch, tokens), -1, np.int32)
+        for b, lengths in enumerate(self.segments):
+            stops = np.cumsum((0, *lengths[side]))
+            for name, (start, stop) in enumerate(zip(stops, stops[1:], strict=False)):
+                ids[b, start:stop] = name
+        return ids
+
+    @functools.cached_property
+    def allowed(self) -> np.ndarray:
+        """[B, Hq, Tq, Tk]: the pairs that exist, by the slow expander."""
+        at, schedule = self.coordinates, self.schedule
+        if schedule is None:
+            tokens = expand.mask_tokens(self.mask, at, self.q_heads)
+        else:
+            tokens = expand.layout_tokens(schedule, at, self.q_heads)
+        return tokens & expand.same_segment(at, self.q_heads, self.batch)
+
+    def inputs(self, seed: int = 0) -> "Inputs":
+        """Unit-variance operands and cotangents, rounded to the dtype of the case."""
+        rng = np.random.default_rng(seed)
+        kind = np.dtype(getattr(ml_dtypes, self.dtype, self.dtype))
+        wide = np.dtype(np.float64 if self.dtype == "float64" else np.float32)
+        b, tq, tk = self.batch, self.q_tokens, self.kv_tokens
+        draw = lambda *shape: rng.standard_normal(shape)
+        operands = {
+            "q": (self.logits * draw(b, tq, self.q_heads, self.head_dim)).astype(kind),
+            "k": draw(b, tk, self.kv_heads, self.head_dim).astype(kind),
+            "v": draw(b, tk, self.kv_heads, self.value_dim).astype(kind),
+        }
+        if self.bias is not None:
+            shape = (b if self.bias[0] else 1, self.q_heads if self.bias[1] else 1, tq, tk)
+            operands["bias"] = draw(*shape).astype(kind)
+        if self.sinks is not None:
+            shape = (self.q_heads, self.sinks) if self.sinks else (self.q_heads,)
+            operands["sinks"] = draw(*shape).astype(wide)
+        d_out = draw(b, tq, self.q_heads, self.value_dim).astype(kind)
+        d_lse = draw(b, tq, self.q_heads).astype(wide)
+        return Inputs(operands, d_out, d_lse, self._integers())
+
+    def _integers(self) -> dict[str, np.ndarray]:
+        at = self.coordinates
+        found: dict[str, np.ndarray] = {}
+        if self.q_positions is not None:
+            found["q_positions"] = np.asarray(self.q_positions, np.int32)
+        if self.kv_positions is not None:
+            found["kv_positions"] = np.asarray(self.kv_positions, np.int32)
+        if at.q_segment_ids is not None and at.kv_segment_ids is not None:
+            found["q_segment_ids"] = at.q_segment_ids
+            found["kv_segment_ids"] = at.kv_segment_ids
+        return found
+
+    def operands(self, inputs: "Inputs") -> oracle.Operands:
+        """The call as the oracle and the comparator take it."""
+        x = inputs.operands
+        return oracle.Operands(
+            x["q"],
+            x["k"],
+            x["v"],
+            self.allowed,
+            x.get("bias"),
+            x.get("sinks"),
+            self.softcap,
+            self.scale,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """What one call gets: differentiable operands by name, cotangents, integer arrays by name."""
+
+    operands: dict[str, np.ndarray]
+    d_out: np.ndarray
+    d_lse: np.ndarray
+    integers: dict[str, np.ndarray]
+
+    def replace(self, **operands: np.ndarray) -> "Inputs":
+        """The same call with some operands exchanged."""
+        return dataclasses.replace(self, operands={**self.operands, **operands})
+
+
+def _positions(given: tuple | None, batch: int, tokens: int) -> np.ndarray:
+    found = np.arange(tokens) if given is None else np.asarray(given)
+    return np.broadcast_to(found, (batch, tokens))

@@ -1,0 +1,74 @@
+import json
+from pathlib import Path
+
+import jsonschema
+import pytest
+from pydantic import ValidationError
+
+from tests.bench.sample_rows import sample_row
+from xsake.bench import BenchmarkRow, append_rows, environment, read_rows
+from xsake.bench.schema import FILE_NAME, schema_text
+from xsake.errors import ArgumentError
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_rows_survive_a_file_and_are_only_added(tmp_path):
+    file = tmp_path / "deep" / "rows.jsonl"
+    append_rows(file, [sample_row()])
+    append_rows(file, [sample_row(side="other"), sample_row(seconds=None)])
+    assert read_rows(file) == [sample_row(), sample_row(side="other"), sample_row(seconds=None)]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"surprise": 1},
+        {"seconds": {"median": 1.0, "q25": 2.0, "q75": 3.0}},
+        {"seconds": {"median": 0.0, "q25": 0.0, "q75": 0.0}},
+        {"max_error": float("nan")},
+        {"threads": 0},
+        {"direction": "sideways"},
+    ],
+)
+def test_impossible_rows_are_refused(changes):
+    with pytest.raises(ValidationError):
+        sample_row(**changes)
+
+
+def test_a_bad_line_is_named(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    append_rows(file, [sample_row()])
+    file.write_text(file.read_text() + '{"side": 3}\n')
+    with pytest.raises(ArgumentError, match="line 2"):
+        read_rows(file)
+
+
+def test_the_committed_schema_is_the_row_type():
+    """Regenerate with `python -m xsake.bench.schema schemas`."""
+    assert (ROOT / "schemas" / FILE_NAME).read_text() == schema_text()
+
+
+def test_a_written_row_fits_the_schema():
+    jsonschema.validate(json.loads(sample_row().model_dump_json()), json.loads(schema_text()))
+
+
+def test_committed_results_are_rows():
+    for file in sorted((ROOT / "benchmarks" / "results").glob("*.jsonl")):
+        first = json.loads(file.read_text().splitlines()[0])
+        if "experiment" in first and "run" in first:
+            assert all(isinstance(row, BenchmarkRow) for row in read_rows(file))
+
+
+def test_a_ratio_to_an_absent_side_is_an_error():
+    assert sample_row().ratio_to("old").median == 0.5
+    with pytest.raises(ArgumentError, match="absent"):
+        sample_row().ratio_to("absent")
+
+
+def test_environment_outside_a_checkout_has_no_commit(tmp_path):
+    here = environment(tmp_path)
+    assert here.commit is None
+    assert here.dirty is None
+    assert here.cpu
+    assert {"python", "jax", "numpy"} <= set(here.versions)

@@ -1,0 +1,87 @@
+"""The same call gives the same bits: again, in another process, in any batch (N8)."""
+
+import dataclasses
+import hashlib
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+import xsake
+from xsake.kernels.select import implementations
+from xsake.masks import Full
+from xsake.testing.case_table import BY_NAME
+from xsake.testing.cases import Case
+from xsake.testing.conformance import (
+    bind,
+    call,
+    compare,
+    expected,
+    failures,
+    run_case,
+    with_gradients,
+)
+
+RUNNABLE = [name for name, declined in implementations().items() if declined is None]
+each_implementation = pytest.mark.parametrize("implementation", RUNNABLE)
+CASE = dataclasses.replace(BY_NAME["group_heads_differ"], name="deterministic", sinks=0)
+
+
+def fingerprint(implementation):
+    """sha256 of out, lse and all gradients of one jitted call."""
+    got = run_case(xsake.attention, CASE, implementation, CASE.inputs())
+    return hashlib.sha256(b"".join(got[name].tobytes() for name in sorted(got))).hexdigest()
+
+
+@each_implementation
+def test_five_calls_give_the_same_bits(implementation):
+    run = jax.jit(with_gradients(bind(xsake.attention, CASE, implementation)))
+    inputs = CASE.inputs()
+    first = call(run, inputs)
+    for _ in range(4):
+        again = call(run, inputs)
+        assert all(first[name].tobytes() == again[name].tobytes() for name in first)
+
+
+def test_another_process_gives_the_same_bits():
+    script = (
+        "import importlib.util, sys\n"
+        "spec = importlib.util.spec_from_file_location('subject', sys.argv[1])\n"
+        "subject = importlib.util.module_from_spec(spec)\n"
+        "spec.loader.exec_module(subject)\n"
+        "print(*(subject.fingerprint(name) for name in sys.argv[2:]))\n"
+    )
+    command = [sys.executable, "-c", script, __file__, *RUNNABLE]
+    answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100)
+    assert answer.stdout.split() == [fingerprint(name) for name in RUNNABLE]
+
+
+@each_implementation
+def test_batch_neighbours_do_not_matter(implementation):
+    run = jax.jit(with_gradients(bind(xsake.attention, CASE, implementation)))
+    inputs = CASE.inputs()
+    swap = lambda array: array[::-1].copy()
+    swapped = dataclasses.replace(
+        inputs,
+        operands={n: a if n == "sinks" else swap(a) for n, a in inputs.operands.items()},
+        d_out=swap(inputs.d_out),
+        d_lse=swap(inputs.d_lse),
+    )
+    straight, other = call(run, inputs), call(run, swapped)
+    for name in straight.keys() - {"d_sinks"}:  # the sinks' gradient is a sum over the batch
+        assert straight[name].tobytes() == swap(other[name]).tobytes(), name
+
+
+@each_implementation
+def test_the_order_of_key_blocks_moves_only_rounding(implementation):
+    case = Case("order", Full(), block=(32, 16), q_tokens=64, kv_tokens=96)
+    inputs, truth, plain = expected(case)
+    order = np.random.default_rng(0).permutation(6)
+    tokens = (order[:, None] * 16 + np.arange(16)).reshape(-1)
+    moved = inputs.replace(k=inputs.operands["k"][:, tokens], v=inputs.operands["v"][:, tokens])
+    got = run_case(xsake.attention, case, implementation, moved)
+    back = np.argsort(tokens)
+    got |= {name: got[name][:, back] for name in ("d_k", "d_v")}
+    assert failures(compare(got, plain, truth, dtype="float32")) == []

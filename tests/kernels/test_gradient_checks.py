@@ -1,0 +1,105 @@
+"""Gradients in float64 against finite differences and autodiff of the dense formula (N4)."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import jax.test_util
+import numpy as np
+import pytest
+
+import xsake
+from xsake.kernels.select import implementations
+from xsake.masks import Causal, PerHead, Window
+from xsake.testing import dense
+from xsake.testing.cases import Case
+from xsake.testing.conformance import bind, call, run_case, with_gradients
+
+RUNNABLE = [name for name, declined in implementations().items() if declined is None]
+each_implementation = pytest.mark.parametrize("implementation", RUNNABLE)
+
+SMALL = Case(
+    "small",
+    PerHead([Causal(), Causal() & Window(left=3, right=0)]),
+    block=(4, 8),
+    q_tokens=13,
+    kv_tokens=13,
+    q_heads=2,
+    kv_heads=1,
+    head_dim=4,
+    value_dim=3,
+    dtype="float64",
+    softcap=2.0,
+    sinks=2,
+    bias=(False, True),
+)
+WIDE = Case(
+    "wide",
+    Causal() & Window(left=40, right=0),
+    block=(32, 32),
+    q_tokens=75,
+    kv_tokens=75,
+    q_heads=2,
+    kv_heads=1,
+    head_dim=64,
+    value_dim=48,
+    dtype="float64",
+    sinks=0,
+    softcap=5.0,
+)
+
+
+@pytest.fixture
+def double_precision():
+    with jax.enable_x64(True):
+        yield
+
+
+@each_implementation
+def test_check_grads_in_float64(implementation, double_precision):
+    inputs = SMALL.inputs()
+    attend = jax.jit(bind(xsake.attention, SMALL, implementation))
+    operands = {name: jnp.asarray(value) for name, value in inputs.operands.items()}
+    assert all(value.dtype == jnp.float64 for value in attend(operands, {}))
+    jax.test_util.check_grads(
+        lambda given: attend(given, {}), (operands,), order=1, modes=("rev",), atol=1e-7, rtol=1e-7
+    )
+
+
+@each_implementation
+def test_directional_differences_at_head_dim_64(implementation, double_precision):
+    inputs = WIDE.inputs()
+    attend = jax.jit(bind(xsake.attention, WIDE, implementation))
+    got = run_case(xsake.attention, WIDE, implementation, inputs)
+
+    def loss(operands):
+        out, lse = attend(operands, {})
+        return float(
+            (np.asarray(out) * inputs.d_out).sum() + (np.asarray(lse) * inputs.d_lse).sum()
+        )
+
+    rng, step = np.random.default_rng(1), 1e-6
+    for name, operand in inputs.operands.items():
+        for _ in range(3):
+            direction = rng.standard_normal(operand.shape)
+            up, down = (
+                loss({**inputs.operands, name: operand + sign * step * direction})
+                for sign in (1, -1)
+            )
+            slope = float((got[f"d_{name}"] * direction).sum())
+            assert slope == pytest.approx((up - down) / (2 * step), rel=1e-6, abs=1e-7), name
+
+
+@each_implementation
+@pytest.mark.parametrize("case", [SMALL, WIDE], ids=lambda case: case.name)
+def test_custom_gradients_equal_autodiff_of_the_dense_formula(
+    case, implementation, double_precision
+):
+    inputs = case.inputs()
+    got = run_case(xsake.attention, case, implementation, inputs)
+    formula = functools.partial(
+        dense.attend, allowed=jnp.asarray(case.allowed), softcap=case.softcap
+    )
+    run = jax.jit(with_gradients(lambda operands, integers: formula(**operands)))
+    for name, value in call(run, inputs).items():
+        np.testing.assert_allclose(got[name], value, rtol=1e-10, atol=1e-11, err_msg=name)

@@ -1,0 +1,185 @@
+"""NaN and Inf in what the layout excludes never change one bit of an output or gradient (N7)."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+import xsake
+from xsake.kernels.select import implementations
+from xsake.layout import BlockLayout
+from xsake.masks import Causal, PerHead, Sinks, Window
+from xsake.testing.case_table import BY_NAME
+from xsake.testing.cases import Case
+from xsake.testing.conformance import bind, call, with_gradients
+
+RUNNABLE = [name for name, declined in implementations().items() if declined is None]
+each_implementation = pytest.mark.parametrize("implementation", RUNNABLE)
+
+
+def filled(array, where, value):
+    return np.where(where, np.asarray(value, array.dtype), array)
+
+
+def unseen(case):
+    """What nothing looks at: keys [B, Tk, Hk, 1], queries [B, Tq, Hq, 1]."""
+    groups = case.allowed.reshape(case.batch, case.kv_heads, -1, *case.allowed.shape[2:])
+    keys = np.moveaxis(~groups.any((2, 3)), 1, 2)[..., None]
+    return keys, np.moveaxis(~case.allowed.any(-1), 1, 2)[..., None]
+
+
+def assert_same_bits(clean, dirty, names=None):
+    for name in names or clean:
+        assert clean[name].tobytes() == dirty[name].tobytes(), name
+
+
+LOCAL = Case(
+    "local",
+    PerHead([Causal() & Window(left=left, right=0) for left in (5, 9, 14, 20)]),
+    block=(16, 16),
+    batch=2,
+    q_tokens=77,
+    kv_tokens=77,
+    q_heads=4,
+    kv_heads=2,
+    head_dim=16,
+    value_dim=16,
+)
+SUBJECTS = [
+    BY_NAME["explicit_with_empty_rows_and_columns"],
+    dataclasses.replace(
+        BY_NAME["indices_and_counts_per_batch"], name="lists_with_bias", bias=(True, True)
+    ),
+    BY_NAME["packed_segments"],
+    BY_NAME["group_heads_differ_bfloat16"],
+    dataclasses.replace(BY_NAME["ragged_grid_traced"], name="traced_far_window", mask=Causal()),
+]
+
+
+@each_implementation
+@pytest.mark.parametrize("case", SUBJECTS, ids=lambda case: case.name)
+def test_excluded_positions_never_change_a_bit(case, implementation):
+    run = jax.jit(with_gradients(bind(xsake.attention, case, implementation)))
+    inputs = case.inputs()
+    clean = call(run, inputs)
+    keys, queries = unseen(case)
+    for poison in (np.nan, np.inf, -np.inf):
+        x = dict(inputs.operands)
+        x["k"], x["v"] = filled(x["k"], keys, poison), filled(x["v"], keys, poison)
+        x["q"] = filled(x["q"], queries, poison)
+        if "bias" in x:
+            x["bias"] = filled(x["bias"], ~case.allowed, poison)
+        dirty = call(run, dataclasses.replace(inputs, operands=x))
+        assert all(np.isfinite(value).all() for name, value in dirty.items() if name != "lse")
+        assert_same_bits(clean, dirty)
+
+
+@each_implementation
+def test_rows_whose_list_lacks_a_block_do_not_read_it(implementation):
+    case = BY_NAME["ragged_grid"]
+    run = jax.jit(with_gradients(bind(xsake.attention, case, implementation)))
+    inputs = case.inputs()
+    clean = call(run, inputs)
+    x = dict(inputs.operands)
+    block = np.zeros((1, case.kv_tokens, 1, 1), bool)
+    block[:, 32:48] = True
+    x["k"], x["v"] = filled(x["k"], block, np.nan), filled(x["v"], block, np.nan)
+    dirty = call(run, dataclasses.replace(inputs, operands=x))
+    listed = np.repeat(case.schedule.to_block_mask()[:, :, :, 2], 16, axis=2)[:, :, : case.q_tokens]
+    spared = np.moveaxis(~listed, 1, 2)  # [B, Tq, Hq]
+    assert spared.any() and not spared.all()
+    for name in ("out", "lse", "d_q"):
+        assert clean[name][spared].tobytes() == dirty[name][spared].tobytes(), name
+
+
+@each_implementation
+def test_cotangents_of_empty_rows_do_not_leak(implementation):
+    case = BY_NAME["explicit_with_empty_rows_and_columns"]
+    run = jax.jit(with_gradients(bind(xsake.attention, case, implementation)))
+    inputs = case.inputs()
+    clean = call(run, inputs)
+    _, empty = unseen(case)
+    poisoned = dataclasses.replace(
+        inputs,
+        d_out=filled(inputs.d_out, empty, np.nan),
+        d_lse=filled(inputs.d_lse, empty[..., 0], np.nan),
+    )
+    assert_same_bits(clean, call(run, poisoned))
+
+
+def shares_a_row(case, rows, heads):
+    """[B, Tk, Hk]: keys that one of the queries `rows` [B, Hq, Tq] also sees."""
+    touched = (case.allowed & rows[..., None]).any(2)
+    return np.moveaxis(touched.reshape(case.batch, heads, -1, touched.shape[-1]).any(2), 1, 2)
+
+
+@each_implementation
+@pytest.mark.parametrize("operand", ["k", "v"])
+def test_a_poisoned_key_reaches_only_the_queries_that_see_it(operand, implementation):
+    """Pair by pair, inside partial blocks too; and who sees it is told so, not shielded."""
+    case = LOCAL
+    run = jax.jit(with_gradients(bind(xsake.attention, case, implementation)))
+    inputs = case.inputs()
+    clean = call(run, inputs)
+    bad = inputs.operands[operand].copy()
+    bad[0, 37, 0] = np.nan
+    dirty = call(run, inputs.replace(**{operand: bad}))
+    seen = case.allowed[:, :, :, 37].copy()
+    seen[1:], seen[:, case.q_heads // case.kv_heads :] = False, False
+    rows = np.moveaxis(seen, 1, 2)
+    for name in ("out", "d_q"):
+        assert np.isnan(dirty[name][rows]).all(-1).all(), name
+    for name in ("out", "lse", "d_q"):
+        assert clean[name][~rows].tobytes() == dirty[name][~rows].tobytes(), name
+    spared = ~shares_a_row(case, seen, case.kv_heads)
+    for name in ("d_k", "d_v"):
+        assert clean[name][spared].tobytes() == dirty[name][spared].tobytes(), name
+
+
+@each_implementation
+@pytest.mark.parametrize("operand", ["q", "d_out"])
+def test_a_poisoned_query_reaches_only_the_keys_it_sees(operand, implementation):
+    case = LOCAL
+    run = jax.jit(with_gradients(bind(xsake.attention, case, implementation)))
+    inputs = case.inputs()
+    clean = call(run, inputs)
+    bad = (inputs.d_out if operand == "d_out" else inputs.operands["q"]).copy()
+    bad[0, 40, 1] = np.inf
+    if operand == "d_out":
+        dirty = call(run, dataclasses.replace(inputs, d_out=bad))
+    else:
+        dirty = call(run, inputs.replace(q=bad))
+    row = np.zeros(case.allowed.shape[:3], bool)
+    row[0, 1, 40] = True
+    spoiled = np.moveaxis(row, 1, 2)
+    for name in ("out", "lse", "d_q"):
+        assert clean[name][~spoiled].tobytes() == dirty[name][~spoiled].tobytes(), name
+    assert not np.isfinite(dirty["d_q"][spoiled]).any()
+    spared = ~shares_a_row(case, row, case.kv_heads)
+    assert spared.any()
+    for name in ("d_k", "d_v"):
+        assert clean[name][spared].tobytes() == dirty[name][spared].tobytes(), name
+
+
+@each_implementation
+def test_the_tail_of_the_last_block_is_never_read(implementation):
+    """The mask ends inside the last listed kv block, and what follows is poison."""
+    short = Case("short", layout=_first_keys(70), q_tokens=70, kv_tokens=96)
+    inputs = short.inputs()
+    run = jax.jit(with_gradients(bind(xsake.attention, short, implementation)))
+    clean = call(run, inputs)
+    x = dict(inputs.operands)
+    tail = (np.arange(96) >= 70)[None, :, None, None]
+    x["k"], x["v"] = filled(x["k"], tail, np.nan), filled(x["v"], tail, np.inf)
+    assert_same_bits(clean, call(run, dataclasses.replace(inputs, operands=x)))
+
+
+def _first_keys(count):
+    def build(case):
+        rule = Sinks(count=count)
+        return BlockLayout.from_mask(
+            rule, q_tokens=case.q_tokens, kv_tokens=case.kv_tokens, block_q=32, block_kv=32
+        )
+
+    return build

@@ -1,0 +1,360 @@
+"""Deliberate bugs in the kernel, each of which a handful of small checks must catch (N12)."""
+
+import dataclasses
+import sys
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import xsake
+from xsake.kernels.block_sparse import blocked, op, problem, tiles, xla
+from xsake.kernels.block_sparse.call import Call
+from xsake.masks import Causal, Explicit, Full, PerHead, Window
+from xsake.testing.cases import Case
+from xsake.testing.conformance import (
+    bind,
+    call,
+    check_case,
+    compare,
+    failures,
+    run_case,
+    run_naive,
+    truth_of,
+    with_gradients,
+)
+
+SIZES = {
+    "q_tokens": 45,
+    "kv_tokens": 45,
+    "q_heads": 4,
+    "kv_heads": 2,
+    "head_dim": 16,
+    "value_dim": 16,
+}
+SOME_PAIRS = np.random.default_rng(0).random((45, 45)) < 0.3
+SOME_PAIRS[[0, 7, 20]] = False
+WINDOWS = PerHead([Causal() & Window(left=left, right=0) for left in (2, 11, 24, 40)])
+PADDED = (((20, 18), (20, 18)), ((45,), (45,)))
+
+CAPPED = {"softcap": 1.5, "sinks": 2, "bias": (True, True)}
+
+DETECTORS = {
+    "plain": Case("plain", WINDOWS, block=(16, 8), **SIZES),
+    "gaps": Case("gaps", Explicit(SOME_PAIRS), block=(8, 16), bias=(False, True), **SIZES),
+    "capped": Case("capped", Causal(), block=(16, 16), **CAPPED, **SIZES),
+    "packed": Case("packed", Full(), block=(16, 16), batch=2, segments=PADDED, **SIZES),
+    "late": Case("late", Causal(), block=(16, 16), q_positions=tuple(range(30, 75)), **SIZES),
+}
+
+
+def found_by(name):
+    """What the detector `name` has to say about the code as it is now."""
+    if name in SPECIAL:
+        return SPECIAL[name]()
+    return failures(check_case(xsake.attention, DETECTORS[name], "xla"))
+
+
+def poison_found():
+    """Bad numbers at one key and one query must stay with those who see them."""
+    case = DETECTORS["plain"]
+    run = jax.jit(with_gradients(bind(xsake.attention, case, "xla")))
+    inputs, bad = case.inputs(), 20
+    clean = call(run, inputs)
+    v, q = inputs.operands["v"].copy(), inputs.operands["q"].copy()
+    v[:, bad] = np.nan
+    q[:, bad] = np.nan
+    dirty = call(run, inputs.replace(v=v, q=q))
+    spoiled = case.allowed[:, :, :, bad].copy()
+    spoiled[:, :, bad] = True
+    touched = (case.allowed & spoiled[..., None]).any(2)
+    keys = touched.reshape(case.batch, case.kv_heads, -1, case.kv_tokens).any(2)
+    keys[:, :, bad] = True
+    spared = dict.fromkeys(("out", "lse", "d_q"), np.moveaxis(~spoiled, 1, 2))
+    spared |= dict.fromkeys(("d_k", "d_v"), np.moveaxis(~keys, 1, 2))
+    return [n for n, at in spared.items() if clean[n][at].tobytes() != dirty[n][at].tobytes()]
+
+
+def rows_lost_to_bias_found():
+    """A row whose bias is -inf everywhere sees nothing, though its mask lets it."""
+    case = DETECTORS["gaps"]
+    inputs = case.inputs()
+    bias = inputs.operands["bias"].copy()
+    bias[:, :, [3, 30]] = -np.inf
+    inputs = inputs.replace(bias=bias)
+    got = run_case(xsake.attention, case, "xla", inputs)
+    return failures(compare(got, run_naive(case, inputs), truth_of(case, inputs), dtype="float32"))
+
+
+SPECIAL = {"poison": poison_found, "rows_lost_to_bias": rows_lost_to_bias_found}
+
+
+@dataclasses.dataclass(frozen=True)
+class Bug:
+    """One mistake: what it replaces, by what, and which detector must notice."""
+
+    name: str
+    owner: object
+    attribute: str
+    broken: Callable  # takes the right thing, returns the wrong one
+    caught_by: str
+
+
+BUGS: list[Bug] = []
+
+
+def bug(owner, attribute, caught_by="plain"):
+    """Enter the decorated function, which turns right into wrong, under its own name."""
+
+    def enter(broken):
+        BUGS.append(Bug(broken.__name__, owner, attribute, broken, caught_by))
+        return broken
+
+    return enter
+
+
+def decay(state, found):
+    """What the sums so far must be multiplied with after a step."""
+    return tiles.exp2(state.peak - jnp.where(found.peak == -jnp.inf, 0, found.peak))
+
+
+@bug(tiles, "accumulate")
+def sums_are_not_rescaled(right):
+    def broken(state, *step):
+        found = right(state, *step)
+        surplus = state.accumulator * (1 - decay(state, found))[..., None]
+        return found._replace(accumulator=found.accumulator + surplus)
+
+    return broken
+
+
+@bug(tiles, "accumulate")
+def mass_is_not_rescaled(right):
+    def broken(state, *step):
+        found = right(state, *step)
+        return found._replace(mass=found.mass + state.mass * (1 - decay(state, found)))
+
+    return broken
+
+
+@bug(tiles, "accumulate")
+def peak_of_the_last_tile_stays(right):
+    return lambda state, tile, *rest: right(state, tile, *rest)._replace(peak=tile.max(-1))
+
+
+@bug(tiles, "settle")
+def lse_is_left_in_bits(right):
+    return lambda state: (right(state)[0], right(state)[1] * tiles.LOG2_E)
+
+
+@bug(tiles, "settle")
+def lse_forgets_the_mass(right):
+    return lambda state: (right(state)[0], state.peak / tiles.LOG2_E)
+
+
+@bug(tiles, "settle", caught_by="gaps")
+def empty_rows_are_divided_by_zero(right):
+    return lambda state: (state.accumulator / state.mass[..., None], right(state)[1])
+
+
+@bug(tiles, "lse_in_bits", caught_by="rows_lost_to_bias")
+def empty_rows_get_weights_backward(right):
+    return lambda lse: lse * tiles.LOG2_E
+
+
+@bug(tiles, "lse_in_bits")
+def backward_mixes_nats_and_bits(right):
+    return lambda lse: right(lse) / tiles.LOG2_E
+
+
+@bug(tiles, "logit_gradient")
+def row_term_is_dropped(right):
+    return lambda weight, d_weight, delta, slope: right(weight, d_weight, 0 * delta, slope)
+
+
+@bug(tiles, "logit_gradient")
+def row_term_has_the_wrong_sign(right):
+    return lambda weight, d_weight, delta, slope: right(weight, d_weight, -delta, slope)
+
+
+@bug(tiles, "softcap_slope", caught_by="capped")
+def softcap_slope_is_ignored(right):
+    return lambda tile, softcap: None
+
+
+@bug(tiles, "softcap_slope", caught_by="capped")
+def softcap_slope_is_not_squared(right):
+    return lambda tile, cap: None if cap is None else 1 - jnp.abs(tile / (cap * tiles.LOG2_E))
+
+
+@bug(tiles, "bits", caught_by="gaps")
+def bias_is_added_in_the_wrong_unit(right):
+    return lambda products, bias, cap: right(products, bias / tiles.LOG2_E, cap)
+
+
+@bug(tiles, "bits", caught_by="capped")
+def bias_is_added_after_the_cap(right):
+    return lambda products, bias, cap: right(products, None, cap) + bias * tiles.LOG2_E
+
+
+@bug(tiles, "query_factor", caught_by="capped")
+def scale_is_in_bits_under_the_cap(right):
+    return lambda scale, softcap: scale * tiles.LOG2_E
+
+
+@bug(tiles, "_POWERS")
+def exponential_lacks_its_last_term(right):
+    return right[:-1]
+
+
+@bug(tiles, "matmul")
+def products_are_rounded_to_bfloat16(right):
+    narrow = lambda x: x.astype(jnp.bfloat16).astype(x.dtype)
+    return lambda a, b: right(narrow(a), narrow(b))
+
+
+def with_rows(right, change):
+    """Lists whose row table is read wrongly: `change(rows)` gives the wrong columns by name."""
+
+    def broken(*arguments):
+        lists = right(*arguments)
+        return lists._replace(rows=lists.rows._replace(**change(lists.rows)))
+
+    return broken
+
+
+@bug(blocked, "row_lists")
+def last_partial_block_is_skipped(right):
+    return with_rows(right, lambda rows: {"partial": np.maximum(rows.partial - 1, 0)})
+
+
+@bug(blocked, "row_lists")
+def last_full_block_is_skipped(right):
+    return with_rows(right, lambda rows: {"full": np.maximum(rows.full - 1, 0)})
+
+
+@bug(blocked, "row_lists")
+def lists_begin_one_block_late(right):
+    return with_rows(right, lambda rows: {"start": rows.start + 1})
+
+
+@bug(blocked, "row_lists")
+def a_partial_block_passes_for_full(right):
+    def change(rows):
+        moved = np.minimum(rows.partial, 1)
+        return {"partial": rows.partial - moved, "full": rows.full + moved}
+
+    return with_rows(right, change)
+
+
+@bug(blocked, "column_lists")
+def a_term_of_dk_is_dropped(right):
+    return with_rows(right, lambda rows: {"partial": np.maximum(rows.partial - 1, 0)})
+
+
+@bug(blocked, "column_lists")
+def dk_reads_one_head_of_its_group(right):
+    return lambda *arguments: right(*arguments)._replace(head=0 * right(*arguments).head)
+
+
+@bug(Call, "visible")
+def every_head_uses_the_mask_of_head_zero(right):
+    def broken(call, row, *rest):
+        heads, blocks = call.q_heads, call.layout.q_blocks
+        return right(call, row // (heads * blocks) * (heads * blocks) + row % blocks, *rest)
+
+    return broken
+
+
+@bug(blocked, "_places", caught_by="late")
+def keys_past_the_end_are_visible(right):
+    return lambda *arguments: right(*arguments)._replace(tokens=arguments[2] + 1)
+
+
+@bug(blocked, "_places", caught_by="packed")
+def padding_sees_padding(right):
+    return lambda positions, segments, *sizes: right(positions, jnp.abs(segments), *sizes)
+
+
+@bug(blocked, "_places", caught_by="late")
+def positions_are_ignored(right):
+    return lambda positions, *rest: right(None, *rest)
+
+
+@bug(xla, "_query_gradient")
+def dq_lacks_the_scale(right):
+    def broken(call, *rest):
+        d_q, d_bias = right(call, *rest)
+        return d_q / call.problem.scale, d_bias
+
+    return broken
+
+
+@bug(xla, "_key_value_gradient")
+def dk_keeps_the_factor_of_bits(right):
+    def broken(*arguments):
+        d_k, d_v = right(*arguments)
+        return d_k * tiles.LOG2_E, d_v
+
+    return broken
+
+
+@bug(xla, "_queries")
+def cotangent_of_lse_is_ignored(right):
+    return lambda call, out, lse, given: right(call, out, lse, given._replace(lse=0 * given.lse))
+
+
+@bug(op, "_with_sinks", caught_by="capped")
+def sinks_are_left_out_of_lse(right):
+    return lambda out, lse, sinks: (right(out, lse, sinks)[0], lse)
+
+
+@bug(op, "_with_sinks", caught_by="capped")
+def sinks_take_no_mass(right):
+    return lambda out, lse, sinks: (out, right(out, lse, sinks)[1])
+
+
+@bug(op, "_with_sinks", caught_by="capped")
+def only_one_sink_counts(right):
+    return lambda out, lse, sinks: right(out, lse, sinks[:, :1])
+
+
+@bug(problem, "quarantine", caught_by="poison")
+def bad_values_are_not_quarantined(right):
+    return lambda k, v: (k, v)
+
+
+@bug(problem, "cleaned", caught_by="poison")
+def bad_queries_are_not_cleaned(right):
+    return lambda x: x
+
+
+@pytest.fixture
+def fresh_caches():
+    """A planted bug must be traced, and must not stay in a cache afterwards."""
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
+def test_there_are_at_least_twenty_bugs():
+    assert len({bug.name for bug in BUGS}) == len(BUGS) >= 20
+
+
+@pytest.mark.parametrize("name", [*DETECTORS, *SPECIAL])
+def test_detector_is_silent_on_the_right_kernel(name):
+    assert found_by(name) == []
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+def test_seeded_bug_is_caught(bug, monkeypatch, fresh_caches):
+    right = getattr(bug.owner, bug.attribute)
+    wrong = bug.broken(right)
+    monkeypatch.setattr(bug.owner, bug.attribute, wrong)
+    for name, module in list(sys.modules.items()):
+        # Where the right one was imported by name, too.
+        if name.startswith("xsake.kernels") and getattr(module, bug.attribute, None) is right:
+            monkeypatch.setattr(module, bug.attribute, wrong)
+    assert found_by(bug.caught_by) != [], "the bug went unnoticed"

@@ -1,0 +1,180 @@
+"""What attention means at its edges, N5 and the peers' bugs, mostly without a tolerance."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import xsake
+from xsake.errors import LayoutError, XsakeError
+from xsake.kernels.select import implementations
+from xsake.layout import BlockLayout
+from xsake.masks import Causal, Explicit, Full, Window
+from xsake.testing.case_table import BY_NAME
+from xsake.testing.cases import Case
+from xsake.testing.conformance import compare, expected, failures, run_case
+
+RUNNABLE = [name for name, declined in implementations().items() if declined is None]
+each_implementation = pytest.mark.parametrize("implementation", RUNNABLE)
+
+
+@each_implementation
+@pytest.mark.parametrize(
+    "name", ["explicit_with_empty_rows_and_columns", "empty_layout", "ragged_grid"]
+)
+def test_empty_rows_and_columns_are_exactly_zero(name, implementation):
+    case = BY_NAME[name]
+    got = run_case(xsake.attention, case, implementation, case.inputs())
+    empty_row = np.moveaxis(~case.allowed.any(-1), 1, 2)  # [B, Tq, Hq]
+    assert empty_row.any()
+    assert not got["out"][empty_row].any() and np.all(got["lse"][empty_row] == -np.inf)
+    assert not got["d_q"][empty_row].any()
+    heads = case.allowed.reshape(case.batch, case.kv_heads, -1, *case.allowed.shape[2:])
+    empty_column = np.moveaxis(~heads.any((2, 3)), 1, 2)  # [B, Tk, Hk]
+    assert not got["d_k"][empty_column].any() and not got["d_v"][empty_column].any()
+    for array in (got["out"], got["d_q"], got["d_k"], got["d_v"]):
+        assert np.isfinite(array).all()
+
+
+@each_implementation
+def test_sinks_alone_give_their_own_lse(implementation):
+    case = BY_NAME["empty_layout_with_sinks"]
+    inputs = case.inputs()
+    got = run_case(xsake.attention, case, implementation, inputs)
+    assert not got["out"].any() and not got["d_q"].any() and not got["d_k"].any()
+    np.testing.assert_allclose(
+        got["lse"], np.broadcast_to(inputs.operands["sinks"], got["lse"].shape), rtol=1e-6
+    )
+
+
+@each_implementation
+def test_sink_mass_does_not_depend_on_how_keys_are_cut(implementation):
+    whole = Case("cut", Full(), block=(64, 64), q_tokens=64, kv_tokens=64, q_heads=2, sinks=0)
+    inputs, truth, plain = expected(whole)
+    for block in ((64, 64), (16, 4)):
+        got = run_case(
+            xsake.attention, dataclasses.replace(whole, block=block), implementation, inputs
+        )
+        assert failures(compare(got, plain, truth, dtype="float32")) == [], block
+
+
+@each_implementation
+def test_block_sizes_never_change_the_meaning(implementation):
+    rule = Causal() & Window(left=60, right=0)
+    case = Case("blocks", rule, block=(128, 128), q_tokens=150, kv_tokens=150, kv_heads=1)
+    inputs, truth, plain = expected(case)
+    coarse = BlockLayout.from_mask(rule, q_tokens=150, block_q=128, block_kv=128)
+    for block in ((128, 128), (64, 64), (32, 64), (64, 32)):
+        resized = dataclasses.replace(case, layout=lambda case, block=block: coarse.resize(*block))
+        got = run_case(xsake.attention, resized, implementation, inputs)
+        assert failures(compare(got, plain, truth, dtype="float32")) == [], block
+
+
+@each_implementation
+def test_causal_compares_positions_and_guesses_no_corner(implementation):
+    case = Case("corner", Causal(), block=(16, 16), q_tokens=5, kv_tokens=40)
+    values = jnp.broadcast_to(jnp.eye(40)[None, :, None, :], (1, 40, 2, 40))
+    inputs = case.inputs()
+    out = xsake.attention(
+        jnp.asarray(inputs.operands["q"]),
+        jnp.asarray(inputs.operands["k"]),
+        values,
+        **case.static,
+        implementation=implementation,
+    )
+    seen = np.asarray(out)[0, :, 0] > 0
+    np.testing.assert_array_equal(seen, np.tril(np.ones((5, 40), bool)))
+
+
+def test_duplicate_blocks_are_refused_or_harmless():
+    indices, counts = np.array([[[0, 1, 1]]] * 1), np.array([[3]])
+    sizes = {"q_tokens": 16, "kv_tokens": 48, "block_q": 16, "block_kv": 16}
+    with pytest.raises(LayoutError):
+        BlockLayout.from_indices_counts(indices, counts, **sizes)
+    once = BlockLayout.from_indices_counts(np.array([[[0, 1]]]), np.array([[2]]), **sizes)
+    twice = BlockLayout.from_indices_counts(jnp.asarray(indices), jnp.asarray(counts), **sizes)
+    case = Case("duplicates", layout=lambda case: once, q_tokens=16, kv_tokens=48)
+    inputs = case.inputs()
+    for implementation in RUNNABLE:
+        first = run_case(xsake.attention, case, implementation, inputs)
+        other = dataclasses.replace(case, layout=lambda case: twice)
+        second = run_case(xsake.attention, other, implementation, inputs)
+        for name in first:
+            np.testing.assert_allclose(first[name], second[name], atol=2e-6)
+
+
+def test_reported_budget_is_counted_from_the_list():
+    layout = BY_NAME["ragged_grid"].schedule
+    listed = layout.to_block_mask()
+    visible = listed.shape[0] * listed.shape[1] * np.tril(np.ones(listed.shape[2:], bool)).sum()
+    assert layout.stats().items == listed.sum()
+    assert layout.stats().budget == pytest.approx(listed.sum() / visible)
+
+
+@each_implementation
+def test_mask_and_layout_together_mean_both(implementation):
+    table = np.random.default_rng(0).random((64, 64)) < 0.7
+    grid = np.random.default_rng(1).random((1, 4, 4)) < 0.6
+    layout = BlockLayout.from_block_mask(grid, block_q=16, block_kv=16)
+    both = Case(
+        "both",
+        Explicit(table & np.kron(grid[0], np.ones((16, 16), bool))),
+        block=(16, 16),
+        q_tokens=64,
+        kv_tokens=64,
+    )
+    inputs, truth, plain = expected(both)
+    attend = jax.jit(
+        lambda q, k, v: xsake.attention(
+            q,
+            k,
+            v,
+            mask=Explicit(table),
+            layout=layout,
+            return_lse=True,
+            implementation=implementation,
+        )
+    )
+    out, lse = attend(*inputs.operands.values())
+    got = {"out": np.asarray(out), "lse": np.asarray(lse)}
+    assert failures(compare(got, plain, {n: truth[n] for n in got}, dtype="float32")) == []
+
+
+@each_implementation
+def test_mask_is_asked_at_the_given_positions_even_beside_a_layout(implementation):
+    """Blocks above the diagonal of indices hold visible pairs when the queries come late."""
+    case = Case("late", Causal(), q_tokens=32, kv_tokens=64, q_positions=tuple(range(20, 52)))
+    every_block = BlockLayout.from_block_mask(np.ones((2, 4), bool), block_q=16, block_kv=16)
+    inputs, truth, plain = expected(case)
+    out, lse = xsake.attention(
+        **inputs.operands,
+        **inputs.integers,
+        mask=case.mask,
+        layout=every_block,
+        return_lse=True,
+        implementation=implementation,
+    )
+    got = {"out": np.asarray(out), "lse": np.asarray(lse)}
+    assert failures(compare(got, plain, {n: truth[n] for n in got}, dtype="float32")) == []
+
+
+@each_implementation
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"implementation": "no_such_backend"},
+        {"softcap": -1.0},
+        {"sinks": np.zeros(3, np.float32)},
+        {"kv_segment_ids": np.zeros((1, 96), np.int32)},
+        {"layout": BlockLayout.from_mask(Causal(), q_tokens=64)},
+        {"k": np.zeros((1, 96, 3, 32), np.float32)},
+        {"bias": np.zeros((1, 1, 96, 95), np.float32)},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_what_cannot_be_served_raises(change, implementation):
+    inputs = Case("refused").inputs()
+    with pytest.raises(XsakeError):
+        xsake.attention(**{**inputs.operands, "implementation": implementation, **change})

@@ -1,0 +1,167 @@
+"""jit, grad, vmap, remat and export; static and traced layouts; and how often anything compiles."""
+
+import dataclasses
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import xsake
+from xsake.kernels.select import implementations
+from xsake.layout import BlockLayout
+from xsake.masks import Causal
+from xsake.testing.case_table import BY_NAME
+from xsake.testing.cases import Case
+from xsake.testing.conformance import bind, call, run_case, with_gradients
+
+RUNNABLE = [name for name, declined in implementations().items() if declined is None]
+each_implementation = pytest.mark.parametrize("implementation", RUNNABLE)
+CASE = Case(
+    "transformed",
+    Causal(),
+    block=(16, 16),
+    q_tokens=45,
+    kv_tokens=45,
+    q_heads=2,
+    kv_heads=1,
+    head_dim=16,
+    value_dim=16,
+    sinks=0,
+)
+
+
+def loss_of(case, implementation):
+    def loss(operands):
+        out, lse = bind(xsake.attention, case, implementation)(operands, {})
+        return jnp.sum(jnp.square(out)) + jnp.sum(jnp.where(jnp.isfinite(lse), lse, 0.0))
+
+    return loss
+
+
+@each_implementation
+def test_jit_equals_eager(implementation):
+    inputs = CASE.inputs()
+    run = with_gradients(bind(xsake.attention, CASE, implementation))
+    eager, jitted = call(run, inputs), call(jax.jit(run), inputs)
+    for name in eager:
+        np.testing.assert_allclose(eager[name], jitted[name], rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+@each_implementation
+def test_remat_gives_the_same_gradients(implementation):
+    operands, loss = CASE.inputs().operands, loss_of(CASE, implementation)
+    plain = jax.jit(jax.grad(loss))(operands)
+    remat = jax.jit(jax.grad(jax.checkpoint(loss)))(operands)
+    for name in plain:
+        np.testing.assert_allclose(plain[name], remat[name], rtol=1e-6, atol=1e-6, err_msg=name)
+
+
+@each_implementation
+def test_vmap_equals_a_loop(implementation):
+    draws = [CASE.inputs(seed).operands for seed in range(3)]
+    stacked = {name: np.stack([draw[name] for draw in draws]) for name in draws[0]}
+    gradient = jax.value_and_grad(loss_of(CASE, implementation))
+    together = jax.jit(jax.vmap(gradient))(stacked)
+    for i, draw in enumerate(draws):
+        alone = jax.jit(gradient)(draw)
+        np.testing.assert_allclose(together[0][i], alone[0], rtol=1e-5)
+        for name in draw:
+            np.testing.assert_allclose(
+                together[1][name][i], alone[1][name], rtol=1e-5, atol=1e-5, err_msg=name
+            )
+
+
+@each_implementation
+def test_vmap_over_some_operands_only(implementation):
+    operands = CASE.inputs().operands
+    queries = np.stack([operands["q"], 2 * operands["q"]])
+    attend = lambda q: bind(xsake.attention, CASE, implementation)({**operands, "q": q}, {})[0]
+    together = jax.jit(jax.vmap(attend))(queries)
+    for i in range(2):
+        np.testing.assert_allclose(together[i], attend(queries[i]), rtol=1e-5, atol=1e-6)
+
+
+@each_implementation
+def test_vmap_over_traced_layouts(implementation):
+    rng = np.random.default_rng(0)
+    chosen = jnp.asarray(rng.random((3, 2, 3, 3)) < 0.5)
+    operands = CASE.inputs().operands
+
+    def attend(grid):
+        layout = BlockLayout.from_block_mask(
+            grid, q_tokens=45, kv_tokens=45, block_q=16, block_kv=16, mask=Causal()
+        )
+        return xsake.attention(**operands, layout=layout, implementation=implementation)
+
+    together = jax.jit(jax.vmap(attend))(chosen)
+    for i in range(3):
+        np.testing.assert_allclose(together[i], jax.jit(attend)(chosen[i]), rtol=1e-5, atol=1e-6)
+
+
+@each_implementation
+def test_export_round_trip_keeps_values_and_gradients(implementation):
+    inputs = CASE.inputs()
+    run = jax.jit(with_gradients(bind(xsake.attention, CASE, implementation)))
+    arguments = inputs.operands, inputs.integers, inputs.d_out, inputs.d_lse
+    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), arguments)
+    stored = jax.export.export(run, platforms=["cpu"])(*shapes).serialize()
+    again = jax.export.deserialize(stored).call(*arguments)
+    for name, value in call(run, inputs).items():
+        np.testing.assert_array_equal(np.asarray(again[name]), value, err_msg=name)
+
+
+@each_implementation
+def test_traced_layout_gives_the_bits_of_the_static_one(implementation):
+    static = BY_NAME["ragged_grid"]
+    layout = static.schedule
+    inputs = static.inputs()
+    first = run_case(xsake.attention, static, implementation, inputs)
+    for capacity in (layout.items, layout.items + 37):
+        traced = dataclasses.replace(static, layout=lambda case, n=capacity: layout.traced(n))
+        second = run_case(xsake.attention, traced, implementation, inputs)
+        for name in first:
+            assert first[name].tobytes() == second[name].tobytes(), (name, capacity)
+
+
+@pytest.fixture
+def compilations():
+    """Counts what the compiler is asked for."""
+    seen = []
+    listener = lambda event, seconds, **_: (
+        seen.append(event) if "backend_compile" in event else None
+    )
+    jax.monitoring.register_event_duration_secs_listener(listener)
+    yield seen
+    jax.monitoring.unregister_event_duration_listener(listener)
+
+
+@each_implementation
+def test_a_new_traced_layout_in_one_bucket_compiles_nothing(implementation, compilations):
+    rng = np.random.default_rng(0)
+    visible = np.tril(np.ones((6, 6), bool))
+    case = Case("bucket", q_tokens=96, kv_tokens=96)
+    inputs = case.inputs()
+
+    @jax.jit
+    def step(layout, operands):
+        attend = lambda operands: xsake.attention(
+            **operands, layout=layout, implementation=implementation
+        )
+        return jax.value_and_grad(lambda operands: jnp.sum(jnp.square(attend(operands))))(operands)
+
+    losses = []
+    layouts = [
+        BlockLayout.from_block_mask(
+            (rng.random((2, 6, 6)) < keep) & visible, block_q=16, block_kv=16, mask=Causal()
+        ).traced(64)
+        for keep in (0.9, 0.5, 0.25, 0.1)
+    ]
+    for i, layout in enumerate(layouts):
+        loss, _ = step(layout, inputs.operands)
+        losses.append(float(loss))
+        if i == 0:
+            compilations.clear()
+    assert compilations == []
+    assert len({layout.items for layout in layouts}) == 4 and len(set(losses)) == 4

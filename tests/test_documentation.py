@@ -1,0 +1,47 @@
+"""Every example a reader can copy runs: the README's, the pages' and the docstrings'."""
+
+import doctest
+import importlib
+import pathlib
+import pkgutil
+import subprocess
+import sys
+
+import pytest
+
+import xsake
+from tests.markdown_code import code_blocks
+
+ROOT = pathlib.Path(__file__).parents[1]
+PAGES = sorted(page for page in (ROOT / "docs").glob("*.md") if code_blocks(page, "pycon"))
+MODULES = sorted(module.name for module in pkgutil.walk_packages(xsake.__path__, "xsake."))
+FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+
+
+def test_readme_quick_start_runs_in_a_fresh_interpreter(tmp_path):
+    code = "\n".join(code_blocks(ROOT / "README.md", "python"))
+    command = [sys.executable, "-W", "error", "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+
+
+def _run(examples: doctest.DocTest) -> None:
+    report: list[str] = []
+    result = doctest.DocTestRunner(optionflags=FLAGS).run(examples, out=report.append)
+    assert result.failed == 0, "".join(report)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_pages_show_what_their_code_prints(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code = "\n\n".join(code_blocks(page, "pycon"))
+    _run(doctest.DocTestParser().get_doctest(code, {}, page.name, str(page), 0))
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_docstring_examples_run(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    module = importlib.import_module(name)
+    for examples in doctest.DocTestFinder().find(module):
+        _run(examples)

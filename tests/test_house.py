@@ -1,0 +1,78 @@
+"""The promises of the repository itself: a light import, one version, readable sizes."""
+
+import ast
+import importlib.metadata
+import importlib.util
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+import xsake
+import xsake.errors
+
+ROOT = pathlib.Path(__file__).parents[1]
+SOURCES = sorted((ROOT / "src").rglob("*.py"))
+MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_POSITIONAL = 400, 60, 8
+
+LIGHT_IMPORT = """
+import sys
+import xsake
+import xsake.errors
+
+heavy = {"equinox", "fastapi", "flax", "matplotlib", "optax", "orbax", "torch", "typer"}
+assert not heavy & sys.modules.keys(), heavy & sys.modules.keys()
+
+from jax._src import xla_bridge
+assert not xla_bridge.backends_are_initialized(), "importing xsake touched a device"
+"""
+
+
+def test_import_is_light_and_touches_no_device():
+    command = [sys.executable, "-W", "error", "-c", LIGHT_IMPORT]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_installed_version_is_the_one_in_the_source():
+    assert importlib.metadata.version("xsake") == xsake.__version__
+
+
+def test_the_changelog_names_this_version():
+    assert f"## [{xsake.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_every_public_name_exists():
+    missing = [name for name in xsake.__all__ if not hasattr(xsake, name)]
+    assert not missing
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT / "src")))
+def test_files_and_functions_stay_readable(path):
+    text = path.read_text()
+    assert len(text.splitlines()) <= MAX_FILE_LINES
+    for node in ast.walk(ast.parse(text)):
+        if not isinstance(node, ast.FunctionDef):
+            continue
+        docstring = ast.get_docstring(node, clean=False) or ""
+        lines = node.end_lineno - node.lineno + 1 - len(docstring.splitlines())
+        assert lines <= MAX_FUNCTION_LINES, f"{node.name} is too long"
+        # Kernel refs aside; keyword-only parameters and defaults need no counting by the caller.
+        positional = [arg for arg in node.args.args if not arg.arg.endswith("_ref")]
+        required = len(positional) - len(node.args.defaults)
+        assert required <= MAX_POSITIONAL, f"{node.name} takes too many parameters"
+
+
+def test_architecture_draws_the_tree_that_exists():
+    spec = importlib.util.spec_from_file_location("tree", ROOT / ".ci" / "tree.py")
+    tree = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tree)
+    page = tree.PAGE.read_text()
+    assert page == tree.updated(page), "run `just tree`"
+
+
+def test_every_error_code_is_explained():
+    page = (ROOT / "docs" / "errors.md").read_text()
+    raised = [value for value in vars(xsake.errors).values() if isinstance(value, type)]
+    assert all(f"| {error.code} | `{error.__name__}` |" in page for error in raised)
