@@ -1,4 +1,4 @@
-"""The errors XSAKE raises: each says what is wrong, what it got, what was expected, how to fix it."""
+"""The errors XSAKE raises: what is wrong, what it got, what was expected and how to fix it."""
 
 
 class XsakeError(Exception):
