@@ -155,8 +155,7 @@ def explain(
         q: queries [B, Tq, Hq, D]; only shape and dtype matter, as for k, v, bias and sinks.
         k: keys [B, Tk, Hk, D].
         v: values [B, Tk, Hk, Dv].
-        mask, layout, bias, sinks, softcap, scale, q_segment_ids, kv_segment_ids, q_positions,
-            kv_positions, return_lse, implementation: as for `xsake.attention`.
+        mask: as for `xsake.attention`, and so are all the others.
 
     Returns:
         An `Explanation`.
