@@ -5,7 +5,6 @@ python -m benchmarks.layout_build --quick
 """
 
 import json
-import resource
 import subprocess
 import sys
 import time
@@ -103,11 +102,11 @@ def build_and_report(tokens: int) -> dict[str, float]:
     The peak may belong to the imports themselves, so the difference is an upper limit.
     """
     heads = structured_heads()
-    start_bytes = _resident_bytes()
+    start_bytes = _memory("VmRSS:")
     start = time.perf_counter()
     layout = BlockLayout.from_mask(heads, q_tokens=tokens, block_q=BLOCK, block_kv=BLOCK)
     seconds = time.perf_counter() - start
-    peak_bytes = _peak_resident_bytes() - start_bytes
+    peak_bytes = _memory("VmHWM:") - start_bytes
     visible = HEADS * layout.q_blocks * (layout.q_blocks + 1) // 2
     return {"seconds": seconds, "peak_bytes": peak_bytes, "budget": layout.items / visible}
 
@@ -118,16 +117,10 @@ def _in_fresh_process(tokens: int) -> dict[str, float]:
     return json.loads(done.stdout)
 
 
-def _resident_bytes() -> int:
-    statistics = Path("/proc/self/statm")
-    if not statistics.exists():
-        return _peak_resident_bytes()
-    return int(statistics.read_text().split()[1]) * resource.getpagesize()
-
-
-def _peak_resident_bytes() -> int:
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+def _memory(field: str) -> int:
+    """Bytes by Linux's own account; not `ru_maxrss`, which begins at the parent's peak."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
 
 if __name__ == "__main__":
