@@ -2,8 +2,8 @@
 
 Rows are sorted by length and taken in groups, so that rows of one group end together: a short row
 never waits for the longest one of the whole layout. A group first takes its partial items, one at a
-time, under the element mask; then full items, several at a time while all rows have that many, and
-one at a time where rows end.
+time, under the element mask; then full items, several at a time while all rows have that many, two
+at a time next, and one at a time where rows end.
 """
 
 from collections.abc import Callable
@@ -139,10 +139,11 @@ def walk(rows: Rows, visitor: Visitor, tiles: TileSizes, shared: Any):
 
             return lax.fori_loop(0, steps, body, (*carry, fetch(0)))[:2]
 
-        carry = sweep((state, shared), 0, partial, 1, True)
-        wide = common // tiles.blocks
-        carry = sweep(carry, 0, wide, tiles.blocks, False, ragged=False)
-        done = wide * tiles.blocks
+        carry, done = sweep((state, shared), 0, partial, 1, True), 0
+        for width in dict.fromkeys((tiles.blocks, min(tiles.blocks, 2))):
+            steps = (common - done) // width
+            carry = sweep(carry, done, steps, width, False, ragged=False)
+            done = done + steps * width
         state, shared = sweep(carry, done, full - done, 1, False)
         return visitor.finish(named, state, shared), None
 
