@@ -111,24 +111,30 @@ def _store(rooms, rows, results):
 class Queries(NamedTuple):
     """What the backward passes know of each query, by block; zeros weigh nothing."""
 
-    q: Any  # [blocks, block_q, D], times query_factor
-    d_out: Any  # [blocks, block_q, Dv], finite
+    q: Any  # [blocks, block_q, D], in the caller's dtype; `_load` makes it ready for tiles
+    d_out: Any  # [blocks, block_q, Dv], finite, likewise
     lse: Any  # [blocks, block_q] in bits; +inf weighs nothing, NaN spoils what the query sees
     delta: Any  # [blocks, block_q]
 
 
 def _queries(call: Call, out, lse, cotangents: Cotangents) -> Queries:
     block = call.layout.block_q
-    d_out = cotangents.out.astype(call.dtype)
-    lse = jnp.where(jnp.isfinite(d_out).all(-1), tiles.lse_in_bits(lse), jnp.nan)
-    d_out = cleaned(d_out)
-    delta = (d_out * out.astype(call.dtype)).sum(-1) - cotangents.lse.astype(call.dtype)
+    lse = jnp.where(jnp.isfinite(cotangents.out).all(-1), tiles.lse_in_bits(lse), jnp.nan)
+    d_out = cleaned(cotangents.out)
+    delta = (d_out.astype(call.dtype) * out.astype(call.dtype)).sum(-1)
+    delta = delta - cotangents.lse.astype(call.dtype)
     return Queries(
-        blocked.to_blocks(call.scaled(call.operands.q), block),
+        blocked.to_blocks(call.operands.q, block),
         blocked.to_blocks(d_out, block),
         blocked.to_blocks(lse, block, fill=jnp.inf),
         blocked.to_blocks(delta, block),
     )
+
+
+def _load(call: Call, queries: Queries, index) -> Queries:
+    """The queries of some blocks, q times query_factor, in the dtype that tiles compute in."""
+    q, d_out, lse, delta = (take(x, index) for x in queries)
+    return Queries(call.scaled(q), d_out.astype(call.dtype), lse, delta)
 
 
 def _backward(operands, problem, platform, out, lse, cotangents) -> Gradients:
@@ -150,7 +156,7 @@ def _query_gradient(call: Call, queries: Queries, platform: str):
             rows // layout.q_blocks, rows % layout.q_blocks, layout.q_blocks
         )
         state = jnp.zeros((rows.shape[0], layout.block_q, dim), call.dtype)
-        return (rows, Queries(*(take(x, index) for x in queries))), state
+        return (rows, _load(call, queries, index)), state
 
     def visit(tile, state, shared, step: Step):
         rows, known = tile
@@ -236,7 +242,7 @@ def _key_value_gradient(call: Call, queries: Queries, platform: str):
         kv_block, k, v = tile
         head, block = step.items
         index = blocked.block_index(head, block, layout.q_blocks)
-        q, d_out, lse, delta = (take(x, index) for x in queries)
+        q, d_out, lse, delta = _load(call, queries, index)
         q, d_out = joined(q), joined(d_out)
         lse, delta = (x.reshape(x.shape[0], 1, -1) for x in (lse, delta))
         q_rows = head * layout.q_blocks + jnp.minimum(block, layout.q_blocks - 1)
