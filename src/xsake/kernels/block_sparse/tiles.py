@@ -29,8 +29,8 @@ _ROUND = np.float32(1.5 * 2**23 + 127)
 def exp2(x):
     """2^x for x <= 127, exactly 0 from x = -127 down; NaN stays NaN.
 
-    XLA's own float32 exp2 has a relative error of 4e-6 near x = -100 and is a function call to the
-    vectoriser; this one has 2e-7 everywhere and is a handful of multiply-adds.
+    Relative error 8e-8 for x in [-126, 0], where XLA:CPU's own float32 exp2 reaches 4e-6; and it
+    is a handful of multiply-adds, which fuse.
     """
     if x.dtype != jnp.float32:
         return jnp.exp2(x)
