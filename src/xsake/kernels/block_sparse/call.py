@@ -66,9 +66,7 @@ class Call(NamedTuple):
         """
         if step.masked:
             return self._visible_pairs(rows, kv_block, step.exists)
-        if step.exists is not None and self.bias is not None:
-            return step.exists[..., None]
-        return None
+        return None if self.bias is None else step.exists[..., None]
 
     def _visible_pairs(self, rows, kv_block, exists):
         layout, mask = self.layout, self.layout.mask

@@ -1,14 +1,15 @@
 """Visits the items of every row, many rows side by side; knows neither attention nor blocks.
 
 Rows are sorted by length and taken in groups, so that rows of one group end together: a short row
-never waits for the longest one of the whole layout. A group first takes its partial items, one at a
-time, under the element mask; then full items, several at a time while all rows have that many, two
-at a time next, and one at a time where rows end.
+never waits for the longest one of the whole layout. A row takes its partial items one at a time,
+under the element mask; then its full items, first several at a time, then two, then one. How a row
+is cut depends on its own length alone, so its neighbours cannot change one bit of its result.
 """
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -29,7 +30,7 @@ class Step(NamedTuple):
     """Which items a group meets now, and what is known about them."""
 
     items: Any  # what `fetch` returned
-    exists: Any  # bool [rows, 1], or None if every row has these items
+    exists: Any  # bool [rows, 1]: rows that have these items; the others wait
     masked: bool  # whether the items are partial
 
 
@@ -79,8 +80,21 @@ class Groups(NamedTuple):
     padded: Rows  # the row table and one more row, without items
     rows: Any  # int32 [groups, rows per group]; the last group is filled up with that row
     partial: Any  # [groups]: most partial items of a row
-    shared: Any  # [groups]: full items that every row has
-    full: Any  # [groups]: most full items of a row
+    steps: tuple  # for each width [groups]: most steps of that width that a row takes
+
+
+def _widths(tiles: TileSizes) -> tuple[int, ...]:
+    """How many full items a step takes, in the order in which a row takes them."""
+    return tuple(dict.fromkeys((tiles.blocks, min(tiles.blocks, 2), 1)))
+
+
+def _cuts(full, tiles: TileSizes):
+    """`(width, first item, steps)` of each part into which a row of `full` items is cut."""
+    first = 0 * full
+    for width in _widths(tiles):
+        steps = (full - first) // width
+        yield width, first, steps
+        first = first + steps * width
 
 
 def _groups(rows: Rows, tiles: TileSizes) -> Groups:
@@ -91,15 +105,15 @@ def _groups(rows: Rows, tiles: TileSizes) -> Groups:
     short = groups * tiles.rows - number
     order = xp.concatenate([order, xp.full(short, number, xp.int32)]).reshape(groups, -1)
     padded = Rows(*(xp.concatenate([x, xp.zeros(1, x.dtype)]) for x in rows))
-    full = padded.full[order]
-    return Groups(padded, order, padded.partial[order].max(1), full.min(1), full.max(1))
+    steps = tuple(own.max(1) for _, _, own in _cuts(padded.full[order], tiles))
+    return Groups(padded, order, padded.partial[order].max(1), steps)
 
 
 def walked_items(rows: Rows, tiles: TileSizes) -> int:
     """Items that `walk` computes, what short rows wait for included; needs concrete rows."""
     groups = _groups(rows, tiles)
-    steps = np.asarray(groups.partial).sum(dtype=np.int64) + np.asarray(groups.full).sum()
-    return int(steps) * tiles.rows
+    turns = [groups.partial, *(w * n for w, n in zip(_widths(tiles), groups.steps, strict=True))]
+    return sum(int(np.asarray(x).sum(dtype=np.int64)) for x in turns) * tiles.rows
 
 
 def walk(rows: Rows, visitor: Visitor, tiles: TileSizes, shared: Any):
@@ -117,34 +131,33 @@ def walk(rows: Rows, visitor: Visitor, tiles: TileSizes, shared: Any):
     table = Rows(*(jnp.asarray(x) for x in groups.padded))
 
     def run(shared, group):
-        named, partial, common, full = group
+        named, partial, steps = group
         limits = Rows(*(x[named][:, None] for x in table))
         own = jnp.minimum(named, number - 1)
         tile, state = visitor.begin(own)
 
-        def sweep(carry, first, steps, width, masked, ragged=True):
-            """Take `steps` times `width` items, the `first`-th partial or full one onwards."""
-            offset, limit = (0, limits.partial) if masked else (limits.partial, limits.full)
+        def sweep(carry, steps, width, masked, first, own_steps):
+            """Take `width` items `steps` times, from item `first` on; rows take `own_steps`."""
 
             def fetch(step):
+                exists = step < own_steps
                 turns = first + step * width + jnp.arange(width, dtype=jnp.int32)[None]
-                return visitor.fetch(own, offset + turns, turns < limit), turns < limit
+                return visitor.fetch(own, turns, exists), exists
 
             def body(step, carry):
                 state, shared, (items, exists) = carry
-                now = Step(items, exists if ragged else None, masked)
+                now = Step(items, exists, masked)
                 # Items are fetched a step ahead: left inside the step, XLA:CPU would fold these
                 # look-ups into every element of the gathers that use them.
                 return *visitor.visit(tile, state, shared, now), fetch(step + 1)
 
             return lax.fori_loop(0, steps, body, (*carry, fetch(0)))[:2]
 
-        carry, done = sweep((state, shared), 0, partial, 1, True), 0
-        for width in dict.fromkeys((tiles.blocks, min(tiles.blocks, 2))):
-            steps = (common - done) // width
-            carry = sweep(carry, done, steps, width, False, ragged=False)
-            done = done + steps * width
-        state, shared = sweep(carry, done, full - done, 1, False)
+        carry = sweep((state, shared), partial, 1, True, 0, limits.partial)
+        cuts = _cuts(limits.full, tiles)
+        for most, (width, first, own_steps) in zip(steps, cuts, strict=True):
+            carry = sweep(carry, most, width, False, limits.partial + first, own_steps)
+        state, shared = carry
         return visitor.finish(named, state, shared), None
 
-    return lax.scan(run, shared, tuple(jnp.asarray(x) for x in groups[1:]))[0]
+    return lax.scan(run, shared, jax.tree.map(jnp.asarray, tuple(groups[1:])))[0]
