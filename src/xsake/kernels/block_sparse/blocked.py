@@ -90,7 +90,6 @@ class Lists(NamedTuple):
     rows: Rows
     block: Any  # int32 [W]: kv block, or query block of the transposed layout
     head: Any  # int32 [W]: query head inside its kv group; None for a q-major list
-    is_partial: Any  # bool [W]
 
 
 def row_lists(layout: BlockLayout, batch: int, heads: int) -> Lists:
@@ -129,7 +128,7 @@ def _lists(layout, block, head, batch: int, heads: int, blocks: int) -> Lists:
 
     full = starts[1:] - starts[:-1] - partial
     rows = Rows(*(spread(x) for x in (starts[:-1], partial, full)))
-    picked = (None if x is None else _some(xp, x[order]) for x in (block, head, layout.is_partial))
+    picked = (None if x is None else _some(xp, x[order]) for x in (block, head))
     return Lists(rows, *picked)
 
 
