@@ -159,14 +159,14 @@ def empty_rows_are_divided_by_zero(right):
     return lambda state: (state.accumulator / state.mass[..., None], right(state)[1])
 
 
-@bug(tiles, "lse_in_bits", caught_by="rows_lost_to_bias")
+@bug(tiles, "lse_in_unit", caught_by="rows_lost_to_bias")
 def empty_rows_get_weights_backward(right):
-    return lambda lse: lse * tiles.LOG2_E
+    return lambda lse, unit: lse * tiles.LOG2_E
 
 
-@bug(tiles, "lse_in_bits")
+@bug(tiles, "lse_in_unit")
 def backward_mixes_nats_and_bits(right):
-    return lambda lse: right(lse) / tiles.LOG2_E
+    return lambda lse, unit: right(lse, unit) / tiles.LOG2_E
 
 
 @bug(tiles, "logit_gradient")
@@ -189,12 +189,12 @@ def softcap_slope_is_not_squared(right):
     return lambda tile, cap: None if cap is None else 1 - jnp.abs(tile / (cap * tiles.LOG2_E))
 
 
-@bug(tiles, "bits", caught_by="gaps")
+@bug(tiles, "logits", caught_by="gaps")
 def bias_is_added_in_the_wrong_unit(right):
     return lambda products, bias, cap: right(products, bias / tiles.LOG2_E, cap)
 
 
-@bug(tiles, "bits", caught_by="capped")
+@bug(tiles, "logits", caught_by="capped")
 def bias_is_added_after_the_cap(right):
     return lambda products, bias, cap: right(products, None, cap) + bias * tiles.LOG2_E
 

@@ -52,7 +52,8 @@ def attention(
         q_positions: positions the mask sees, [Tq] or [B, Tq]; None is 0, 1, 2, ...
         kv_positions: likewise for keys.
         return_lse: also return the log of the softmax denominator, [B, Tq, Hq].
-        implementation: "xla" or "reference"; None picks. A named one runs or raises.
+        implementation: "mosaic_tpu", "xla" or "reference"; None picks for the platform that the
+            call is compiled for. A named one runs or raises.
 
     Returns:
         The output [B, Tq, Hq, Dv] in the dtype of q, or `(output, lse)`.
@@ -72,5 +73,5 @@ def attention(
 def attend(q, k, v, rules: Rules, scores: Scores, implementation: str | None):
     """`(out, lse)` of a call whose arguments are grouped but not yet checked."""
     operands, problem, sinks = complete(q, k, v, rules, scores)
-    backend = select.choose(operands, problem, select.default_platform(), implementation)
+    backend = select.choices(operands, problem, implementation)
     return block_sparse(narrowed(operands), problem, backend=backend, sinks=sinks)

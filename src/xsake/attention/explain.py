@@ -49,7 +49,7 @@ class Explanation:
     Attributes:
         implementation: what runs.
         declined: every other implementation and why it does not run.
-        platform: what the call would run on.
+        platform: what the call would be compiled for.
         arrays: shape and dtype of every array argument.
         scale, softcap: the numbers in use.
         mask: the rule inside partial blocks.
@@ -145,6 +145,7 @@ def explain(
     kv_positions=None,
     return_lse: bool = False,
     implementation: str | None = None,
+    platform: str | None = None,
 ) -> Explanation:
     """What `xsake.attention` would do with these arguments; computes no attention.
 
@@ -156,6 +157,8 @@ def explain(
         k: keys [B, Tk, Hk, D].
         v: values [B, Tk, Hk, Dv].
         mask: as for `xsake.attention`, and so are all the others.
+        platform: what to explain the call for: "cpu", "tpu", "cuda" or "rocm", present or not; None
+            is the default device's.
 
     Returns:
         An `Explanation`.
@@ -169,19 +172,19 @@ def explain(
     """
     rules = Rules(mask, layout, q_segment_ids, kv_segment_ids, q_positions, kv_positions)
     scores = Scores(scale, softcap, bias, sinks)
-    return explain_call(q, k, v, rules, scores, implementation, return_lse)
+    return explain_call(q, k, v, rules, scores, implementation, platform)
 
 
 def explain_call(
-    q, k, v, rules: Rules, scores: Scores, implementation: str | None, return_lse: bool = False
+    q, k, v, rules: Rules, scores: Scores, implementation: str | None, platform: str | None = None
 ) -> Explanation:
     """`explain` for a call whose arguments are grouped."""
+    platform = select.platform_named(platform)
     # Inside somebody's jit, what is known is still computed here and now.
     with jax.ensure_compile_time_eval():
         q, k, v, bias, sinks = (_abstract(x) for x in (q, k, v, scores.bias, scores.sinks))
         scores = dataclasses.replace(scores, bias=bias, sinks=sinks)
         operands, problem, sinks = complete(q, k, v, rules, scores)
-        platform = select.default_platform()
         chosen = select.choose(operands, problem, platform, implementation)
         reasons = narrowing(operands)
         final = _narrowed(operands)
@@ -308,9 +311,12 @@ def _pass_text(each: Pass) -> str:
     tiles = ""
     if each.tiles is not None:
         tiles = f"; tiles of {each.tiles.rows} rows x {each.tiles.blocks} blocks"
+    launches = (
+        "" if each.launches is None else f"; {each.launches} launch" + "es" * (each.launches > 1)
+    )
     return (
         f"{blocks} {_count(each.flops)}FLOP, reads {_count(each.bytes_read)}B, "
-        f"writes {_count(each.bytes_written)}B{tiles}"
+        f"writes {_count(each.bytes_written)}B{tiles}{launches}"
     )
 
 

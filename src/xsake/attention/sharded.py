@@ -14,7 +14,7 @@ from xsake.attention.arguments import Rules, Scores, complete
 from xsake.attention.visibility import narrowed
 from xsake.errors import UnsupportedError
 from xsake.kernels import select
-from xsake.kernels.block_sparse.op import block_sparse
+from xsake.kernels.block_sparse.op import Choice, block_sparse
 from xsake.kernels.block_sparse.problem import Operands, Problem
 from xsake.layout import BlockLayout
 from xsake.layout.grid import BlockGrid
@@ -41,8 +41,7 @@ def attend_on_mesh(mesh: Mesh, q, k, v, rules: Rules, scores: Scores, implementa
     """
     operands, problem, sinks = complete(q, k, v, rules, scores)
     split = _split(mesh, operands)
-    platform = mesh.devices.flat[0].platform
-    backend = select.choose(operands, problem, platform, implementation)
+    backend = select.choices(operands, problem, implementation)
     layout = operands.layout
     arrays = {**operands._asdict(), "sinks": sinks}
     del arrays["layout"]
@@ -72,7 +71,7 @@ class _Program:
     mesh: Mesh
     split: Split
     problem: Problem
-    backend: str
+    backend: Choice
     static: BlockLayout | None
     grid: BlockGrid
     mask: AbstractMask | None

@@ -6,7 +6,14 @@ import jax.numpy as jnp
 
 from xsake.kernels.block_sparse import blocked, tiles
 from xsake.kernels.block_sparse.blocked import Lists, Places, take
-from xsake.kernels.block_sparse.problem import Operands, Problem, compute_dtype, quarantine
+from xsake.kernels.block_sparse.problem import (
+    Cotangents,
+    Operands,
+    Problem,
+    cleaned,
+    compute_dtype,
+    quarantine,
+)
 from xsake.kernels.block_sparse.walk import Step
 
 
@@ -109,6 +116,18 @@ def prepare(operands: Operands, problem: Problem) -> Call:
     )
 
 
+def saved_rows(dtype, out, lse, cotangents: Cotangents, unit: tiles.Unit = tiles.BITS):
+    """What the backward passes need of each query: `(d_out, lse in the tiles' unit, delta)`.
+
+    `d_out` is finite; a query whose cotangent is not has NaN as lse, which spoils what it sees and
+    only that. `delta` is what the softmax subtracts from every weight's gradient.
+    """
+    lse = jnp.where(jnp.isfinite(cotangents.out).all(-1), tiles.lse_in_unit(lse, unit), jnp.nan)
+    d_out = cleaned(cotangents.out)
+    delta = (d_out.astype(dtype) * out.astype(dtype)).sum(-1) - cotangents.lse.astype(dtype)
+    return d_out, lse, delta
+
+
 def fetch_kv_blocks(call: Call, lists: Lists):
     """What rows of query blocks meet: kv blocks, [rows, K]; the zero block where there is none."""
     start, block = jnp.asarray(lists.rows.start), jnp.asarray(lists.block)
@@ -141,7 +160,7 @@ def row_tile(call: Call, rows, q, step: Step) -> RowTile:
     bias = call.bias_tile(rows[:, None], step.items)
     if bias is not None:
         bias = jnp.moveaxis(bias, 1, 2).reshape(rows.shape[0], layout.block_q, -1)
-    logits = tiles.bits(tiles.products(q, k), bias, call.problem.softcap)
+    logits = tiles.logits(tiles.products(q, k), bias, call.problem.softcap)
     return RowTile(logits, call.visible(rows, step.items[:, 0], step), k, v)
 
 

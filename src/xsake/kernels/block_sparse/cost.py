@@ -26,6 +26,8 @@ class Pass:
             None if known only at run time.
         flops: of the matrix products of these blocks.
         bytes_read, bytes_written: between arrays and tiles; what a cache saves is not subtracted.
+        launches: kernels that are launched; None where the compiler makes its own of it.
+        steps: grid steps of these kernels, at most, if the layout is known only at run time.
     """
 
     name: str
@@ -35,6 +37,26 @@ class Pass:
     flops: int
     bytes_read: int
     bytes_written: int
+    launches: int | None = None
+    steps: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Walked:
+    """How a backend walks one list.
+
+    Attributes:
+        tiles: what it computes at once.
+        computed: blocks it computes; None if known only at run time.
+        fetches_all: whether it also reads the blocks that it computes in vain.
+        launches, steps: as in `Pass`.
+    """
+
+    tiles: TileSizes
+    computed: int | None
+    fetches_all: bool
+    launches: int | None = None
+    steps: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,62 +79,86 @@ def is_known(*arrays) -> bool:
 
 
 def blockwise(
-    operands: Operands, problem: Problem, tiles_of: Callable[..., TileSizes]
+    operands: Operands, by_query: Walked, by_key: Walked, *, widens: bool
 ) -> tuple[Pass, ...]:
     """The passes of a backend that walks rows of query blocks, and kv blocks for dK and dV.
 
     Args:
         operands: the call; only shapes and dtypes of q, k, v and bias are looked at.
-        problem: its numbers.
-        tiles_of: `(layout, rows) -> TileSizes`, the backend's own choice.
+        by_query, by_key: how the two lists are walked.
+        widens: whether queries are read in the dtype that tiles are computed in.
     """
-    layout, size = operands.layout, _sizes(operands)
+    layout, size = operands.layout, _sizes(operands, widens)
     batch, q_tokens, q_heads, _ = operands.q.shape
     kv_tokens, kv_heads = operands.k.shape[1:3]
     queries, keys = batch * q_heads * q_tokens, batch * kv_heads * kv_tokens
     pairs = layout.block_q * layout.block_kv
+    listed = _listed(operands)
 
-    tiles = problem.tiles or tiles_of(layout, batch * q_heads * layout.q_blocks)
-    listed, computed = _listed(operands), _rows_of_queries(operands, tiles)
-    blocks = listed if computed is None else computed
-    per_block = layout.block_kv * (size.k + size.v) + pairs * size.bias
-    forward = Pass(
-        "forward",
-        tiles,
-        listed,
-        computed,
-        blocks * pairs * (size.key + size.value),
-        blocks * per_block + queries * size.q,
-        queries * (size.out + size.row),
+    def counted(name, walked: Walked, flops, per_block, per_row, written, written_by_block=0):
+        blocks = listed if walked.computed is None else walked.computed
+        read = blocks if walked.fetches_all else listed
+        return Pass(
+            name,
+            walked.tiles,
+            listed,
+            walked.computed,
+            blocks * pairs * flops,
+            read * per_block + per_row,
+            written + read * written_by_block,
+            walked.launches,
+            walked.steps,
+        )
+
+    bias = pairs * size.bias
+    key_block = layout.block_kv * (size.k + size.v) + bias
+    query_block = layout.block_q * (size.q + size.out + 2 * size.row) + bias
+    key_bytes = keys * (size.k + size.v)
+    return (
+        counted(
+            "forward",
+            by_query,
+            size.key + size.value,
+            key_block,
+            queries * size.q,
+            queries * (size.out + size.row),
+        ),
+        counted(
+            "dQ",
+            by_query,
+            2 * size.key + size.value,
+            key_block + bias,
+            queries * (size.q + size.out + 2 * size.row),
+            queries * size.q,
+            bias,
+        ),
+        counted("dK/dV", by_key, 2 * (size.key + size.value), query_block, key_bytes, key_bytes),
     )
-    d_q = Pass(
-        "dQ",
-        tiles,
-        listed,
-        computed,
-        blocks * pairs * (2 * size.key + size.value),
-        blocks * (per_block + pairs * size.bias) + queries * (size.q + size.out + 2 * size.row),
-        queries * size.q + blocks * pairs * size.bias,
+
+
+def grouped_rows(
+    operands: Operands, problem: Problem, tiles_of: Callable[..., TileSizes]
+) -> tuple[Walked, Walked]:
+    """`(by_query, by_key)` of a backend that computes rows in groups of about equal length.
+
+    Args:
+        operands: the call.
+        problem: its numbers.
+        tiles_of: `(layout, rows) -> TileSizes`, the backend's own choice.
+    """
+    layout = operands.layout
+    batch, _, q_heads, _ = operands.q.shape
+    queries = problem.tiles or tiles_of(layout, batch * q_heads * layout.q_blocks)
+    keys = problem.tiles or tiles_of(layout, batch * operands.k.shape[2] * layout.kv_blocks)
+    return (
+        Walked(queries, _rows_of_queries(operands, queries), fetches_all=True),
+        Walked(keys, _rows_of_keys(operands, keys), fetches_all=True),
     )
-    tiles = problem.tiles or tiles_of(layout, batch * kv_heads * layout.kv_blocks)
-    computed = _rows_of_keys(operands, tiles)
-    blocks = listed if computed is None else computed
-    per_block = layout.block_q * (size.q + size.out + 2 * size.row) + pairs * size.bias
-    d_kv = Pass(
-        "dK/dV",
-        tiles,
-        listed,
-        computed,
-        blocks * pairs * 2 * (size.key + size.value),
-        blocks * per_block + keys * (size.k + size.v),
-        keys * (size.k + size.v),
-    )
-    return forward, d_q, d_kv
 
 
 def dense(operands: Operands) -> tuple[Pass, ...]:
     """The passes of a backend that computes every pair, in planes of logits in memory."""
-    size, layout = _sizes(operands), operands.layout
+    size, layout = _sizes(operands, True), operands.layout
     batch, q_tokens, q_heads, _ = operands.q.shape
     kv_tokens = operands.k.shape[1]
     pairs = batch * q_heads * q_tokens * kv_tokens
@@ -143,17 +189,18 @@ def dense(operands: Operands) -> tuple[Pass, ...]:
     )
 
 
-def _sizes(operands: Operands) -> _Sizes:
+def _sizes(operands: Operands, widens: bool) -> _Sizes:
     wide, own = np.dtype(compute_dtype(operands)).itemsize, np.dtype(operands.q.dtype).itemsize
+    read = wide if widens else own
     dim, value_dim = operands.k.shape[-1], operands.v.shape[-1]
     bias = 0 if operands.bias is None else np.dtype(operands.bias.dtype).itemsize
     return _Sizes(
         key=2 * dim,
         value=2 * value_dim,
-        q=dim * wide,
+        q=dim * read,
         k=dim * own,
         v=value_dim * own,
-        out=value_dim * wide,
+        out=value_dim * read,
         row=wide,
         bias=bias,
     )
@@ -165,7 +212,7 @@ def _listed(operands: Operands) -> int:
     batch, q_heads = operands.q.shape[0], operands.q.shape[2]
     copies = (batch // layout.batch) * (q_heads // layout.heads)
     if is_known(layout.row_starts):
-        return int(layout.row_starts[-1]) * copies
+        return int(np.asarray(layout.row_starts)[-1]) * copies
     every = batch * q_heads * layout.q_blocks * layout.kv_blocks
     return min(layout.capacity * copies, every)
 

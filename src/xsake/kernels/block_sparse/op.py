@@ -2,25 +2,63 @@
 
 import dataclasses
 import functools
-from types import ModuleType
+from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from xsake.kernels.block_sparse import reference, xla
-from xsake.kernels.block_sparse.problem import Cotangents, Operands, Problem
+from xsake.kernels.block_sparse import mosaic_tpu, reference, xla
+from xsake.kernels.block_sparse.cost import Pass
+from xsake.kernels.block_sparse.problem import Cotangents, Gradients, Operands, Problem
+from xsake.kernels.platforms import Branch, Refusal, by_platform
 from xsake.layout import BlockLayout
 
-# Name -> backend. Each has `unsupported`, `passes`, `forward` and `backward`.
-BACKENDS: dict[str, ModuleType] = {"xla": xla, "reference": reference}
+
+@runtime_checkable
+class Backend(Protocol):
+    """What a backend's module offers."""
+
+    def platforms(self) -> tuple[str, ...] | None:
+        """The only platforms it runs on; None if it runs everywhere."""
+        ...
+
+    def unsupported(self, operands: Operands, problem: Problem, platform: str) -> str | None:
+        """Why it cannot serve a call on one of its platforms; None if it can."""
+        ...
+
+    def passes(self, operands: Operands, problem: Problem, platform: str) -> tuple[Pass, ...]:
+        """What forward and backward will compute."""
+        ...
+
+    def forward(self, operands: Operands, problem: Problem) -> tuple[Any, Any]:
+        """`(out, lse)`."""
+        ...
+
+    def backward(
+        self, operands: Operands, problem: Problem, out: Any, lse: Any, cotangents: Cotangents
+    ) -> Gradients:
+        """Gradients from the saved results."""
+        ...
+
+
+# Best first.
+BACKENDS: dict[str, Backend] = {
+    "mosaic_tpu": mosaic_tpu,
+    "xla": xla,
+    "reference": reference,
+}
+
+# (platform, backend or why there is none) for every platform; the last pair is for all others.
+type Choice = tuple[tuple[str, str | Refusal], ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Static:
     """What is known while tracing; a static layout is the same only if it is the same object."""
 
-    backend: str
+    choice: Choice
     problem: Problem
     layout: BlockLayout | None
 
@@ -29,7 +67,7 @@ def block_sparse(
     operands: Operands,
     problem: Problem,
     *,
-    backend: str,
+    backend: str | Choice,
     sinks: Float[Array, "Hq S"] | None = None,
 ) -> tuple[Float[Array, "B Tq Hq Dv"], Float[Array, "B Tq Hq"]]:
     """Attention over the pairs that the layout lists and its mask allows.
@@ -40,14 +78,15 @@ def block_sparse(
     Args:
         operands: the arrays and the layout.
         problem: the numbers.
-        backend: a name of `BACKENDS`.
+        backend: a name of `BACKENDS`, or one for each platform.
         sinks: logits of each query head.
 
     Returns:
         `(out, lse)`, lse being the log of the softmax denominator, sinks included.
     """
     q, k, v, layout, bias, *rest = operands
-    static = _Static(backend, problem, layout if layout.is_static else None)
+    choice = (("every", backend),) if isinstance(backend, str) else backend
+    static = _Static(choice, problem, layout if layout.is_static else None)
     context = (None if layout.is_static else layout, *rest)
     return _run(static, q, k, v, bias, context, sinks)
 
@@ -64,10 +103,25 @@ def _operands(static: _Static, q, k, v, bias, context) -> Operands:
     return Operands(q, k, v, layout, bias, *context[1:])
 
 
+def _dispatch(choice: Choice, run: Callable[..., Any], *arrays):
+    """`run(backend, *arrays)` with the backend of the platform that the code is lowered for."""
+    names = list(dict.fromkeys(name for _, name in choice))
+    branches: list[Branch] = [
+        name if isinstance(name, Refusal) else functools.partial(run, BACKENDS[name])
+        for name in names
+    ]
+    if len(branches) == 1 and not isinstance(branches[0], Refusal):
+        return branches[0](*arrays)
+    *pairs, (_, others) = [(platform, branches[names.index(name)]) for platform, name in choice]
+    return by_platform(dict(pairs), others, *arrays)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(static: _Static, q, k, v, bias, context):
-    operands = _operands(static, q, k, v, bias, context)
-    return BACKENDS[static.backend].forward(operands, static.problem)
+    def forward(backend: Backend, *arrays):
+        return backend.forward(_operands(static, *arrays), static.problem)
+
+    return _dispatch(static.choice, forward, q, k, v, bias, context)
 
 
 def _attend_forward(static: _Static, q, k, v, bias, context):
@@ -76,10 +130,12 @@ def _attend_forward(static: _Static, q, k, v, bias, context):
 
 
 def _attend_backward(static: _Static, saved, cotangents):
+    def backward(backend: Backend, arrays, out, lse, cotangents):
+        operands = _operands(static, *arrays)
+        return backend.backward(operands, static.problem, out, lse, Cotangents(*cotangents))
+
     *arrays, out, lse = saved
-    operands = _operands(static, *arrays)
-    backend = BACKENDS[static.backend]
-    gradients = backend.backward(operands, static.problem, out, lse, Cotangents(*cotangents))
+    gradients = _dispatch(static.choice, backward, arrays, out, lse, cotangents)
     return *gradients, None
 
 

@@ -17,6 +17,11 @@ from xsake.layout import BlockLayout
 from xsake.masks import AbstractMask
 
 
+def platforms() -> tuple[str, ...] | None:
+    """Where this backend runs: None is everywhere."""
+    return None
+
+
 def unsupported(operands: Operands, problem: Problem, platform: str) -> str | None:
     """Why this backend cannot serve the call; None if it can."""
     if problem.tiles is not None:

@@ -1,10 +1,11 @@
 """The maths of one tile, shared by every blockwise backend; knows no layout and no loop.
 
-Logits are kept in bits (multiplied by log2 e), because 2^x is cheaper than e^x. A tile of logits
-is [rows, queries, keys] when a pass walks query blocks, [rows, keys, queries] when it walks kv
-blocks.
+Logits are kept in a unit: in bits (multiplied by log2 e) where 2^x is cheaper than e^x, in nats
+where a device has a unit for e^x. A tile of logits is [rows, queries, keys] when a pass walks query
+blocks, [rows, keys, queries] when it walks kv blocks.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -44,31 +45,42 @@ def exp2(x):
     return power * lax.bitcast_convert_type(exponent, jnp.float32)
 
 
-def query_factor(scale: float, softcap: float | None) -> float:
-    """What queries are multiplied with once, so that `bits` has less to do per pair."""
-    return scale * LOG2_E if softcap is None else scale
+class Unit(NamedTuple):
+    """What logits are measured in: how many of it are a nat, and the power that belongs to it."""
+
+    per_nat: float
+    power: Callable
 
 
-def bits(products, bias, softcap: float | None):
-    """Logits in bits from `query_factor * q.k`, and an additive bias or None."""
+BITS = Unit(LOG2_E, exp2)
+NATS = Unit(1.0, jnp.exp)
+
+
+def query_factor(scale: float, softcap: float | None, unit: Unit = BITS) -> float:
+    """What queries are multiplied with once, so that `logits` has less to do per pair."""
+    return scale * unit.per_nat if softcap is None else scale
+
+
+def logits(products, bias, softcap: float | None, unit: Unit = BITS):
+    """Logits in `unit` from `query_factor * q.k`, and an additive bias or None."""
     if softcap is None:
-        return products if bias is None else products + bias * LOG2_E
+        return products if bias is None else products + bias * unit.per_nat
     products = products if bias is None else products + bias
-    return jnp.tanh(products / softcap) * (softcap * LOG2_E)
+    return jnp.tanh(products / softcap) * (softcap * unit.per_nat)
 
 
-def softcap_slope(tile, softcap: float | None):
-    """Derivative of the capped logits by the plain ones, from the capped ones in bits."""
+def softcap_slope(tile, softcap: float | None, unit: Unit = BITS):
+    """Derivative of the capped logits by the plain ones, from the capped ones in `unit`."""
     if softcap is None:
         return None
-    return 1 - (tile / (softcap * LOG2_E)) ** 2
+    return 1 - (tile / (softcap * unit.per_nat)) ** 2
 
 
 class OnlineSoftmax(NamedTuple):
     """A softmax under way: sums relative to the highest logit seen so far."""
 
     accumulator: jnp.ndarray  # [rows, queries, Dv]
-    peak: jnp.ndarray  # [rows, queries], bits
+    peak: jnp.ndarray  # [rows, queries], in bits
     mass: jnp.ndarray  # [rows, queries]
 
 
@@ -89,34 +101,48 @@ def accumulate(state: OnlineSoftmax, tile, v, exists=None) -> OnlineSoftmax:
     highest = tile.max(-1)
     if exists is not None:
         highest = jnp.where(exists, highest, -jnp.inf)
-    peak = jnp.maximum(state.peak, highest)
-    origin = jnp.where(peak == -jnp.inf, 0, peak)
-    decay = exp2(state.peak - origin)
+    peak, origin, decay = raised(state.peak, highest)
     weight = weights(tile, origin[..., None], exists)
     mass = state.mass * decay + weight.sum(-1)
     accumulator = state.accumulator * decay[..., None] + matmul(weight, v)
     return OnlineSoftmax(accumulator, peak, mass)
 
 
+def raised(peak, highest, unit: Unit = BITS):
+    """`(peak, origin of exponents, decay of earlier sums)` after logits up to `highest`."""
+    new = jnp.maximum(peak, highest)
+    origin = jnp.where(new == -jnp.inf, 0, new)
+    return new, origin, unit.power(peak - origin)
+
+
 def settle(state: OnlineSoftmax):
     """`(out, lse)`: zeros and -inf for queries that saw nothing; lse in nats."""
-    seen = state.mass != 0
-    mass = jnp.where(seen, state.mass, 1)
-    out = state.accumulator / mass[..., None]
-    return out, jnp.where(seen, state.peak / LOG2_E + jnp.log(mass), -jnp.inf)
+    out = normalised(state.accumulator, state.mass[..., None])
+    return out, log_sum_exp(state.peak, state.mass)
 
 
-def lse_in_bits(lse):
+def normalised(accumulator, mass):
+    """Sums divided by their mass; zeros where there is none."""
+    return accumulator / jnp.where(mass != 0, mass, 1)
+
+
+def log_sum_exp(peak, mass, unit: Unit = BITS):
+    """In nats, from a peak in `unit`; -inf for queries that saw nothing."""
+    seen = mass != 0
+    return jnp.where(seen, peak / unit.per_nat + jnp.log(jnp.where(seen, mass, 1)), -jnp.inf)
+
+
+def lse_in_unit(lse, unit: Unit = BITS):
     """What `weights` subtracts: +inf for queries that saw nothing, so that their weights are 0."""
-    return jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2_E)
+    return jnp.where(lse == -jnp.inf, jnp.inf, lse * unit.per_nat)
 
 
-def weights(tile, origin, exists=None):
-    """`2^(tile - origin)`, zero in rows that have no item; with the log-sum-exp: the softmax."""
+def weights(tile, origin, exists=None, unit: Unit = BITS):
+    """Power of `tile - origin`, zero in rows that have no item; with the log-sum-exp: softmax."""
     exponent = tile - origin
     if exists is not None:
         exponent = jnp.where(exists[..., None], exponent, -jnp.inf)
-    return exp2(exponent)
+    return unit.power(exponent)
 
 
 def logit_gradient(weight, d_weight, delta, slope):

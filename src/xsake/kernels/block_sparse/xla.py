@@ -10,11 +10,17 @@ import functools
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jax import lax
 
 from xsake.kernels.block_sparse import blocked, cost, tiles
 from xsake.kernels.block_sparse.blocked import Lists, take
-from xsake.kernels.block_sparse.call import Call, fetch_kv_blocks, joined, prepare, row_tile
+from xsake.kernels.block_sparse.call import (
+    Call,
+    fetch_kv_blocks,
+    joined,
+    prepare,
+    row_tile,
+    saved_rows,
+)
 from xsake.kernels.block_sparse.problem import (
     Cotangents,
     Gradients,
@@ -24,12 +30,18 @@ from xsake.kernels.block_sparse.problem import (
     cleaned,
 )
 from xsake.kernels.block_sparse.walk import Step, Visitor, walk
+from xsake.kernels.platforms import by_platform
 
 # Logits per step. Measured on 2 cores with 2 MB of L2 each: 12 rows of 128 x 512 are fastest, a
 # quarter of that loses 20% to dispatch, four times that loses 10% to memory.
 CPU_TILE_LOGITS = 12 * 128 * 512
 CPU_TILE_KEYS = 512
 ACCELERATOR_TILE_LOGITS = 2**24
+
+
+def platforms() -> tuple[str, ...] | None:
+    """Where this backend runs: None is everywhere."""
+    return None
 
 
 def unsupported(operands: Operands, problem: Problem, platform: str) -> str | None:
@@ -49,7 +61,8 @@ def tile_sizes(layout, rows: int, platform: str) -> TileSizes:
 
 def passes(operands: Operands, problem: Problem, platform: str) -> tuple[cost.Pass, ...]:
     """What forward and backward will compute."""
-    return cost.blockwise(operands, problem, functools.partial(tile_sizes, platform=platform))
+    sizes = functools.partial(tile_sizes, platform=platform)
+    return cost.blockwise(operands, *cost.grouped_rows(operands, problem, sizes), widens=True)
 
 
 def forward(operands: Operands, problem: Problem):
@@ -64,11 +77,19 @@ def backward(operands: Operands, problem: Problem, out, lse, cotangents: Cotange
 
 def _by_platform(run, operands: Operands, problem: Problem, *rest):
     """Lower `run` with each platform's tile sizes."""
+    layout = operands.layout
+    arrays = operands._asdict()
+    del arrays["layout"]
+    traced = None if layout.is_static else layout  # a static one would become traced
 
     def on(platform):
-        return lambda: run(operands, problem, platform, *rest)
+        def branch(arrays, traced, *rest):
+            whole = Operands(**arrays, layout=layout if traced is None else traced)
+            return run(whole, problem, platform, *rest)
 
-    return lax.platform_dependent(cpu=on("cpu"), default=on("accelerator"))
+        return branch
+
+    return by_platform({"cpu": on("cpu")}, on("accelerator"), arrays, traced, *rest)
 
 
 def _sizes(call: Call, rows: int, platform: str) -> TileSizes:
@@ -119,10 +140,7 @@ class Queries(NamedTuple):
 
 def _queries(call: Call, out, lse, cotangents: Cotangents) -> Queries:
     block = call.layout.block_q
-    lse = jnp.where(jnp.isfinite(cotangents.out).all(-1), tiles.lse_in_bits(lse), jnp.nan)
-    d_out = cleaned(cotangents.out)
-    delta = (d_out.astype(call.dtype) * out.astype(call.dtype)).sum(-1)
-    delta = delta - cotangents.lse.astype(call.dtype)
+    d_out, lse, delta = saved_rows(call.dtype, out, lse, cotangents)
     return Queries(
         blocked.to_blocks(call.operands.q, block),
         blocked.to_blocks(d_out, block),
@@ -249,7 +267,7 @@ def _key_value_gradient(call: Call, queries: Queries, platform: str):
         bias = call.bias_tile(q_rows, kv_block[:, None])
         if bias is not None:
             bias = joined(bias).swapaxes(1, 2)
-        logits = tiles.bits(tiles.products(k, q), bias, problem.softcap)
+        logits = tiles.logits(tiles.products(k, q), bias, problem.softcap)
         visible = call.visible(q_rows[:, 0], kv_block, step)
         weight = tiles.weights(logits, lse, step.exists)
         slope = tiles.softcap_slope(logits, problem.softcap)

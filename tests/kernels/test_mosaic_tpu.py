@@ -1,0 +1,230 @@
+"""The TPU kernels by interpreters: the conformance table, and what only they can get wrong.
+
+Finite is asserted before any tolerance by the judge of the table itself.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+import xsake
+from tests.kernels.interpreted import CHECKED, Interpreted
+from xsake.errors import UnsupportedError
+from xsake.kernels.block_sparse import mosaic_tpu, op, tpu_lists
+from xsake.kernels.block_sparse.problem import Cotangents, Operands, Problem, TileSizes
+from xsake.layout import BlockLayout
+from xsake.masks import Causal, Explicit, PerHead, Window
+from xsake.testing.case_table import BY_NAME, CASES
+from xsake.testing.cases import Case
+from xsake.testing.conformance import check_case, failures
+
+# What the kernels decline, and which words say so.
+DECLINED = {case.name: "float16" for case in CASES if case.dtype == "float16"}
+DECLINED |= {case.name: "bias" for case in CASES if case.bias is not None}
+SERVED = [case for case in CASES if case.name not in DECLINED]
+
+SMALL = {"q_tokens": 45, "kv_tokens": 45, "head_dim": 16, "value_dim": 16}
+WINDOWS = [Causal() & Window(left=left, right=0) for left in (2, 11, 24, 40, 7, 30, 18, 3, 26)]
+OWN_CASES = [
+    Case(
+        "three_query_heads_a_group", PerHead(WINDOWS), block=(16, 8), q_heads=9, kv_heads=3, **SMALL
+    ),
+    Case(
+        "eight_query_heads_a_group",
+        PerHead(WINDOWS[:8]),
+        block=(8, 16),
+        q_heads=8,
+        kv_heads=1,
+        batch=2,
+        **SMALL,
+    ),
+    Case(
+        "shared_list_group_of_three",
+        Causal(),
+        block=(16, 16),
+        q_heads=6,
+        kv_heads=2,
+        batch=2,
+        **SMALL,
+    ),
+    Case(
+        "segments_and_windows",
+        PerHead(WINDOWS[:4]),
+        block=(16, 16),
+        q_heads=4,
+        kv_heads=2,
+        batch=2,
+        segments=(((20, 18), (20, 18)), ((45,), (45,))),
+        softcap=2.0,
+        sinks=2,
+        **SMALL,
+    ),
+    Case(
+        "hardware_blocks",
+        Causal() & Window(left=150, right=0),
+        block=(128, 128),
+        q_tokens=300,
+        kv_tokens=300,
+        head_dim=64,
+        value_dim=64,
+        dtype="bfloat16",
+    ),
+]
+STRICT = [
+    *OWN_CASES[:4],
+    *(
+        BY_NAME[name]
+        for name in (
+            "ragged_grid",
+            "ragged_grid_traced",
+            "indices_and_counts_per_batch",
+            "explicit_with_empty_rows_and_columns",
+            "empty_layout_with_sinks",
+            "layout_with_positions",
+            "decode_one_query",
+            "head_dim_96_values_40",
+        )
+    ),
+]
+
+
+@pytest.fixture(autouse=True)
+def interpreters(monkeypatch):
+    """Both interpreters, by name, as if they were implementations."""
+    monkeypatch.setitem(op.BACKENDS, "tpu_interpreted", Interpreted())
+    monkeypatch.setitem(op.BACKENDS, "tpu_checked", Interpreted(CHECKED))
+    monkeypatch.setattr(tpu_lists, "MOST_SLOTS", 2)  # half the code, half the time to compile it
+    yield
+    pltpu.reset_tpu_interpret_mode_state()
+
+
+@pytest.mark.parametrize("case", SERVED + OWN_CASES, ids=lambda case: case.name)
+def test_interpreted_kernels_are_within_the_error_budget(case):
+    assert failures(check_case(xsake.attention, case, "tpu_interpreted")) == []
+
+
+@pytest.mark.parametrize("case", STRICT, ids=lambda case: case.name)
+def test_no_race_no_stray_access_no_unwritten_memory(case):
+    assert failures(check_case(xsake.attention, case, "tpu_checked")) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SERVED + OWN_CASES, ids=lambda case: case.name)
+def test_the_whole_table_passes_the_strict_interpreter(case):
+    assert failures(check_case(xsake.attention, case, "tpu_checked")) == []
+
+
+@pytest.mark.parametrize(("name", "reason"), DECLINED.items())
+def test_what_is_declined_is_declined_with_its_reason(name, reason):
+    with pytest.raises(UnsupportedError, match=reason):
+        check_case(xsake.attention, BY_NAME[name], "tpu_interpreted")
+
+
+def test_rules_that_need_tables_are_declined_for_traced_layouts_and_positions():
+    case = BY_NAME["explicit_with_empty_rows_and_columns"]
+    x = case.inputs().operands
+    operands = Operands(*(jnp.asarray(x[name]) for name in "qkv"), case.schedule)
+    problem = Problem(0.25)
+    assert mosaic_tpu.unsupported(operands, problem, "tpu") is None
+    traced = operands._replace(layout=case.schedule.traced())
+    assert "traced layout" in mosaic_tpu.unsupported(traced, problem, "tpu")
+    moved = operands._replace(q_positions=jnp.arange(90)[None])
+    assert "positions" in mosaic_tpu.unsupported(moved, problem, "tpu")
+
+
+def every_result(operands, problem, seed=1):
+    """out, lse, dQ, dK, dV of one call by the plain interpreter, as bytes."""
+
+    @jax.jit
+    def run(q, k, v, d_out, d_lse):
+        given = operands._replace(q=q, k=k, v=v)
+        out, lse = mosaic_tpu.forward(given, problem, True)
+        found = mosaic_tpu.backward(given, problem, out, lse, Cotangents(d_out, d_lse), True)
+        return out, lse, *found[:3]
+
+    rng = np.random.default_rng(seed)
+    d_out = rng.standard_normal(operands.q.shape, np.float32)
+    d_lse = rng.standard_normal(operands.q.shape[:3], np.float32)
+    return [np.asarray(x).tobytes() for x in run(*operands[:3], d_out, d_lse)]
+
+
+def ragged_operands() -> Operands:
+    case = BY_NAME["ragged_grid"]
+    x = case.inputs().operands
+    return Operands(*(jnp.asarray(x[name]) for name in "qkv"), case.schedule)
+
+
+def test_launches_and_parts_change_no_bit(monkeypatch):
+    operands, problem = ragged_operands(), Problem(0.2)
+    whole = every_result(operands, problem)
+    assert [x.launches for x in mosaic_tpu.passes(operands, problem, "tpu")] == [1, 1, 1]
+    monkeypatch.setattr(tpu_lists, "PARTS", 1)
+    assert every_result(operands, problem) == whole
+    monkeypatch.setattr(tpu_lists, "PARTS", 2)
+    monkeypatch.setattr(tpu_lists, "MOST_WORDS", 55)
+    assert all(x.launches > 1 for x in mosaic_tpu.passes(operands, problem, "tpu"))
+    assert every_result(operands, problem) == whole
+
+
+def test_a_traced_layout_gives_the_bits_of_the_static_one(monkeypatch):
+    operands, problem = ragged_operands(), Problem(0.2)
+    whole = every_result(operands, problem)
+    traced = operands._replace(layout=operands.layout.traced(capacity=120))
+    assert every_result(traced, problem) == whole
+    monkeypatch.setattr(tpu_lists, "MOST_WORDS", 150)
+    assert all(x.launches > 1 for x in mosaic_tpu.passes(traced, problem, "tpu"))
+    assert every_result(traced, problem) == whole
+
+
+def test_launches_pass_the_strict_interpreter(monkeypatch):
+    monkeypatch.setattr(tpu_lists, "MOST_WORDS", 150)
+    case = dataclasses.replace(BY_NAME["ragged_grid_traced"], name="split")
+    assert failures(check_case(xsake.attention, case, "tpu_checked")) == []
+
+
+@pytest.mark.parametrize("slots", [1, 3, 4])
+def test_groups_of_any_size_stay_within_the_error_budget(slots, monkeypatch):
+    monkeypatch.setattr(tpu_lists, "MOST_SLOTS", slots)
+    case = dataclasses.replace(BY_NAME["ragged_grid"], name=f"groups_of_{slots}")
+    assert failures(check_case(xsake.attention, case, "tpu_interpreted")) == []
+
+
+def test_the_compiler_is_told_what_the_cost_model_counts():
+    operands, problem = ragged_operands(), Problem(0.2)
+    lowered = jax.make_jaxpr(
+        lambda q, k, v: mosaic_tpu.forward(operands._replace(q=q, k=k, v=v), problem)
+    )
+    (call,) = [e for e in lowered(*operands[:3]).eqns if e.primitive.name == "pallas_call"]
+    counted = mosaic_tpu.passes(operands, problem, "tpu")[0]
+    told = call.params["cost_estimate"]
+    assert told.flops == counted.flops > 0
+    assert told.bytes_accessed == counted.bytes_read + counted.bytes_written
+
+
+def test_a_global_matmul_precision_changes_no_product():
+    x = jnp.zeros((1, 128, 1, 64), jnp.bfloat16)
+    layout = BlockLayout.from_mask(Causal(), q_tokens=128)
+    run = jax.make_jaxpr(lambda x: mosaic_tpu.forward(Operands(x, x, x, layout), Problem(1.0)))
+    usual = str(run(x))
+    with jax.default_matmul_precision("highest"):  # which libtpu refuses for bfloat16
+        assert str(run(x)) == usual
+
+
+def test_tiles_can_be_chosen():
+    operands = ragged_operands()
+    counted = mosaic_tpu.passes(operands, Problem(0.2, tiles=TileSizes(1, 2)), "tpu")
+    assert [x.tiles.blocks for x in counted] == [2, 2, 2]
+    assert counted[0].computed == 2 * counted[0].steps
+
+
+def test_element_masks_are_stored_once_each():
+    table = np.tile(np.random.default_rng(0).random((16, 16)) < 0.5, (6, 6))
+    layout = BlockLayout.from_mask(Explicit(table), q_tokens=96, block_q=16, block_kv=16)
+    x = jnp.zeros((1, 96, 2, 8))
+    listing = tpu_lists.by_query(Operands(x, x, x, layout), Problem(1.0))
+    tiles, _ = listing.element_masks(keys_first=True)
+    assert tiles.shape == (1, 16, 16)

@@ -1,0 +1,247 @@
+"""Deliberate bugs in the TPU kernels; an interpreter on a CPU must notice every one of them."""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+import xsake
+from tests.kernels.interpreted import CHECKED, Interpreted
+from xsake.kernels.block_sparse import (
+    mosaic_tpu,
+    op,
+    ragged_grid,
+    tiles,
+    tpu_call,
+    tpu_lists,
+    tpu_step,
+    work_list,
+)
+from xsake.layout import BlockLayout
+from xsake.masks import Causal, Explicit, PerHead, Window
+from xsake.testing.cases import Case
+from xsake.testing.conformance import check_case, failures
+
+SIZES = {
+    "q_tokens": 45,
+    "kv_tokens": 45,
+    "q_heads": 4,
+    "kv_heads": 2,
+    "head_dim": 16,
+    "value_dim": 16,
+}
+WINDOWS = PerHead([Causal() & Window(left=left, right=0) for left in (2, 11, 24, 40)])
+SOME_PAIRS = np.random.default_rng(0).random((45, 45)) < 0.3
+SEGMENTS = (((20, 18), (20, 18)), ((45,), (45,)))
+
+
+def _holes(case: Case) -> BlockLayout:
+    """Rows of every length, none included: the last row of each head has no block."""
+    grid = np.random.default_rng(2).random((case.q_heads, 6, 6)) < 0.6
+    grid[:, -1] = False
+    return BlockLayout.from_block_mask(
+        grid, q_tokens=45, kv_tokens=45, block_q=8, block_kv=8, mask=Causal()
+    )
+
+
+CASES = {
+    "windows": Case("windows", WINDOWS, block=(8, 8), **SIZES),
+    "holes": Case("holes", Causal(), layout=_holes, **SIZES),
+    "table": Case("table", Explicit(SOME_PAIRS), block=(8, 8), **SIZES),
+    "shared": Case("shared", Causal(), block=(8, 8), batch=2, **SIZES),
+    "packed": Case("packed", Causal(), block=(8, 8), batch=2, segments=SEGMENTS, **SIZES),
+}
+
+
+def noticed(case: str, interpreter: str) -> list[str]:
+    """What an interpreter has to say: broken budgets, or the error it stopped with."""
+    try:
+        return failures(check_case(xsake.attention, CASES[case], interpreter))
+    except (jax.errors.JaxRuntimeError, IndexError, ValueError) as error:
+        return [str(error)]
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch):
+    """Both interpreters, several launches, and no trace or list of an earlier kernel."""
+    monkeypatch.setitem(op.BACKENDS, "plain", Interpreted())
+    monkeypatch.setitem(op.BACKENDS, "strict", Interpreted(CHECKED))
+    monkeypatch.setattr(tpu_lists, "MOST_SLOTS", 2)
+
+    def forget():
+        jax.clear_caches()
+        tpu_lists._static_list.cache_clear()
+        tpu_lists._static_tiles.cache_clear()
+        pltpu.reset_tpu_interpret_mode_state()
+
+    forget()
+    yield
+    forget()
+
+
+@dataclasses.dataclass(frozen=True)
+class Bug:
+    """One mistake: what it replaces, by what, and where it must show."""
+
+    name: str
+    owner: object
+    attribute: str
+    broken: Callable
+    case: str
+    interpreter: str
+    launches: int  # 1, or 2 for bugs that need a list cut in two
+
+
+BUGS: list[Bug] = []
+
+
+def bug(owner, attribute, case="windows", interpreter="plain", launches=1):
+    """Enter the decorated function, which turns right into wrong, under its own name."""
+
+    def enter(broken):
+        name = broken.__name__
+        BUGS.append(Bug(name, owner, attribute, broken, case, interpreter, launches))
+        return broken
+
+    return enter
+
+
+@bug(tiles, "raised")
+def earlier_sums_are_not_rescaled(right):
+    def broken(peak, highest, unit):
+        new, origin, decay = right(peak, highest, unit)
+        return new, origin, 0 * decay + 1
+
+    return broken
+
+
+@bug(tiles, "logit_gradient")
+def the_row_term_of_dk_is_dropped(right):
+    return lambda weight, d_weight, delta, slope: right(weight, d_weight, 0 * delta, slope)
+
+
+@bug(mosaic_tpu, "_logits")
+def the_scale_is_forgotten(right):
+    return lambda a, b, problem: right(a, b, dataclasses.replace(problem, scale=1.0))
+
+
+@bug(tpu_call.Fetch, "wait", interpreter="strict")
+def a_group_is_used_before_it_has_arrived(right):
+    return lambda self, number: None
+
+
+@bug(tpu_call.Fetch, "_copy", interpreter="strict")
+def both_groups_share_one_buffer(right):
+    return lambda self, number, *rest: right(self, 0 * number, *rest)
+
+
+@bug(tpu_call.Fetch, "arrived", interpreter="strict")
+def the_other_half_of_the_buffer_is_read(right):
+    return lambda self, number: right(self, number + 1)
+
+
+@bug(tpu_call.Fetch, "blocks", interpreter="strict")
+def a_block_behind_the_last_one_is_fetched(right):
+    return lambda self, number: [block + 99 for block in right(self, number)]
+
+
+@bug(ragged_grid.RaggedGrid, "met_shift", case="shared")
+def copies_of_a_list_read_the_first_head(right):
+    return lambda self, copy: 0 * copy
+
+
+@bug(ragged_grid.RaggedGrid, "own_number", case="shared", interpreter="strict")
+def copies_of_a_list_write_the_first_head(right):
+    return lambda self, row, copy: right(self, row, 0 * copy)
+
+
+@bug(tpu_call, "_row_of", interpreter="strict", case="holes")
+def the_last_row_of_a_part_is_not_written(right):
+    def broken(lists, part, turn):
+        row, active = right(lists, part, turn)
+        return row, active & (row != lists.bounds[part + 1] - 1)
+
+    return broken
+
+
+@bug(tpu_call, "_row_of", interpreter="strict")
+def a_part_that_is_through_goes_on(right):
+    return lambda lists, part, turn: (lists.bounds[part] + turn, turn >= 0)
+
+
+@bug(tpu_call, "_aliases", interpreter="strict", launches=2)
+def a_launch_forgets_the_rows_of_the_one_before(right):
+    return lambda lists, inputs: {}
+
+
+@bug(tpu_call.Walk, "_own_block", interpreter="strict")
+def two_cores_write_one_row(right):
+    def broken(self, part, *rest):
+        block, *others = right(self, part, *rest)
+        return block - part, *others
+
+    return broken
+
+
+@bug(tpu_step, "LIVE", case="holes")
+def dead_slots_count(right):
+    return 0xFFFFFF
+
+
+@bug(tpu_step, "PARTIAL")
+def element_masks_are_never_applied(right):
+    return 0
+
+
+@bug(tpu_step.Group, "_scalars")
+def every_head_has_the_rule_of_the_first(right):
+    return lambda self, rule, q_number: right(self, rule, 0 * q_number)
+
+
+@bug(tpu_step, "_tokens")
+def positions_restart_in_every_block(right):
+    return lambda number, blocks, *rest: right(0 * number, blocks, *rest)
+
+
+@bug(tpu_call, "_by_batch", case="packed")
+def segments_are_those_of_the_first_batch_element(right):
+    return lambda grid, x, number, own: right(grid, x, number, own) % grid.q_blocks
+
+
+@bug(tpu_lists.Listing, "element_masks", case="table")
+def every_partial_block_has_the_first_mask(right):
+    return lambda self, keys_first: (right(self, keys_first)[0], 0 * right(self, keys_first)[1])
+
+
+@bug(work_list, "_bounds", interpreter="strict", launches=2)
+def a_row_between_two_parts_is_lost(right):
+    def broken(xp, starts, cut):
+        bounds = right(xp, starts, cut)
+        bounds[:, 0] += 1
+        return bounds
+
+    return broken
+
+
+def test_there_are_at_least_ten_bugs():
+    assert len({bug.name for bug in BUGS}) == len(BUGS) >= 10
+
+
+@pytest.mark.parametrize("launches", [1, 2])
+@pytest.mark.parametrize("interpreter", ["plain", "strict"])
+def test_the_right_kernels_are_not_accused(interpreter, launches, monkeypatch):
+    if launches == 2:
+        monkeypatch.setattr(tpu_lists, "MOST_WORDS", 100)
+    for case in CASES if interpreter == "plain" and launches == 1 else ("windows", "holes"):
+        assert noticed(case, interpreter) == []
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+def test_planted_bug_is_noticed(bug, monkeypatch):
+    if bug.launches == 2:
+        monkeypatch.setattr(tpu_lists, "MOST_WORDS", 100)
+    monkeypatch.setattr(bug.owner, bug.attribute, bug.broken(getattr(bug.owner, bug.attribute)))
+    assert noticed(bug.case, bug.interpreter) != [], "the bug went unnoticed"
