@@ -59,6 +59,18 @@ ci:
 bench *args:
     python -m benchmarks.must_show {{ args }}
 
+# compile every case for every TPU target; writes certificates/
+certify *args:
+    xsake certify --cases all {{ args }}
+
+# the gate's part of it: two targets, few cases, nothing is kept
+certify-smoke *args:
+    xsake certify v5e v6e --cases smoke --no-figures --fresh --out .ci/certificates --environments .ci/environments {{ args }}
+
+# write the table of certificates into the documentation
+hardware:
+    python -m xsake.certify.table docs/hardware.md certificates
+
 # resolve the locks again
 lock:
     echo uv | {{ compile }} - -o requirements/uv.txt

@@ -39,7 +39,8 @@ def environment(root: Path | None = None) -> Environment:
         True
     """
     commit = _git(root, "rev-parse", "HEAD")
-    changes = _git(root, "status", "--porcelain", "--", ".", ":!benchmarks/results")
+    measured = ":!benchmarks/results", ":!certificates"  # what a run writes does not make it dirty
+    changes = _git(root, "status", "--porcelain", "--", ".", *measured)
     return Environment(
         cpu=cpu_model(),
         cores=len(os.sched_getaffinity(0))

@@ -71,7 +71,7 @@ class BenchmarkRow(_Strict):
     run: str = Field(description="the same for all rows of one interleaved run")
     side: str = Field(description="name of the contender inside its run")
     implementation: str = Field(description="library and function that did the work")
-    direction: Literal["forward", "forward+backward", "build"] = "forward"
+    direction: Literal["forward", "forward+backward", "dq", "dkv", "build"] = "forward"
     shape: Shape
     dtype: str = "float32"
     mask: str = Field(description="token rule")
@@ -93,6 +93,9 @@ class BenchmarkRow(_Strict):
     peak_bytes: Count | None = Field(default=None, description="resident memory above the start")
     compilations: Count | None = Field(
         default=None, description="compilations counted after the first"
+    )
+    counts: dict[str, Count] | None = Field(
+        default=None, description="static counts of what was compiled, by name; nothing was timed"
     )
     max_error: float | None = Field(
         default=None,

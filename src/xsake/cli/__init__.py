@@ -1,6 +1,7 @@
 """The `xsake` command: parses arguments, calls the library and prints; decides nothing itself."""
 
 import json
+from pathlib import Path
 from typing import Annotated
 
 import rich
@@ -8,10 +9,12 @@ import typer
 
 import xsake
 from xsake.cli import doctor
+from xsake.cli.certify import run_certify
 
 __all__ = ["app"]
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="markdown")
+app.command("certify")(run_certify)
 
 
 def _print_version(wanted: bool) -> bool:
@@ -36,11 +39,31 @@ def run_doctor(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object and nothing else.")
     ] = False,
+    kernels: Annotated[
+        bool, typer.Option("--kernels", help="Run the whole conformance table, and report.")
+    ] = False,
+    implementation: Annotated[
+        str | None, typer.Option(help="With --kernels: run this one only.")
+    ] = None,
+    file: Annotated[
+        Path | None,
+        typer.Option("--report", help="With --kernels: default xsake-kernels-<platform>.json."),
+    ] = None,
 ) -> None:
     """Show what can run on this machine, and prove it with a one-second self-test.
 
     Exit code 0 if the self-test passes, 1 if it does not.
+
+    With --kernels: every implementation through the whole conformance table on this device,
+    gradients included, which takes minutes and writes a report to send us. Exit code 1 if a case
+    fails, 2 if nothing can be run or written, 130 after Ctrl-C, which keeps what is done.
     """
+    if kernels:
+        from xsake.cli import kernel_report  # brings the oracles, which nobody else here needs
+
+        raise typer.Exit(code=kernel_report.main(implementation, file, as_json))
+    if implementation is not None or file is not None:
+        raise typer.BadParameter("--implementation and --report need --kernels")
     report = doctor.examine()
     if as_json:
         typer.echo(json.dumps(report.to_dict(), indent=2))

@@ -1,0 +1,143 @@
+"""What a certificate says: one file per target, one outcome per case, written whole or not."""
+
+import os
+import re
+import tempfile
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from xsake.certify.case import Case
+from xsake.certify.family import Facts
+from xsake.errors import ArgumentError
+
+Count = Annotated[int, Field(ge=0)]
+Verdict = Literal["compiled", "refused", "crashed"]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class Cost(_Strict):
+    """What the pass will do, counted from its layout and shapes; nothing is measured."""
+
+    listed: Count = Field(description="blocks the layout lists, or at most lists if it is traced")
+    computed: Count | None = Field(description="blocks computed; None if known at run time only")
+    launches: Count = Field(description="kernel launches: a long list is split")
+    steps: Count = Field(description="grid steps over all launches")
+    flops: Count = Field(description="of the matrix products")
+    bytes_read: Count
+    bytes_written: Count
+
+
+class Bound(_Strict):
+    """No device of this kind can be faster; how much slower it is, nobody knows from this."""
+
+    seconds: float = Field(ge=0)
+    label: str = Field(description="what kind of number this is, in words")
+
+
+class Answer(_Strict):
+    """What the worker says about a case."""
+
+    verdict: Verdict
+    message: str | None = Field(
+        default=None, description="the compiler's own words, or the last words of a crash"
+    )
+    facts: Facts | None = None
+    cost: Cost | None = None
+
+
+class Outcome(_Strict):
+    """One case, and what came of it."""
+
+    case: Case
+    verdict: Verdict
+    as_expected: bool
+    message: str | None
+    facts: Facts | None
+    cost: Cost | None
+    bound: Bound | None
+    made_at: str = Field(description="UTC")
+
+
+class Certificate(_Strict):
+    """What one vendor's compiler made of our kernels for one target. It never states a speed."""
+
+    schema_version: Literal[1] = 1
+    family: str
+    target: str
+    topology: str
+    device_kind: str = Field(description="the compiler's own name for the device")
+    made_at: str = Field(description="UTC, of the newest outcome")
+    command: str
+    commit: str | None
+    dirty: bool | None
+    source: str = Field(description="digest of the sources that were compiled")
+    figures: bool = Field(description="whether the compiler was asked about memory and schedule")
+    versions: dict[str, str]
+    host_processor: str = Field(description="where the compiler ran; compile seconds are its own")
+    outcomes: list[Outcome] = []
+
+    @property
+    def file_name(self) -> str:
+        """Where it is kept, inside the folder of certificates."""
+        return f"{self.family}_{self.target}.json"
+
+    @property
+    def surprises(self) -> list[Outcome]:
+        """Outcomes that are not as expected."""
+        return [outcome for outcome in self.outcomes if not outcome.as_expected]
+
+    def continues(self, other: "Certificate") -> bool:
+        """Whether outcomes of `other` still hold: same target, sources, versions and question."""
+        same = ("family", "target", "topology", "device_kind", "source", "figures", "versions")
+        return all(getattr(self, name) == getattr(other, name) for name in same)
+
+
+def is_as_expected(case: Case, answer: Answer) -> bool:
+    """A control counts only if it was refused for the reason that it was made for."""
+    if case.expects == "compiles":
+        return answer.verdict == "compiled"
+    matches = re.search(case.because or "", answer.message or "", re.IGNORECASE) is not None
+    return answer.verdict == "refused" and matches
+
+
+def write(certificate: Certificate, folder: Path) -> Path:
+    """Replace the file of this target in one step, so that a reader never sees half of it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / certificate.file_name
+    handle, name = tempfile.mkstemp(dir=folder, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(certificate.model_dump_json(indent=1) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        Path(name).chmod(0o644)
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+    return path
+
+
+def read(path: Path) -> Certificate:
+    """A certificate from its file, checked."""
+    try:
+        return Certificate.model_validate_json(path.read_text(encoding="utf-8"))
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"])
+        raise ArgumentError(
+            "The file is not a certificate.",
+            got=f"{path.name}: {place}: {first['msg']}",
+            expected="JSON that fits schemas/certificate.schema.json",
+            fix="Remove the file, or run `xsake certify` with --fresh.",
+        ) from error
+
+
+def read_all(folder: Path) -> list[Certificate]:
+    """Every certificate of a folder, by file name."""
+    return [read(path) for path in sorted(folder.glob("*.json"))]

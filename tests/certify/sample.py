@@ -1,0 +1,50 @@
+"""A certificate to test with."""
+
+from pathlib import Path
+
+from tests.certify.fake_family import case
+from xsake.certify.family import Facts
+from xsake.certify.record import Bound, Certificate, Cost, Outcome
+
+ROOT = Path(__file__).parents[2]
+
+
+def sample_certificate(**changes) -> Certificate:
+    """One case that compiled and one control that was refused."""
+    cost = Cost(listed=9, computed=9, launches=2, steps=12, flops=10, bytes_read=5, bytes_written=1)
+    compiled = Outcome(
+        case=case("good"),
+        verdict="compiled",
+        as_expected=True,
+        message=None,
+        facts=Facts(0.5, vmem_bytes=3 * 2**20, smem_bytes=2048, spills=4, bundles=100),
+        cost=cost,
+        bound=Bound(seconds=0.002, label="a bound"),
+        made_at="2026-11-15T10:00:00+00:00",
+    )
+    refused = Outcome(
+        case=case("control", expects="refused", because="vmem"),
+        verdict="refused",
+        as_expected=True,
+        message="Ran out of vmem",
+        facts=None,
+        cost=None,
+        bound=None,
+        made_at="2026-11-15T10:00:01+00:00",
+    )
+    told = {
+        "family": "tpu",
+        "target": "v5e",
+        "topology": "v5e:2x2",
+        "device_kind": "TPU v5 lite",
+        "made_at": "2026-11-15T10:00:01+00:00",
+        "command": "xsake certify v5e",
+        "commit": "0123456789abcdef",
+        "dirty": False,
+        "source": "feed",
+        "figures": True,
+        "versions": {"xsake": "0.1.0", "jax": "0.12.0.1", "libtpu": "0.0.50.1"},
+        "host_processor": "made up",
+        "outcomes": [compiled, refused],
+    }
+    return Certificate(**told | changes)

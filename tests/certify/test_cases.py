@@ -1,0 +1,79 @@
+"""The named cases: complete, realistic, and cheap to look at."""
+
+import jax
+import pytest
+
+from tests.certify import fake_family
+from xsake.certify import build, cases
+from xsake.errors import ArgumentError
+
+
+def test_every_model_is_there_at_every_length_budget_and_pass():
+    names = cases.every_case().keys()
+    for shape in cases.MODELS:
+        for length in ("4k", "16k", "32k", "128k"):
+            wanted = {
+                f"{shape}_{length}_{budget}_bf16_{name}"
+                for budget in (100, 25, 10)
+                for name in ("forward", "dq", "dkv")
+            }
+            assert wanted <= names
+        assert f"{shape}_4k_25_f32_dkv" in names
+    assert "llama3_8b_128k_10_bf16_block128_traced_dq" in names
+    assert not any(case.expects == "refused" for case in cases.every_case().values())
+
+
+def test_heads_at_128k_are_whole_kv_groups_of_at_most_16():
+    for case in cases.every_case().values():
+        heads = cases.MODELS[case.shape]
+        assert case.q_heads * heads.kv == case.kv_heads * heads.q
+        if case.tokens == 131072:
+            assert 8 <= case.q_heads <= 16
+        else:
+            assert (case.q_heads, case.kv_heads) == (heads.q, heads.kv)
+    assert cases.every_case()["llama3_8b_128k_10_bf16_block128_forward"].q_heads == 16
+
+
+def test_selections_bring_the_controls_and_patterns_find_names():
+    smoke = cases.select("smoke", fake_family)
+    assert len(smoke) < 40
+    assert all(control in smoke for control in fake_family.CONTROLS)
+    everything = cases.select("all", fake_family)
+    assert len(everything) == len(cases.every_case()) + len(fake_family.CONTROLS)
+    found = cases.select("llama3_8b_4k_25_bf16_d*", fake_family)
+    assert [case.pass_name for case in found] == ["dq", "dkv"]
+    with pytest.raises(ArgumentError, match="llama4"):
+        cases.select("llama4*", fake_family)
+
+
+@pytest.mark.parametrize("name", ["smollm2_135m", "llama3_8b", "qwen3_14b", "gemma3_4b"])
+@pytest.mark.parametrize("budget", [10, 25])
+def test_heads_differ_and_their_mean_is_the_budget(name, budget):
+    case = cases.every_case()[f"{name}_4k_{budget}_bf16_forward"]
+    layout = build.layout_of(case)
+    visible = layout.q_blocks * (layout.q_blocks + 1) // 2
+    per_head = layout.to_block_mask()[0].sum((1, 2)) / visible
+    assert per_head.mean() == pytest.approx(budget / 100, abs=1e-3)
+    assert per_head.max() > 2 * per_head.min()
+
+
+def test_full_budget_is_one_causal_list_for_all_heads():
+    layout = build.layout_of(cases.every_case()["llama3_8b_4k_100_bf16_forward"])
+    assert (layout.heads, layout.items) == (1, 32 * 33 // 2)
+
+
+def test_a_traced_layout_is_an_argument_and_a_static_one_is_not():
+    traced, static = (
+        build.build(fake_family.case("x", traced=is_traced), fake_family, "cpu")
+        for is_traced in (True, False)
+    )
+    assert len(jax.tree.leaves(traced.arguments)) == 3 + 3
+    assert len(jax.tree.leaves(static.arguments)) == 3
+
+
+def test_a_replaced_number_is_put_back():
+    place = f"{fake_family.KERNELS}.LIMIT"
+    with pytest.raises(ZeroDivisionError), build.replaced({place: 9}):
+        assert fake_family.LIMIT == 9
+        _ = 1 / 0
+    assert fake_family.LIMIT == 1
