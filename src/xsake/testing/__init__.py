@@ -1,4 +1,4 @@
-"""The truth XSAKE is tested against; only tests and benchmark commands may import it.
+"""The truth XSAKE is tested against; for tests, benchmarks and `xsake doctor --kernels` only.
 
     inputs = case.inputs()                        # cases: one row of the conformance table
     truth  = oracle.attend(..., allowed)          # oracle + expand: float64 NumPy, dense, slow
