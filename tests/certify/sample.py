@@ -11,7 +11,8 @@ ROOT = Path(__file__).parents[2]
 
 def sample_certificate(**changes) -> Certificate:
     """One case that compiled and one control that was refused."""
-    cost = Cost(listed=9, computed=9, launches=2, steps=12, flops=10, bytes_read=5, bytes_written=1)
+    counts = {"listed": 9, "computed": 9, "launches": 2, "steps": 12, "balance": 1.0}
+    cost = Cost(**counts, flops=10, bytes_read=5, bytes_written=1, least_bytes=4)
     compiled = Outcome(
         case=case("good"),
         verdict="compiled",

@@ -55,7 +55,10 @@ def build(case: Case, kernels: ModuleType, platform: str) -> Built:
 
     arrays = _arrays(case)
     counted = kernels.passes(operands_of(given, *arrays[:3]), problem, platform)
-    return Built(run, (given, *arrays), _cost(counted, _PASS_NAMES[case.pass_name]))
+    arguments = (given, *arrays)
+    moved = jax.tree.leaves((arguments, jax.eval_shape(run, *arguments)))
+    least = sum(x.size * x.dtype.itemsize for x in moved)
+    return Built(run, arguments, _cost(counted, _PASS_NAMES[case.pass_name], least))
 
 
 def layout_of(case: Case) -> BlockLayout:
@@ -113,6 +116,7 @@ def _abstract(array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(array.shape, array.dtype)
 
 
-def _cost(counted: tuple, name: str) -> Cost:
+def _cost(counted: tuple, name: str, least_bytes: int) -> Cost:
     found = next(one for one in counted if one.name == name)
-    return Cost(**{field: getattr(found, field) for field in Cost.model_fields})
+    own = Cost.model_fields.keys() - {"least_bytes"}
+    return Cost(least_bytes=least_bytes, **{field: getattr(found, field) for field in own})

@@ -26,10 +26,14 @@ class Cost(_Strict):
     listed: Count = Field(description="blocks the layout lists, or at most lists if it is traced")
     computed: Count | None = Field(description="blocks computed; None if known at run time only")
     launches: Count = Field(description="kernel launches: a long list is split")
-    steps: Count = Field(description="grid steps over all launches")
+    steps: Count = Field(description="groups of blocks that the kernels take, at most if traced")
+    balance: float | None = Field(
+        description="steps of the busiest of two cores over their mean; None if traced"
+    )
     flops: Count = Field(description="of the matrix products")
     bytes_read: Count
     bytes_written: Count
+    least_bytes: Count = Field(description="every argument and result once")
 
 
 class Bound(_Strict):

@@ -27,7 +27,8 @@ class Pass:
         flops: of the matrix products of these blocks.
         bytes_read, bytes_written: between arrays and tiles; what a cache saves is not subtracted.
         launches: kernels that are launched; None where the compiler makes its own of it.
-        steps: grid steps of these kernels, at most, if the layout is known only at run time.
+        steps: groups of blocks that these kernels take; at most, if known only at run time.
+        balance: steps of the busiest of two cores over their mean; None if known at run time only.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Pass:
     bytes_written: int
     launches: int | None = None
     steps: int | None = None
+    balance: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +51,7 @@ class Walked:
         tiles: what it computes at once.
         computed: blocks it computes; None if known only at run time.
         fetches_all: whether it also reads the blocks that it computes in vain.
-        launches, steps: as in `Pass`.
+        launches, steps, balance: as in `Pass`.
     """
 
     tiles: TileSizes
@@ -57,6 +59,7 @@ class Walked:
     fetches_all: bool
     launches: int | None = None
     steps: int | None = None
+    balance: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,6 +111,7 @@ def blockwise(
             written + read * written_by_block,
             walked.launches,
             walked.steps,
+            walked.balance,
         )
 
     bias = pairs * size.bias

@@ -156,10 +156,13 @@ def _grid(listed, operands: Operands) -> RaggedGrid:
 
 def _counted(listing: Listing) -> cost.Walked:
     cut, work = listing.work.cut, listing.work
-    last = work.bounds[:, -1] - work.bounds[:, 0]
-    groups = int(np.take_along_axis(work.starts, last[:, None], 1).sum()) * listing.grid.copies
+    borders = np.take_along_axis(work.starts, work.bounds - work.bounds[:, :1], 1)
+    parts = np.diff(borders, axis=1)
+    total, busiest = int(parts.sum()), int(parts.max(1).sum())
+    groups = total * listing.grid.copies
     tiles = TileSizes(1, cut.slots)
-    return cost.Walked(tiles, groups * cut.slots, True, cut.launches, groups)
+    balance = busiest * cut.parts / total if total else 1.0
+    return cost.Walked(tiles, groups * cut.slots, True, cut.launches, groups, balance)
 
 
 def _bounded(listed, slots: int, operands: Operands) -> cost.Walked:
