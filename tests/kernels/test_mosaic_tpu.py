@@ -205,6 +205,23 @@ def test_the_compiler_is_told_what_the_cost_model_counts():
     assert told.bytes_accessed == counted.bytes_read + counted.bytes_written
 
 
+def test_another_budget_in_the_same_bucket_is_the_same_program_for_a_tpu():
+    x = jnp.zeros((1, 1024, 4, 64), jnp.bfloat16)
+    rng = np.random.default_rng(0)
+
+    def program(budget):
+        grid = rng.random((4, 8, 8)) < budget
+        layout = BlockLayout.from_block_mask(grid, block_q=128, block_kv=128, mask=Causal())
+        attend = jax.jit(lambda x, layout: xsake.attention(x, x, x, layout=layout))
+        layout = layout.traced(capacity=160)
+        lowered = attend.trace(x, layout).lower(lowering_platforms=("tpu",)).as_text()
+        return layout.items, lowered
+
+    (few, first), (many, second) = program(0.3), program(0.9)
+    assert few < many and "tpu_custom_call" in first
+    assert first == second
+
+
 def test_a_global_matmul_precision_changes_no_product():
     x = jnp.zeros((1, 128, 1, 64), jnp.bfloat16)
     layout = BlockLayout.from_mask(Causal(), q_tokens=128)
