@@ -193,16 +193,54 @@ def test_groups_of_any_size_stay_within_the_error_budget(slots, monkeypatch):
     assert failures(check_case(xsake.attention, case, "tpu_interpreted")) == []
 
 
+def kernel_calls(jaxpr):
+    """The kernels of a program, however deep."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "pallas_call":
+            yield equation
+            continue
+        for value in jax.tree.leaves(
+            list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")
+        ):
+            inner = getattr(value, "jaxpr", value)
+            yield from kernel_calls(inner) if hasattr(inner, "eqns") else ()
+
+
 def test_the_compiler_is_told_what_the_cost_model_counts():
     operands, problem = ragged_operands(), Problem(0.2)
-    lowered = jax.make_jaxpr(
+    traced = jax.make_jaxpr(
         lambda q, k, v: mosaic_tpu.forward(operands._replace(q=q, k=k, v=v), problem)
-    )
-    (call,) = [e for e in lowered(*operands[:3]).eqns if e.primitive.name == "pallas_call"]
+    )(*operands[:3])
+    (call,) = kernel_calls(traced.jaxpr)
     counted = mosaic_tpu.passes(operands, problem, "tpu")[0]
     told = call.params["cost_estimate"]
     assert told.flops == counted.flops > 0
     assert told.bytes_accessed == counted.bytes_read + counted.bytes_written
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_vmap_joins_the_batch(traced):
+    layout = BlockLayout.from_mask(Causal() & Window(20, 0), q_tokens=45, block_q=16, block_kv=16)
+    layout = layout.traced() if traced else layout
+    rng = np.random.default_rng(0)
+    q, k = (rng.standard_normal((3, 2, 45, heads, 16), np.float32) for heads in (4, 2))
+    positions = rng.permutation(45).astype(np.int32)
+
+    def loss(q, k, implementation):
+        given = {"layout": layout, "q_positions": positions, "kv_positions": positions}
+        return (xsake.attention(q, k, k, **given, implementation=implementation) ** 2).sum()
+
+    def gradients(implementation):
+        one = lambda q, k: jax.grad(loss, (0, 1))(q, k, implementation)
+        return jax.jit(jax.vmap(one, (0, None)))
+
+    for found, expected in zip(
+        gradients("tpu_interpreted")(q, k[0]), gradients("xla")(q, k[0]), strict=True
+    ):
+        assert np.isfinite(found).all()
+        np.testing.assert_allclose(found, expected, atol=2e-5)
+    lowered = gradients(None).trace(q, k[0]).lower(lowering_platforms=("tpu",)).as_text()
+    assert lowered.count("tpu_custom_call") == 3
 
 
 def test_another_budget_in_the_same_bucket_is_the_same_program_for_a_tpu():

@@ -14,6 +14,7 @@ from jax.experimental import pallas as pl
 
 from xsake.kernels.block_sparse import cost, tiles, tpu_lists
 from xsake.kernels.block_sparse.call import saved_rows
+from xsake.kernels.block_sparse.folded import folded
 from xsake.kernels.block_sparse.problem import (
     Cotangents,
     Gradients,
@@ -63,10 +64,11 @@ def passes(operands: Operands, problem: Problem, platform: str) -> tuple[cost.Pa
 def _walk(number: int, operands: Operands, problem: Problem, interpret: Any) -> Walk:
     """The walk of one of the `passes`."""
     layout, counted = operands.layout, passes(operands, problem, "tpu")[number]
+    launches = counted.launches or 1
     estimate = pl.CostEstimate(
-        flops=counted.flops,
-        transcendentals=counted.listed * layout.block_q * layout.block_kv,
-        bytes_accessed=counted.bytes_read + counted.bytes_written,
+        flops=counted.flops // launches,
+        transcendentals=counted.listed * layout.block_q * layout.block_kv // launches,
+        bytes_accessed=(counted.bytes_read + counted.bytes_written) // launches,
     )
     make = tpu_lists.by_key if number == 2 else tpu_lists.by_query
     return Walk(operands, make(operands, problem), interpret, estimate)
@@ -74,6 +76,10 @@ def _walk(number: int, operands: Operands, problem: Problem, interpret: Any) -> 
 
 def forward(operands: Operands, problem: Problem, interpret: Any = False):
     """`(out [B, Tq, Hq, Dv], lse [B, Tq, Hq])`."""
+    return folded(lambda operands: _attend(operands, problem, interpret), operands)
+
+
+def _attend(operands: Operands, problem: Problem, interpret: Any):
     walk = _walk(0, operands, problem, interpret)
     k, v = quarantine(operands.k, operands.v)
     block_q, value_dim = operands.layout.block_q, v.shape[-1]
@@ -93,8 +99,12 @@ def backward(
     operands: Operands, problem: Problem, out, lse, cotangents: Cotangents, interpret: Any = False
 ) -> Gradients:
     """Gradients for q, k and v, recomputing the weights of the listed blocks twice."""
-    given = operands, problem, out, lse, cotangents, interpret
-    return Gradients(query_gradient(*given), *key_value_gradient(*given), None)
+
+    def gradients(operands, *saved):
+        given = operands, problem, *saved, interpret
+        return query_gradient(*given), *key_value_gradient(*given)
+
+    return Gradients(*folded(gradients, operands, out, lse, cotangents), None)
 
 
 def query_gradient(
