@@ -77,9 +77,9 @@ def by_platform(branches: Mapping[str, Branch], default: Branch | None, *operand
     first = functions[0] if isinstance(here, Refusal) else here
     jaxpr, out = _trace(first, operands)
     mesh = jax.sharding.get_abstract_mesh()
+    deferred = lambda x: _Traced(jaxpr, mesh) if x is first else _Deferred(x, tree, mesh)
     table = tuple(
-        (name, x if isinstance(x, Refusal) else _Deferred(x, tree, mesh))
-        for name, x in choices.items()
+        (name, x if isinstance(x, Refusal) else deferred(x)) for name, x in choices.items()
     )
     types = tuple(_types(jaxpr))
     results = dispatch_p.bind(
@@ -101,10 +101,21 @@ class _Deferred:
 
 
 @dataclasses.dataclass(frozen=True)
+class _Traced:
+    """The branch that was traced for the shapes of the results, so that it is not traced twice."""
+
+    jaxpr: Any
+    mesh: Any
+
+    def __call__(self, *flat) -> list:
+        return core.jaxpr_as_fun(self.jaxpr)(*flat)
+
+
+@dataclasses.dataclass(frozen=True)
 class _Batched:
     """A branch under `vmap`; results have the new axis first."""
 
-    branch: "_Deferred | _Batched"
+    branch: "_Deferred | _Traced | _Batched"
     size: int
     dims: tuple
 
@@ -164,7 +175,8 @@ def _lower(platform: str, ctx: mlir.LoweringRuleContext, *operands, table, types
         own = ctx.module_context.replace(cached_primitive_lowerings={})
         ctx = ctx.replace(module_context=own)
     with jax.sharding.use_abstract_mesh(choice.mesh):
-        jaxpr = jax.make_jaxpr(choice)(*ctx.avals_in)
+        is_traced = isinstance(choice, _Traced)
+        jaxpr = choice.jaxpr if is_traced else jax.make_jaxpr(choice)(*ctx.avals_in)
         _check_agreement(_types(jaxpr), types)
         return mlir.lower_fun(core.jaxpr_as_fun(jaxpr))(ctx, *operands)
 
