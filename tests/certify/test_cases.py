@@ -18,7 +18,8 @@ def test_every_model_is_there_with_every_length_and_budget_in_every_pass():
             assert {case.tokens for case in of_pass} == {4096, 16384, 32768, 131072}
             assert {case.budget for case in of_pass} == {1.0, 0.25, 0.10}
         assert f"{shape}_4k_25_f32_dkv" in names
-    assert "llama3_8b_128k_10_bf16_block128_traced_dq" in names
+    assert "llama3_8b_128k_10_bf16_block128_dq" in names
+    assert "llama3_8b_4k_25_bf16_traced_dq" in names
     assert not any(case.expects == "refused" for case in cases.every_case().values())
 
 

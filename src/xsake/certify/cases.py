@@ -50,8 +50,7 @@ def every_case() -> dict[str, Case]:
         kinds.append((shape, 4096, 0.25, 128, {"dtype": "float32"}))
     # Few are traced: making the list on the device compiles ten times as long as the kernel.
     kinds += [(shape, 4096, 0.25, 128, {"traced": True}) for shape in ("smollm2_135m", "llama3_8b")]
-    long = ("llama3_8b", 131072, 0.10, 128)
-    kinds += [(*long, {}), (*long, {"traced": True})]
+    kinds.append(("llama3_8b", 131072, 0.10, 128, {}))
     # The passes over one problem follow each other: its layout is then made once.
     cases = [_case(name, *sizes, **more) for *sizes, more in kinds for name in PASSES]
     by_name = {case.name: case for case in cases}

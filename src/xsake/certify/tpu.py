@@ -80,7 +80,7 @@ CONTROLS = (
         block=8,
         tiles=TileSizes(rows=1, blocks=32),
         expects="refused",
-        because=r"out of memory in memory space vmem",
+        because=r"memory space vmem|space=vmem",
     ),
     Case(
         name="control_list_unsplit",
