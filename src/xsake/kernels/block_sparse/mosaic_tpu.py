@@ -104,7 +104,8 @@ def backward(
         given = operands, problem, *saved, interpret
         return query_gradient(*given), *key_value_gradient(*given)
 
-    return Gradients(*folded(gradients, operands, out, lse, cotangents), None)
+    d_q, d_k, d_v = folded(gradients, operands, out, lse, cotangents)
+    return Gradients(d_q, d_k, d_v, None)
 
 
 def query_gradient(
