@@ -55,6 +55,7 @@ def prepared(
     """
     python_version = platform.python_version()
     digest = hashlib.sha256(json.dumps([python_version, requirements]).encode()).hexdigest()[:12]
+    folder = folder.absolute()  # its Python is started from elsewhere
     place = folder / f"{name}-{digest}"
     marker = folder / f"{place.name}.json"
     if not (marker.exists() and _python(place).exists()):
