@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -13,9 +14,11 @@ from xsake.certify import environments
 from xsake.certify.errors import CertifyError
 
 
-def test_an_environment_is_built_once_and_works_after_its_move(tmp_path):
+def test_an_environment_is_built_once_and_works_after_its_move(tmp_path, monkeypatch):
     told = []
-    python = environments.prepared("tiny", (), tmp_path, told.append)
+    monkeypatch.chdir(tmp_path.parent)  # a relative folder, but a path that works from everywhere
+    python = environments.prepared("tiny", (), Path(tmp_path.name), told.append)
+    assert python.is_absolute()
     assert environments.prepared("tiny", (), tmp_path, told.append) == python
     assert len(told) == 1
     command = [python, "-c", "import sys; print(sys.prefix != sys.base_prefix, sys.prefix)"]
