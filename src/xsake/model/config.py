@@ -1,0 +1,147 @@
+"""What a decoder is made of: sizes, norms, positions and layer kinds, as one checked value."""
+
+import math
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from xsake.masks import AbstractMask, Causal, Window
+
+Size = Annotated[int, Field(ge=1, le=2**24)]
+Above0 = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class LinearScaling(_Strict):
+    """Every frequency divided by `factor`."""
+
+    kind: Literal["linear"] = "linear"
+    factor: Above0
+
+
+class Llama3Scaling(_Strict):
+    """Long waves slowed by `factor`, short ones kept, a ramp between (Llama 3.1)."""
+
+    kind: Literal["llama3"] = "llama3"
+    factor: Above0
+    low_factor: Above0 = Field(description="waves longer than original_context / this are slowed")
+    high_factor: Above0 = Field(description="waves shorter than original_context / this are kept")
+    original_context: Size
+
+    @model_validator(mode="after")
+    def _ordered(self) -> "Llama3Scaling":
+        if self.low_factor >= self.high_factor:
+            raise ValueError(f"{self.low_factor=} must be below {self.high_factor=}")
+        return self
+
+
+class YarnScaling(_Strict):
+    """Dimensions that turn often are kept, those that turn seldom slowed (YaRN)."""
+
+    kind: Literal["yarn"] = "yarn"
+    factor: Above0
+    original_context: Size
+    beta_fast: Above0 = Field(default=32.0, description="turns above which a dimension is kept")
+    beta_slow: Above0 = Field(default=1.0, description="turns below which a dimension is slowed")
+    attention_factor: Above0 = Field(description="multiplies rotated queries and keys")
+    is_truncated: bool = Field(default=True, description="ramp ends at whole dimensions")
+
+
+class Rope(_Strict):
+    """Rotary positions, half-split: dimension i turns with dimension i + D/2."""
+
+    base: Above0 = 10000.0
+    scaling: LinearScaling | Llama3Scaling | YarnScaling | None = Field(
+        default=None, discriminator="kind"
+    )
+
+
+class LayerKind(_Strict):
+    """What may differ between the layers of one model."""
+
+    window: Size | None = Field(
+        default=None, description="most recent tokens seen, the own one included; None: all"
+    )
+    rope: Rope | None = None
+
+    @property
+    def mask(self) -> AbstractMask:
+        """Who may see whom in such a layer."""
+        if self.window is None:
+            return Causal()
+        return Causal() & Window(left=self.window - 1, right=0)
+
+
+class DecoderConfig(_Strict):
+    """A decoder-only transformer of the Llama or the GPT-2 family; no weights, no dtype.
+
+    Example:
+        >>> from xsake.model import DecoderConfig
+        >>> DecoderConfig.tiny().head_dim
+        8
+    """
+
+    vocab_size: Size
+    width: Size = Field(description="of the residual stream")
+    mlp_width: Size
+    layers: Annotated[int, Field(ge=1, le=1024)]
+    q_heads: Size
+    kv_heads: Size
+    head_dim: Size
+    context: Size = Field(description="positions it was trained for")
+    kinds: tuple[LayerKind, ...] = (LayerKind(rope=Rope()),)
+    kind_of_layer: tuple[Annotated[int, Field(ge=0)], ...] | None = Field(
+        default=None, description="index into `kinds`; None: all layers are of the first kind"
+    )
+    has_learned_positions: bool = False
+    norm: Literal["rms", "layer"] = "rms"
+    norm_epsilon: Above0 = 1e-5
+    norm_offset: float = Field(default=0.0, description="added to norm weights (Gemma: 1)")
+    has_qk_norm: bool = False
+    has_post_norms: bool = Field(default=False, description="norms after attention and MLP too")
+    activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
+    is_gated: bool = True
+    is_tied: bool = True
+    has_qkv_bias: bool = False
+    has_out_bias: bool = False
+    has_mlp_bias: bool = False
+    embedding_scale: Above0 = 1.0
+    query_scale: Above0 | None = Field(default=None, description="None: 1 / sqrt(head_dim)")
+    attention_softcap: Above0 | None = None
+    logit_softcap: Above0 | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "DecoderConfig":
+        if self.q_heads % self.kv_heads:
+            raise ValueError(f"{self.q_heads=} must be a multiple of {self.kv_heads=}")
+        if not self.kinds:
+            raise ValueError("kinds must name at least one kind of layer")
+        if self.kind_of_layer is not None and len(self.kind_of_layer) != self.layers:
+            raise ValueError(f"{len(self.kind_of_layer)=} must be {self.layers=}")
+        if any(kind >= len(self.kinds) for kind in self.layer_kinds):
+            raise ValueError(f"kind_of_layer names a kind beyond the {len(self.kinds)} there are")
+        if self.head_dim % 2 and any(kind.rope for kind in self.kinds):
+            raise ValueError(f"rotary positions need an even {self.head_dim=}")
+        return self
+
+    @property
+    def layer_kinds(self) -> tuple[int, ...]:
+        """The kind of every layer, as an index into `kinds`."""
+        return (0,) * self.layers if self.kind_of_layer is None else self.kind_of_layer
+
+    @property
+    def scale(self) -> float:
+        """What products of queries and keys are multiplied with."""
+        return 1 / math.sqrt(self.head_dim) if self.query_scale is None else self.query_scale
+
+    @classmethod
+    def tiny(cls, **changes) -> "DecoderConfig":
+        """A Llama of 3 small layers, for tests and examples; any field may be changed."""
+        sizes = {
+            "vocab_size": 96, "width": 48, "mlp_width": 64, "layers": 3,
+            "q_heads": 6, "kv_heads": 2, "head_dim": 8, "context": 256,
+        }  # fmt: skip
+        return cls.model_validate(sizes | changes)
