@@ -59,3 +59,9 @@ class MissingExtraError(XsakeError, ImportError):
     """A feature whose optional dependency is not installed."""
 
     code = "XSK-501"
+
+
+class CheckpointError(XsakeError, ValueError):
+    """A checkpoint that cannot be trusted, read whole, or written as asked."""
+
+    code = "XSK-601"

@@ -1,0 +1,346 @@
+"""Checkpoints that must not be loaded: each is refused with what is wrong and how to fix it."""
+
+import json
+import os
+import re
+import struct
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from tests.model.checkpoints import ABSENT, config_of, copied, rewritten, tensors_of
+from xsake.errors import CheckpointError
+from xsake.model.huggingface import load
+from xsake.model.huggingface.configs import read_config
+
+Q = "model.layers.1.self_attn.q_proj.weight"
+INDEX = "model.safetensors.index.json"
+
+
+def refusal(folder, *words: str) -> str:
+    """The message, which must have all these words, a code and a fix."""
+    with pytest.raises(CheckpointError) as caught:
+        load(folder)
+    message = str(caught.value)
+    assert message.startswith("XSK-601: ") and re.search(r"\n  fix:      \S", message), message
+    for word in words:
+        assert word in message, message
+    return message
+
+
+# Tensors.
+
+
+def test_a_missing_tensor_is_named_with_its_shape(tmp_path):
+    folder = copied("mistral", tmp_path)
+    rewritten(folder, lambda tensors: {name: x for name, x in tensors.items() if name != Q})
+    refusal(folder, f"{Q} (missing): nothing, expected [32, 32]", "finish the download")
+
+
+def test_a_missing_head_points_at_tied_embeddings(tmp_path):
+    folder = copied("llama", tmp_path, tie_word_embeddings=False)
+    refusal(folder, "lm_head.weight (missing)", "tie_word_embeddings: true")
+
+
+def test_an_unexpected_tensor_is_named(tmp_path):
+    folder = copied("mistral", tmp_path)
+    extra = {"model.layers.0.self_attn.q_proj.bias": np.zeros(32, np.float32)}
+    rewritten(folder, lambda tensors: tensors | extra)
+    refusal(folder, "model.layers.0.self_attn.q_proj.bias (unexpected): F32 [32]", "config.json")
+
+
+def test_layers_beyond_those_of_the_config_are_unexpected(tmp_path):
+    refusal(copied("llama", tmp_path, num_hidden_layers=1), "model.layers.1.mlp", "(unexpected)")
+
+
+def test_a_mis_shaped_tensor_is_named_with_both_shapes(tmp_path):
+    folder = copied("mistral", tmp_path)
+    rewritten(folder, lambda tensors: tensors | {Q: np.ascontiguousarray(tensors[Q][:-1])})
+    refusal(folder, f"{Q} (mis-shaped): F32 [31, 32], expected [32, 32]", "same model")
+
+
+def test_at_most_ten_tensors_are_listed_and_the_others_counted(tmp_path):
+    message = refusal(copied("mistral", tmp_path, hidden_size=64, head_dim=8), "of 21", "more")
+    assert message.count("mis-shaped)") == 10
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.float32])
+def test_a_tensor_of_integers_is_refused_and_one_of_floats_is_not(tmp_path, dtype):
+    folder = copied("mistral", tmp_path)
+    rewritten(folder, lambda tensors: tensors | {Q: tensors[Q].astype(dtype)})
+    if dtype is np.float32:
+        load(folder)
+    else:
+        refusal(folder, f"{Q} (unreadable): I8", "quantised")
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_values_that_are_not_finite_are_refused_by_tensor(tmp_path, value):
+    def broken(tensors):
+        tensors[Q] = tensors[Q].copy()
+        tensors[Q][3, 4] = value
+        return tensors
+
+    folder = rewritten(copied("mistral", tmp_path), broken)
+    refusal(folder, f"{Q} in model.safetensors", "1 of 1024")
+
+
+# Files.
+
+
+def test_a_truncated_file_is_refused_with_the_tensor_that_was_cut(tmp_path):
+    folder = copied("qwen3", tmp_path)
+    whole = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(whole[:-20])
+    message = refusal(folder, "model.safetensors is truncated", "again")
+    last = re.search(r"got: +(\S+) ends at", message)[1]
+    assert last in tensors_of(copied("qwen3", tmp_path / "whole"))
+
+
+@pytest.mark.parametrize(
+    ("start", "words"),
+    [
+        (b"", "a header of 0 bytes"),
+        (b"\xff" * 8, "not a sound safetensors file"),
+        (b"PK\x03\x04\x00\x00\x08\x08" + bytes(99), "begins like a pickle"),
+        (b"\x80\x02\x8a\x0al\xfc\x9c\x46" + bytes(99), "begins like a pickle"),
+        (struct.pack("<Q", 4) + b"{{{{" + bytes(99), "not proper JSON"),
+        (struct.pack("<Q", 2) + b"[]", "not a JSON object"),
+        (struct.pack("<Q", 9) + b'{"a": {}}', "'a' is described as {}"),
+    ],
+)
+def test_a_corrupt_header_is_refused_by_file(tmp_path, start, words):
+    folder = copied("llama", tmp_path)
+    (folder / "model.safetensors").write_bytes(start)
+    refusal(folder, "model.safetensors", words, "again")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"shape": [64, 33]}, {"shape": [-64, 32]}, {"shape": [2**70, 32]}, {"shape": "64"},
+        {"dtype": 3}, {"data_offsets": [0]}, {"data_offsets": [4096, 0]},
+    ],
+)  # fmt: skip
+def test_a_header_that_lies_about_a_tensor_is_refused_by_tensor(tmp_path, change):
+    folder = copied("llama", tmp_path)
+    path = folder / "model.safetensors"
+    data = path.read_bytes()
+    length = struct.unpack("<Q", data[:8])[0]
+    header = json.loads(data[8 : 8 + length])
+    name = next(name for name in header if name.endswith("embed_tokens.weight"))
+    header[name] |= change
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :])
+    refusal(folder, name, "again")
+
+
+def test_a_name_that_a_terminal_would_obey_is_never_printed(tmp_path):
+    folder = copied("mistral", tmp_path)
+    rewritten(folder, lambda tensors: tensors | {"evil\x1b[2J": np.zeros(2, np.float32)})
+    assert "\x1b" not in refusal(folder, r"evil\x1b")
+
+
+def test_a_directory_of_pickles_is_refused_with_the_way_to_convert(tmp_path):
+    folder = copied("llama", tmp_path)
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    refusal(folder, "pytorch_model.bin", "safetensors only", "runs the code", "save_pretrained")
+    with pytest.raises(CheckpointError, match="safetensors only"):
+        load(tmp_path / "weights.pth")
+
+
+def test_a_directory_without_weights_or_without_config_says_so(tmp_path):
+    folder = copied("llama", tmp_path)
+    (folder / "model.safetensors").unlink()
+    refusal(folder, "no weights", "config.json")
+    (folder / "config.json").unlink()
+    refusal(folder, "config.json is missing")
+    refusal(tmp_path / "nowhere", "no such checkpoint directory")
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_a_link_out_of_the_directory_is_refused_and_one_inside_is_not(tmp_path, name):
+    folder = copied("llama", tmp_path)
+    (folder / name).rename(folder / f"real_{name}")
+    (folder / name).symlink_to(f"real_{name}")
+    load(folder)
+    (folder / f"real_{name}").rename(tmp_path / name)
+    (folder / name).unlink()
+    (folder / name).symlink_to(tmp_path / name)
+    refusal(folder, f"{name} is a link that leaves", "cp -rL")
+
+
+def test_a_link_to_itself_and_a_pipe_are_refused_without_waiting(tmp_path):
+    folder = copied("llama", tmp_path)
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").symlink_to("model.safetensors")
+    refusal(folder, "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    os.mkfifo(folder / "model.safetensors")
+    refusal(folder, "model.safetensors is not a regular file")
+
+
+# The index.
+
+
+def with_index(folder, change) -> None:
+    values = json.loads((folder / INDEX).read_text())
+    (folder / INDEX).write_text(json.dumps(change(values)))
+
+
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [
+        ("../model.safetensors", "not a plain one"),
+        ("/etc/model.safetensors", "not a plain one"),
+        ("sub/model.safetensors", "not a plain one"),
+        (".hidden.safetensors", "not a plain one"),
+        ("pytorch_model-00001.bin", "safetensors only"),
+        ("notes.txt", "no safetensors file"),
+        (["a.safetensors"], "no safetensors file"),
+        (None, "no safetensors file"),
+        ("model-00009-of-00003.safetensors", "is missing from the checkpoint"),
+    ],
+)
+def test_an_index_that_points_elsewhere_is_refused(tmp_path, place, words):
+    folder = copied("llama_yarn", tmp_path)
+    save_file({Q: np.zeros((32, 32), np.float32)}, tmp_path / "model.safetensors")
+    with_index(folder, lambda values: values | {"weight_map": values["weight_map"] | {Q: place}})
+    refusal(folder, str(place) if isinstance(place, str) else Q, words)
+
+
+def test_an_index_without_a_map_is_refused(tmp_path):
+    folder = copied("llama_yarn", tmp_path)
+    for wrong in ({}, {"weight_map": []}, {"weight_map": {}}):
+        (folder / INDEX).write_text(json.dumps(wrong))
+        refusal(folder, INDEX)
+
+
+def test_a_missing_shard_is_named(tmp_path):
+    folder = copied("llama_yarn", tmp_path)
+    (folder / "model-00002-of-00003.safetensors").unlink()
+    refusal(folder, "model-00002-of-00003.safetensors is missing", "finish the download")
+
+
+def test_a_tensor_in_two_shards_is_refused(tmp_path):
+    folder = copied("llama_yarn", tmp_path)
+    name = "model.norm.weight"
+    tensor = {name: tensors_of(folder)[name]}
+    save_file(tensor, folder / "model-00004-of-00003.safetensors")
+    places = lambda values: values["weight_map"] | {name: "model-00004-of-00003.safetensors"}
+    with_index(folder, lambda values: {"weight_map": places(values)})
+    refusal(folder, name, "stored twice", "model-00004-of-00003.safetensors")
+
+
+def test_an_index_that_disagrees_with_its_files_is_refused(tmp_path):
+    folder = copied("llama_yarn", tmp_path)
+    places = lambda values: {k: v for k, v in values["weight_map"].items() if k != Q}
+    with_index(folder, lambda values: {"weight_map": places(values)})
+    refusal(folder, Q, "disagree")
+    with_index(folder, lambda values: {"weight_map": {Q: "model-00001-of-00003.safetensors"}})
+    refusal(folder, "disagree")
+
+
+def test_weights_that_are_there_twice_are_refused(tmp_path):
+    folder = copied("llama_yarn", tmp_path)
+    save_file(tensors_of(folder), folder / "model.safetensors")
+    refusal(folder, "says twice", INDEX)
+
+
+# config.json.
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (b"", "not proper JSON"),
+        (b"\xff\xfe", "not proper JSON"),
+        (b"[" * 100_000, "not proper JSON"),
+        (b'{"a":' * 100_000, "not proper JSON"),
+        (b'{"vocab_size": 1, "vocab_size": 2}', "'vocab_size' is there twice"),
+        (b'{"a": NaN}', "NaN is no finite number"),
+        (b'{"a": -Infinity}', "no finite number"),
+        (b'{"a": 1e999}', "no finite number"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "not proper JSON"),
+        (b"[1]", "not a JSON object"),
+        (b" " * (2**20 + 1), "too large"),
+    ],
+    ids=lambda value: value[:12] if isinstance(value, bytes) else value,
+)
+def test_a_config_that_is_no_proper_json_is_refused(tmp_path, text, words):
+    folder = copied("llama", tmp_path)
+    (folder / "config.json").write_bytes(text)
+    refusal(folder, "config.json", words)
+
+
+REFUSED_KEYS = [
+    ("llama", {"model_type": "mixtral"}, "model_type", "llama, qwen2"),
+    ("llama", {"model_type": ABSENT}, "model_type", "llama, qwen2"),
+    ("llama", {"hidden_act": "relu"}, "hidden_act", "silu"),
+    ("llama", {"quantization_config": {"bits": 4}}, "quantization_config", "absent"),
+    ("llama", {"num_local_experts": 8}, "num_local_experts", "absent"),
+    ("llama", {"sliding_window": 8}, "sliding_window", "absent"),
+    ("llama", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types", "full"),
+    ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor", "1"),
+    ("llama", {"rope_interleaved": True}, "rope_interleaved", "False"),
+    ("llama", {"auto_map": {"AutoModelForCausalLM": "code.Model"}}, "auto_map", "code"),
+    ("llama", {"hidden_size": 10**9}, "hidden_size", "16777216"),
+    ("llama", {"hidden_size": 48.0}, "hidden_size", "integer"),
+    ("llama", {"hidden_size": True}, "hidden_size", "integer"),
+    ("llama", {"hidden_size": ABSENT}, "hidden_size", "integer"),
+    ("llama", {"num_hidden_layers": 2000}, "num_hidden_layers", "1024"),
+    ("llama", {"num_key_value_heads": 4}, "q_heads", "multiple"),
+    ("llama", {"head_dim": 7}, "head_dim", "even"),
+    ("llama", {"head_dim": None, "num_attention_heads": 5}, "head_dim", "given"),
+    ("llama", {"rms_norm_eps": 0}, "rms_norm_eps", "above 0"),
+    ("llama", {"tie_word_embeddings": "yes"}, "tie_word_embeddings", "true or false"),
+    ("llama", {"rope_theta": 5.0}, "rope_theta", "rope_parameters"),
+    ("llama", {"rope_parameters": {"rope_type": "longrope"}}, "rope_parameters.rope_type", "yarn"),
+    ("llama", {"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 2}},
+     "rope_scaling.type", "yarn"),
+    ("llama", {"rope_parameters": {"rope_type": "linear"}}, "rope_parameters.factor", "number"),
+    ("llama", {"rope_parameters": {"mrope_section": [1]}}, "rope_parameters.mrope_section", "only"),
+    ("llama", {"rope_parameters": {"rope_theta": 1}}, "rope_parameters.rope_theta", "above 1"),
+    ("llama", {"rope_parameters": [1]}, "rope_parameters", "object"),
+    ("llama_scaled", {"rope_scaling": {"type": "linear", "factor": 8}}, "rope_scaling", "only one"),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": None,
+               "layer_types": ["sliding_attention"] * 2}, "sliding_window", "tokens"),
+    ("qwen2", {"layer_types": ["full_attention"]}, "layer_types", "a list of 2"),
+    ("qwen2", {"layer_types": ["full_attention", "chunked_attention"]}, "layer_types", "sliding"),
+    ("mistral", {"layer_types": ["full_attention"] * 2}, "layer_types", "sliding_attention"),
+    ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping", "absent"),
+    ("gemma3", {"final_logit_softcapping": -1}, "final_logit_softcapping", "above 0"),
+    ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention", "False"),
+    ("gemma3", {"rope_parameters": {"rope_type": "default"}}, "rope_parameters.rope_type", "both"),
+    ("gemma3", {"hidden_act": "silu"}, "hidden_act", "gelu_tanh"),
+    ("gemma3", {"model_type": "gemma3"}, "text_config", "text part"),
+    ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx", "False"),
+    ("gpt2", {"add_cross_attention": True}, "add_cross_attention", "False"),
+    ("gpt2", {"activation_function": "relu"}, "activation_function", "gelu_new"),
+    ("gpt2", {"n_head": 5}, "n_head", "divisor"),
+    ("gpt2", {"n_positions": ABSENT}, "n_positions", "integer"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "key", "expected"),
+    REFUSED_KEYS,
+    ids=[f"{name}-{key}-{number}" for number, (name, _, key, _) in enumerate(REFUSED_KEYS)],
+)
+def test_a_key_that_cannot_be_honoured_is_refused_by_name(tmp_path, name, changes, key, expected):
+    refusal(copied(name, tmp_path, **changes), key, expected)
+
+
+def test_sizes_that_no_memory_holds_are_refused_before_anything_is_made(tmp_path):
+    giant = {"hidden_size": 2**24, "head_dim": 2**20, "num_attention_heads": 2**20}
+    refusal(copied("llama", tmp_path, **giant), "parameters", "unchanged")
+
+
+def test_keys_that_change_nothing_are_ignored():
+    values = config_of("llama")
+    extra = {"use_cache": False, "made_up": {"a": [1]}, "initializer_range": "?", "auto_map": {}}
+    assert read_config(values | extra) == read_config(values)
+    gpt2 = config_of("gpt2")
+    assert read_config(gpt2 | {"reorder_and_upcast_attn": True}) == read_config(gpt2)
+    assert read_config(gpt2 | {"scale_attn_weights": False}).config.scale == 1
