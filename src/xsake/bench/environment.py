@@ -54,6 +54,14 @@ def environment(root: Path | None = None) -> Environment:
     )
 
 
+def own_checkout() -> Path | None:
+    """The folder of XSAKE's sources, if it is used from a checkout of its own."""
+    package = Path(__file__).resolve().parents[1]
+    root = package.parents[1]
+    is_checkout = package.parent.name == "src" and (root / "pyproject.toml").exists()
+    return root if is_checkout else None
+
+
 def installed_versions(packages: tuple[str, ...]) -> dict[str, str]:
     """Version by distribution name; packages that are not installed are left out."""
     found = {}

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 import xsake
-from xsake.bench.environment import Environment, environment
+from xsake.bench.environment import environment, own_checkout
 from xsake.certify import bound, cases, environments, record
 from xsake.certify.case import Case
 from xsake.certify.family import FAMILIES, Family, Target, load
@@ -143,7 +143,7 @@ class _Clock:
 
 
 def _begin(target: Target, worker: Worker, plan: Plan, module: str) -> Certificate:
-    here = _checkout()
+    here = environment(own_checkout())
     return Certificate(
         family=target.family,
         target=target.name,
@@ -191,13 +191,6 @@ def _outcome(case: Case, answer: Answer, target: Target) -> Outcome:
         made_at=_now(),
         **{name: getattr(answer, name) for name in Answer.model_fields},
     )
-
-
-def _checkout() -> Environment:
-    """Facts of this machine, and of the commit if the package lies in its own checkout."""
-    root = PACKAGE.parents[1]
-    is_checkout = PACKAGE.parent.name == "src" and (root / "pyproject.toml").exists()
-    return environment(root if is_checkout else None)
 
 
 def _now() -> str:

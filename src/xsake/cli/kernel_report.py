@@ -23,7 +23,7 @@ import typer
 from rich.markup import escape
 
 import xsake
-from xsake.bench.environment import environment
+from xsake.bench.environment import environment, own_checkout
 from xsake.certify.words import tidy
 from xsake.errors import UnsupportedError
 from xsake.kernels import select
@@ -207,7 +207,7 @@ def _array(judgement: Judgement) -> dict[str, Any]:
 
 def _facts() -> dict[str, Any]:
     """With what and on what; no names of machines or people."""
-    here, device = environment(_checkout()), jax.devices()[0]
+    here, device = environment(own_checkout()), jax.devices()[0]
     every = ((found.name, found.version) for found in importlib.metadata.distributions())
     related = {name: x for name, x in every if name and name.startswith(("jax", "libtpu"))}
     return {
@@ -224,14 +224,6 @@ def _facts() -> dict[str, Any]:
         "settings": {name: tidy(os.environ[name], {}) for name in SETTINGS if name in os.environ},
         "implementations": select.implementations(),
     }
-
-
-def _checkout() -> Path | None:
-    """The folder of the sources, if the package is used from a checkout of its own."""
-    package = Path(xsake.__file__).resolve().parent
-    root = package.parents[1]
-    is_checkout = package.parent.name == "src" and (root / "pyproject.toml").exists()
-    return root if is_checkout else None
 
 
 def _source_digest() -> str:
