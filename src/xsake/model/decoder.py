@@ -110,10 +110,14 @@ class Decoder(nnx.Module):
 
     def logits(self, hidden: Float[Array, "*rest width"]) -> Float[Array, "*rest vocab"]:
         """float32 logits of hidden states."""
-        weight = self.embedding[...].T if self.head is None else self.head[...]
-        found = jnp.matmul(
-            hidden, weight.astype(hidden.dtype), preferred_element_type=jnp.float32
-        ).astype(jnp.float32)
+        # The embedding is read as it lies: transposing it first triples the time of a float32 step
+        # on a CPU (49152 x 576: 56 ms against 18).
+        if self.head is None:
+            weight, axes = self.embedding[...], "...e,ve->...v"
+        else:
+            weight, axes = self.head[...], "...e,ev->...v"
+        weight = weight.astype(hidden.dtype)
+        found = jnp.einsum(axes, hidden, weight, preferred_element_type=jnp.float32)
         cap = self.config.logit_softcap
         return found if cap is None else cap * jnp.tanh(found / cap)
 

@@ -1,0 +1,187 @@
+"""A checkpoint's tokenizer: exact round trips, text that streams, and files that are refused."""
+
+import json
+import sys
+
+import hypothesis
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import tokenizers
+
+from xsake.errors import CheckpointError, MissingExtraError
+from xsake.model.tokenizer import Tokenizer
+
+SPECIAL = ("<|end|>", "<|start|>")
+
+
+def byte_level() -> tokenizers.Tokenizer:
+    """Every byte, a few merges, two special tokens, and a start that is added when asked."""
+    found = tokenizers.Tokenizer(tokenizers.models.BPE())
+    found.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    found.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300, special_tokens=list(SPECIAL), show_progress=False,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+    )  # fmt: skip
+    found.train_from_iterator(["the cat sat on the mat and the other cat"] * 3, trainer)
+    found.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<|start|> $A", special_tokens=[("<|start|>", 1)]
+    )
+    return found
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoint")
+    byte_level().save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokenizer(directory):
+    return Tokenizer.load(directory)
+
+
+@pytest.fixture
+def copy(directory, tmp_path):
+    """A checkpoint's directory that a test may spoil; returns a function that adds files."""
+
+    def add(**settings) -> object:
+        (tmp_path / "tokenizer.json").write_bytes((directory / "tokenizer.json").read_bytes())
+        for name, value in settings.items():
+            (tmp_path / f"{name}.json").write_text(json.dumps(value))
+        return tmp_path
+
+    return add
+
+
+@hypothesis.given(st.text())
+def test_text_comes_back_as_it_was(tokenizer, text):
+    ids = tokenizer.encode(text)
+    assert ids.dtype == np.int32
+    assert tokenizer.decode(ids) == text
+    assert all(0 <= token < tokenizer.vocab_size for token in ids)
+
+
+def test_special_tokens_are_added_and_shown_only_when_asked(tokenizer):
+    plain = tokenizer.encode("the cat").tolist()
+    assert 1 not in plain
+    assert tokenizer.encode("the cat", adds_special=True).tolist() == [1, *plain]
+    spelled = tokenizer.encode("the<|end|>cat")
+    assert 0 in spelled
+    assert tokenizer.decode(spelled) == "thecat"
+    assert tokenizer.decode(spelled, shows_special=True) == "the<|end|>cat"
+
+
+def pieces(tokenizer, ids) -> list[str]:
+    stream = tokenizer.streaming()
+    return [*(stream.push(token) for token in ids), stream.finish()]
+
+
+def test_a_character_of_several_tokens_waits_for_its_last(tokenizer):
+    ids = tokenizer.encode("a\N{GRINNING FACE}b").tolist()
+    assert len(ids) == 6, "each of its 4 bytes is a token here"
+    assert pieces(tokenizer, ids) == ["a", "", "", "", "\N{GRINNING FACE}", "b", ""]
+
+
+def test_half_a_character_at_the_end_is_given_by_finish(tokenizer):
+    ids = tokenizer.encode("a\N{GRINNING FACE}")[:-1]
+    assert pieces(tokenizer, ids) == ["a", "", "", "", "\N{REPLACEMENT CHARACTER}"]
+
+
+@hypothesis.given(st.lists(st.integers(0, 299), max_size=40))
+def test_any_tokens_stream_to_the_text_that_they_decode_to(tokenizer, ids):
+    assert "".join(pieces(tokenizer, ids)) == tokenizer.decode(ids)
+
+
+@hypothesis.given(st.text(max_size=20))
+def test_streamed_text_never_shows_half_a_character(tokenizer, text):
+    hypothesis.assume("\N{REPLACEMENT CHARACTER}" not in text)
+    found = pieces(tokenizer, tokenizer.encode(text))
+    assert "\N{REPLACEMENT CHARACTER}" not in "".join(found)
+    assert found[-1] == ""
+
+
+def test_spaces_survive_a_decoder_that_drops_the_first_one():
+    words = {"<unk>": 0, "\u2581the": 1, "\u2581cat": 2, "</s>": 3}
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
+    inner.decoder = tokenizers.decoders.Metaspace()
+    inner.add_special_tokens(["</s>"])
+    found = pieces(Tokenizer(inner), [1, 2, 3, 1, 2])
+    assert found == ["the", " cat", "", " the", " cat", ""]
+
+
+def test_end_tokens_come_from_every_file_that_names_them(copy):
+    assert Tokenizer.load(copy()).end_ids == ()
+    directory = copy(
+        config={"eos_token_id": 7},
+        generation_config={"eos_token_id": [9, 7]},
+        tokenizer_config={"eos_token": {"content": "<|end|>"}},
+    )
+    assert Tokenizer.load(directory).end_ids == (0, 7, 9)
+    assert Tokenizer.load(copy(config={"eos_token_id": None})).end_ids == (0, 7, 9)
+    assert Tokenizer.load(copy(tokenizer_config={"eos_token": "<|start|>"})).end_ids == (1, 7, 9)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"config": {"eos_token_id": "2"}}, "config.json does not say properly"),
+        ({"config": {"eos_token_id": [1, -1]}}, "config.json does not say properly"),
+        ({"generation_config": {"eos_token_id": True}}, "generation_config.json does not say"),
+        ({"generation_config": [2]}, "generation_config.json is not a JSON object"),
+        ({"tokenizer_config": {"eos_token": "<|stop|>"}}, "does not have"),
+        ({"tokenizer_config": {"eos_token": {"content": 5}}}, "does not have"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(copy, settings, words):
+    with pytest.raises(CheckpointError, match=words):
+        Tokenizer.load(copy(**settings))
+
+
+def test_truncation_and_padding_in_the_file_are_not_followed(tmp_path):
+    inner = byte_level()
+    inner.enable_truncation(3)
+    inner.enable_padding(length=3)
+    inner.save(str(tmp_path / "tokenizer.json"))
+    found = Tokenizer.load(tmp_path)
+    assert found.decode(found.encode("the cat sat on the mat")) == "the cat sat on the mat"
+    assert found.encode("a").shape == (1,)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"{}", b"[]", b"\xff\xfe", b'{"model": {"type": "BPE", "vocab": 3}}']
+)
+def test_a_corrupt_file_is_refused(tmp_path, content):
+    (tmp_path / "tokenizer.json").write_bytes(content)
+    with pytest.raises(CheckpointError, match="tokenizer.json cannot be read"):
+        Tokenizer.load(tmp_path)
+
+
+def test_a_truncated_file_is_refused(directory, tmp_path):
+    whole = (directory / "tokenizer.json").read_bytes()
+    (tmp_path / "tokenizer.json").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(CheckpointError, match="tokenizer.json cannot be read"):
+        Tokenizer.load(tmp_path)
+
+
+def test_a_missing_file_an_oversized_one_and_a_link_out_are_refused(directory, tmp_path):
+    with pytest.raises(CheckpointError, match="tokenizer.json is missing"):
+        Tokenizer.load(tmp_path)
+    with (tmp_path / "tokenizer.json").open("wb") as file:
+        file.truncate(2**27 + 1)  # a hole, which takes no room on the disk
+    with pytest.raises(CheckpointError, match="bytes, at most"):
+        Tokenizer.load(tmp_path)
+    (tmp_path / "tokenizer.json").unlink()
+    (tmp_path / "tokenizer.json").symlink_to(directory / "tokenizer.json")
+    with pytest.raises(CheckpointError, match="leaves the checkpoint's directory"):
+        Tokenizer.load(tmp_path)
+    with pytest.raises(CheckpointError, match="no such checkpoint directory"):
+        Tokenizer.load(tmp_path / "elsewhere")
+
+
+def test_without_the_package_it_says_what_to_install(directory, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(MissingExtraError, match=r'pip install "xsake\[model\]"'):
+        Tokenizer.load(directory)
