@@ -4,6 +4,7 @@ import doctest
 import importlib
 import pathlib
 import pkgutil
+import shlex
 import subprocess
 import sys
 
@@ -24,6 +25,21 @@ def test_readme_quick_start_runs_in_a_fresh_interpreter(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout
+
+
+def test_the_path_of_a_new_model_owner_can_be_walked(tmp_path):
+    page = ROOT / "docs" / "models.md"
+    steps = [[sys.executable, "-W", "error", "-c", "\n".join(code_blocks(page, "python"))]]
+    lines = "".join(code_blocks(page, "console")).splitlines()
+    commands = [shlex.split(line.removeprefix("$ ")) for line in lines if "xsake " in line]
+    assert {command[1] for command in commands} == {"evaluate", "generate"}
+    folder = pathlib.Path(sys.executable).parent
+    steps += [[str(folder / program), *arguments] for program, *arguments in commands]
+    for step in steps:
+        done = subprocess.run(step, capture_output=True, text=True, cwd=tmp_path, check=False)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout
+    assert (tmp_path / "window.png").stat().st_size > 10_000
 
 
 def _run(examples: doctest.DocTest) -> None:

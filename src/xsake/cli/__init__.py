@@ -10,11 +10,15 @@ import typer
 import xsake
 from xsake.cli import doctor
 from xsake.cli.certify import run_certify
+from xsake.cli.evaluate import run_evaluate
+from xsake.cli.generate import run_generate
 
 __all__ = ["app"]
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="markdown")
 app.command("certify")(run_certify)
+app.command("evaluate")(run_evaluate)
+app.command("generate")(run_generate)
 
 
 def _print_version(wanted: bool) -> bool:

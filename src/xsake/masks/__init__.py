@@ -5,6 +5,7 @@ from xsake.masks.bands import Causal, Full, Window
 from xsake.masks.base import AbstractMask
 from xsake.masks.coverage import Coverage
 from xsake.masks.description import from_dict, to_dict
+from xsake.masks.expression import parse
 from xsake.masks.from_function import FromFunction
 from xsake.masks.patterns import Chunked, Longformer, Sinks, Strided
 from xsake.masks.per_head import PerHead
@@ -31,5 +32,6 @@ __all__ = [
     "Strided",
     "Window",
     "from_dict",
+    "parse",
     "to_dict",
 ]

@@ -1,0 +1,59 @@
+"""A whole model reading one prompt, its attention by XSAKE or by jax.nn; one side per process."""
+
+import resource
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from benchmarks.peers.protocol import Prepared
+from xsake.masks import Causal
+from xsake.model import Decoder, Dense, LayerCall
+from xsake.model.huggingface import load
+
+
+def dense_by_jax(q, k, v, call: LayerCall):
+    """`jax.nn.dot_product_attention` as the decoder's attention; plain causal layers only."""
+    assert call.mask == Causal(), call.mask
+    return jax.nn.dot_product_attention(q, k, v, scale=call.scale, is_causal=True)
+
+
+ATTENTIONS = {"xsake": Dense(), "jax.nn": dense_by_jax}
+
+
+def versions() -> dict[str, str]:
+    """What is measured."""
+    return {"jax": jax.__version__}
+
+
+def start(threads: int) -> None:
+    """XLA sizes its pool by the cores the process may use, which are set already."""
+
+
+def prepare(arrays: dict[str, np.ndarray], case: dict) -> Prepared:
+    """Load the model, compile the prefill and say what memory it takes."""
+    graph, weights = nnx.split(load(case["model"]).model)
+    attend = ATTENTIONS[case["call"]]
+    tokens = jnp.asarray(arrays["tokens"])
+
+    def prefill(weights, tokens):
+        model: Decoder = nnx.merge(graph, weights)
+        lengths = jnp.full((tokens.shape[0],), tokens.shape[1])
+        hidden, cache = model.prefill(tokens, lengths, room=tokens.shape[1], attend=attend)
+        return {"logits": model.logits(hidden[:, -1]), "keys": cache.keys, "values": cache.values}
+
+    compiled = jax.jit(prefill).lower(weights, tokens).compile()
+    facts = {"temp_bytes": compiled.memory_analysis().temp_size_in_bytes}
+    before = _peak_bytes()
+
+    def run():
+        out = jax.block_until_ready(compiled(weights, tokens))
+        facts["peak_bytes"] = _peak_bytes() - before
+        return out
+
+    return Prepared(run, lambda out: {"logits": np.asarray(out["logits"])}, facts)
+
+
+def _peak_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,105 @@
+"""From the sums of trials to results: means, perplexities, differences and their intervals."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from xsake.evaluation.bootstrap import estimate
+from xsake.evaluation.candidate import Candidate
+from xsake.evaluation.far_copy import FarCopy
+from xsake.evaluation.journal import Entry
+from xsake.evaluation.record import (
+    Comparison,
+    ContextResult,
+    Estimate,
+    FarCopyResult,
+    SpanResult,
+)
+from xsake.evaluation.trial import Span
+from xsake.evaluation.windows import Cut
+
+
+def context_result(
+    cut: Cut, entries: Sequence[Entry], candidate: Candidate | None, seed: int
+) -> ContextResult:
+    """The result of all windows of one length.
+
+    Args:
+        cut: the windows.
+        entries: the answer to each.
+        candidate: what was compared with dense attention, if anything.
+        seed: of the intervals.
+    """
+    spans = cut.trials[0].spans
+    sums = _document_sums(cut, entries)
+
+    def perplexity(name: str) -> Estimate:
+        return estimate(lambda x: np.exp(_mean(x, name)), sums, seed)
+
+    def mean(name: str) -> Estimate:
+        return estimate(lambda x: _mean(x, name), sums, seed)
+
+    comparison = None
+    if candidate is not None:
+        nll = "dense_nll", "candidate_nll"
+        comparison = Comparison(
+            budget=candidate.budget(cut.context),
+            perplexity=perplexity("candidate_nll"),
+            perplexity_difference=estimate(
+                lambda x: np.exp(_mean(x, nll[1])) - np.exp(_mean(x, nll[0])), sums, seed
+            ),
+            nll_difference=estimate(lambda x: _mean(x, nll[1]) - _mean(x, nll[0]), sums, seed),
+            kl=mean("kl"),
+            agreement=mean("agreement"),
+        )
+    return ContextResult(
+        context=cut.context,
+        windows=len(cut.trials),
+        documents=tuple(document.name for document in cut.documents),
+        too_short=cut.too_short,
+        perplexity=perplexity("dense_nll"),
+        comparison=comparison,
+        by_position=tuple(span_result(span, i, entries) for i, span in enumerate(spans)),
+        seconds=sum(entry.seconds for entry in entries),
+    )
+
+
+def far_copy_result(
+    copies: Sequence[FarCopy], entries: Sequence[Entry], passage: int
+) -> FarCopyResult:
+    """The result of all samples with one gap."""
+    first, second = copies[0].trial.spans
+    return FarCopyResult(
+        gap=copies[0].gap,
+        passage=passage,
+        samples=tuple(copy.trial.document for copy in copies),
+        first=span_result(first, 0, entries),
+        second=span_result(second, 1, entries),
+        seconds=sum(entry.seconds for entry in entries),
+    )
+
+
+def span_result(span: Span, index: int, entries: Sequence[Entry]) -> SpanResult:
+    """Means over one span of every trial."""
+    count = (span.end - span.start) * len(entries)
+    means = {
+        name: sum(entry.sums[name][index] for entry in entries) / count for name in entries[0].sums
+    }
+    return SpanResult(start=span.start, end=span.end, tokens=count, **means)
+
+
+_SUMS = ("tokens", "dense_nll", "candidate_nll", "kl", "agreement")
+
+
+def _mean(totals: np.ndarray, name: str) -> np.ndarray | np.float64:
+    return totals[..., _SUMS.index(name)] / totals[..., 0]
+
+
+def _document_sums(cut: Cut, entries: Sequence[Entry]) -> np.ndarray:
+    """Float64 [documents, _SUMS]: what each document's windows add up to."""
+    rows = {document.name: np.zeros(len(_SUMS)) for document in cut.documents}
+    for trial, entry in zip(cut.trials, entries, strict=True):
+        predicted = sum(end - start for start, end in trial.spans)
+        parts = [sum(entry.sums.get(name, [])) for name in _SUMS[1:]]
+        rows[trial.document] += np.array([predicted, *parts], np.float64)
+    return np.stack(list(rows.values()))

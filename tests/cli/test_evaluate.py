@@ -1,0 +1,162 @@
+"""`xsake evaluate` as its user sees it, with a tiny checkpoint on disk."""
+
+import json
+
+import numpy as np
+import pytest
+import tokenizers
+from typer.testing import CliRunner
+
+from tests.evaluation import sample
+from xsake import cli, masks
+from xsake.cli.evaluate import _opening
+from xsake.evaluation import read, run
+from xsake.evaluation.score import Scores
+from xsake.layout import BlockLayout
+from xsake.masks import Causal, Sinks, Window
+from xsake.model.huggingface import export
+
+NEAR = "window(left=15, right=0) | sinks(2)"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """One random layer over bytes, and a tokenizer that makes a token of every byte."""
+    folder = export(sample.model(), tmp_path_factory.mktemp("models") / "tiny", family="llama")
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    found = tokenizers.Tokenizer(tokenizers.models.BPE({x: i for i, x in enumerate(alphabet)}, []))
+    found.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    found.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.fixture
+def texts(tmp_path):
+    path = tmp_path / "texts.txt"
+    path.write_text("\n<|endoftext|>\n".join(["the cat sat on the mat. " * 20] * 2 + ["short"]))
+    return path
+
+
+@pytest.fixture
+def invoke(checkpoint, texts, tmp_path):
+    def call(*arguments, context="32", probe=("--no-far-copy",)):
+        out = str(tmp_path / "r.json")
+        always = ["--text", str(texts), "--context", context, *probe, "-o", out]
+        command = ["evaluate", str(checkpoint), *always, *map(str, arguments)]
+        return CliRunner().invoke(cli.app, command, env={"COLUMNS": "160"})
+
+    return call
+
+
+class QuickScorer:
+    """Every token costs 2 nats, and one more with a candidate."""
+
+    stops = False
+
+    def __init__(self, model, candidate=None):
+        self._has_candidate = candidate is not None
+
+    def __call__(self, tokens):
+        if self.stops:
+            raise KeyboardInterrupt
+        ones = np.ones(len(tokens) - 1, np.float32)
+        return Scores(2 * ones, 3 * ones, ones, ones > 2) if self._has_candidate else Scores(ones)
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    scorer = type("Scorer", (QuickScorer,), {})
+    monkeypatch.setattr(run, "Scorer", scorer)
+    return scorer
+
+
+def test_a_checkpoint_is_evaluated_from_end_to_end(invoke, tmp_path):
+    picture = tmp_path / "r.png"
+    done = invoke("--mask", NEAR, "--plot", picture)
+    assert done.exit_code == 0, done.output
+    report = read(tmp_path / "r.json")
+    (result,) = report.contexts
+    assert (result.windows, result.too_short) == (2, 1)
+    assert result.comparison.kl.value > 0 and 0 < result.comparison.agreement.value <= 1
+    assert result.perplexity.value == pytest.approx(np.exp(result.by_position[0].dense_nll))
+    assert report.model.name == "tiny" and len(report.model.weights[0].sha256) == 64
+    assert "1 of 2: 32 tokens, texts.txt#1-" in done.output
+    assert f"{result.perplexity.value:.2f}" in done.output
+    assert "candidate: Window(left=15, right=0) | Sinks(count=2)" in done.output
+    assert "context 32: documents left out for too few tokens: 1 of 3" in done.output
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_far_copies_are_shown_and_can_be_left_out(quick, invoke, tmp_path, texts):
+    texts.write_text("the cat sat on the mat. " * 100)
+    done = invoke("--mask", NEAR, probe=("--gaps", "16,64", "--far-copy-samples", "3"))
+    assert "Far copy: 512 tokens repeated after a gap" in done.output and "lost" in done.output
+    report = read(tmp_path / "r.json")
+    assert [(one.gap, len(one.samples)) for one in report.far_copy] == [(16, 3), (64, 3)]
+    invoke("--mask", NEAR)
+    assert not read(tmp_path / "r.json").far_copy
+
+
+def test_json_is_all_that_is_printed(quick, invoke, tmp_path):
+    done = invoke("--json")
+    assert done.exit_code == 0
+    assert json.loads(done.stdout) == json.loads((tmp_path / "r.json").read_text())
+
+
+def test_ctrl_c_leaves_with_130_and_the_same_command_goes_on(quick, invoke, tmp_path):
+    quick.stops = True
+    done = invoke()
+    assert done.exit_code == 130 and "The same command, without --fresh, goes on" in done.stderr
+    assert not (tmp_path / "r.json").exists()
+    quick.stops = False
+    assert invoke().exit_code == 0
+    quick.stops = True
+    done = invoke()
+    assert done.exit_code == 0 and "known" in done.output
+    assert invoke("--fresh").exit_code == 130
+
+
+def test_a_mask_and_a_layout_may_come_from_files(quick, invoke, tmp_path):
+    mask, layout = tmp_path / "mask.json", tmp_path / "layout.json"
+    mask.write_text(json.dumps(masks.to_dict(Window(15, 0) | Sinks(2))))
+    assert invoke("--mask", mask).exit_code == 0
+    assert read(tmp_path / "r.json").candidate.description.startswith("Window(left=15")
+    layout.write_text(BlockLayout.from_mask(Causal(), q_tokens=32).to_json())
+    assert invoke("--layout", layout).exit_code == 0
+    assert read(tmp_path / "r.json").candidate.tokens == 32
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--mask", "windw(3)"), "XSK-201"),
+        (("--mask", "none.json"), "none.json"),
+        (("--layout", "none.json"), "none.json"),
+        (("--mask", NEAR, "--layout", "none.json"), "one of them"),
+        (("--text", "none.txt"), "no such text"),
+        (("--documents", "0"), "documents=0"),
+        (("--context", "many"), "--context takes numbers"),
+        (("--context", "5000"), "at least 5000 tokens"),
+        (("--context", "32,32"), "each once"),
+    ],
+)
+def test_what_cannot_run_says_why_and_leaves_with_2(quick, invoke, arguments, words):
+    done = invoke(*arguments)
+    assert done.exit_code == 2, done.output
+    assert words in done.stderr
+
+
+def test_a_folder_without_a_model_is_refused(texts, tmp_path):
+    command = ["evaluate", str(tmp_path), "--text", str(texts)]
+    done = CliRunner().invoke(cli.app, command)
+    assert (done.exit_code, "XSK-" in done.stderr) == (2, True), done.output
+
+
+def test_the_opening_is_what_the_tokenizer_adds_before_a_text():
+    def adding(before, after):
+        added = lambda text, adds_special: [*before, 65, *after] if adds_special else [65]
+        return lambda text, adds_special=False: np.array(added(text, adds_special), np.int32)
+
+    assert _opening(adding([], [])) == ()
+    assert _opening(adding([1], [2])) == (1,)
+    assert _opening(adding([], [2])) == ()
