@@ -82,6 +82,10 @@ def test_a_candidate_is_compared_on_the_same_tokens(quick):
 
 def test_far_copies_are_averaged_by_gap(quick):
     near, far = evaluated(candidate=NEAR).far_copy
+    for result in (near, far):
+        by_sample = [sample.second_candidate_nll for sample in result.samples]
+        assert len(by_sample) == 2
+        assert np.mean(by_sample) == pytest.approx(result.second.candidate_nll)
     assert (near.gap, far.gap, near.passage, len(near.samples)) == (16, 32, 24, 2)
     assert (near.second.start, near.second.end, near.second.tokens) == (41, 64, 46)
     assert (far.second.start, far.second.end) == (57, 80)
@@ -151,7 +155,7 @@ def test_answers_are_not_kept_once_something_changed(quick, tmp_path, monkeypatc
     elif what == "candidate":
         changes["candidate"] = NEAR
     elif what == "source":
-        monkeypatch.setattr(run, "source_digest", lambda: "other")
+        monkeypatch.setattr(run, "source_digest", lambda *parts: "other")
     else:
         monkeypatch.setattr(run, "installed_versions", lambda names: {"flax": "0"})
     evaluated(settings, journal=Journal(path), **changes)

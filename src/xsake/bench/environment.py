@@ -1,6 +1,7 @@
 """Where and with what a measurement was made: commit, versions, processor, time, load."""
 
 import datetime
+import hashlib
 import importlib.metadata
 import os
 import platform
@@ -8,6 +9,7 @@ import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
 
+PACKAGE = Path(__file__).resolve().parents[1]
 PACKAGES = ("xsake", "jax", "jaxlib", "numpy")
 
 
@@ -56,10 +58,22 @@ def environment(root: Path | None = None) -> Environment:
 
 def own_checkout() -> Path | None:
     """The folder of XSAKE's sources, if it is used from a checkout of its own."""
-    package = Path(__file__).resolve().parents[1]
-    root = package.parents[1]
-    is_checkout = package.parent.name == "src" and (root / "pyproject.toml").exists()
+    root = PACKAGE.parents[1]
+    is_checkout = PACKAGE.parent.name == "src" and (root / "pyproject.toml").exists()
     return root if is_checkout else None
+
+
+def source_digest(*parts: str) -> str:
+    """Names the code that ran, where version and commit do not.
+
+    Args:
+        parts: files and folders of the package; none: all of it.
+    """
+    total = hashlib.sha256()
+    for place in [PACKAGE / part for part in parts] or [PACKAGE]:
+        for file in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
+            total.update(file.relative_to(PACKAGE).as_posix().encode() + b"\0" + file.read_bytes())
+    return total.hexdigest()[:16]
 
 
 def installed_versions(packages: tuple[str, ...]) -> dict[str, str]:

@@ -5,7 +5,6 @@ The one module of the package that imports the oracles, and therefore imported o
 
 import collections
 import dataclasses
-import hashlib
 import importlib.metadata
 import json
 import math
@@ -23,7 +22,7 @@ import typer
 from rich.markup import escape
 
 import xsake
-from xsake.bench.environment import environment, own_checkout
+from xsake.bench.environment import environment, own_checkout, source_digest
 from xsake.certify.words import tidy
 from xsake.errors import UnsupportedError
 from xsake.kernels import select
@@ -214,7 +213,7 @@ def _facts() -> dict[str, Any]:
         "made_at": here.utc,
         "commit": here.commit,
         "dirty": here.dirty,
-        "source": _source_digest(),
+        "source": source_digest(),
         "versions": dict(sorted({**related, **here.versions}.items())),
         "platform": select.default_platform(),
         "platform_version": tidy(device.client.platform_version, {}),
@@ -224,14 +223,6 @@ def _facts() -> dict[str, Any]:
         "settings": {name: tidy(os.environ[name], {}) for name in SETTINGS if name in os.environ},
         "implementations": select.implementations(),
     }
-
-
-def _source_digest() -> str:
-    """Names the code that ran, where there is no commit to name it."""
-    package, total = Path(xsake.__file__).resolve().parent, hashlib.sha256()
-    for file in sorted(package.rglob("*.py")):
-        total.update(file.relative_to(package).as_posix().encode() + b"\0" + file.read_bytes())
-    return total.hexdigest()[:16]
 
 
 def write(report: Report, path: Path) -> None:

@@ -1,17 +1,13 @@
-"""Which model and which code an evaluation was made with, by digests of their files."""
+"""Which model an evaluation was made with, by digests of its files."""
 
 import hashlib
 import json
 from pathlib import Path
 
-import xsake
 from xsake.errors import ArgumentError
 from xsake.evaluation.record import ModelIdentity, WeightFile
 
 MOST_HASHED = 10**9  # bytes of weights; more would take as long as the evaluation's first window
-PACKAGE = Path(xsake.__file__).parent
-# What decides a number.
-SOURCES = ("attention", "evaluation/score.py", "kernels", "layout", "masks", "model")
 
 
 def identify(folder: Path) -> ModelIdentity:
@@ -49,16 +45,6 @@ def identify(folder: Path) -> ModelIdentity:
         tokenizer_sha256=tokenizer_digest,
         weights=weights,
     )
-
-
-def source_digest() -> str:
-    """Names the code that computes the numbers, where the version alone would not."""
-    total = hashlib.sha256()
-    for name in SOURCES:
-        place = PACKAGE / name
-        for file in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
-            total.update(file.relative_to(PACKAGE).as_posix().encode() + b"\0" + file.read_bytes())
-    return total.hexdigest()[:16]
 
 
 def _sha256(file: Path) -> str:

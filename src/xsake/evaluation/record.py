@@ -97,12 +97,22 @@ class ContextResult(Strict):
     seconds: Seconds = Field(description="compilation included; no measure of speed")
 
 
+class FarCopySample(Strict):
+    """One passage: NLL of its two copies, nats per token; None without a candidate."""
+
+    where: str = Field(description="document and token where the passage begins")
+    first_dense_nll: float
+    second_dense_nll: float
+    first_candidate_nll: float | None = None
+    second_candidate_nll: float | None = None
+
+
 class FarCopyResult(Strict):
     """A passage and its copy with `gap` tokens of other text between, mean over the samples."""
 
     gap: Count
     passage: Count = Field(description="tokens of a copy; all but its first are counted")
-    samples: tuple[str, ...] = Field(description="where the passages were taken")
+    samples: tuple[FarCopySample, ...]
     first: SpanResult = Field(description="the first copy")
     second: SpanResult = Field(description="the second copy: low if the model can look back")
     seconds: Seconds

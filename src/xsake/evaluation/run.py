@@ -7,12 +7,16 @@ import json
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from xsake.bench.environment import environment, installed_versions, own_checkout
+from xsake.bench.environment import (
+    environment,
+    installed_versions,
+    own_checkout,
+    source_digest,
+)
 from xsake.errors import ArgumentError
 from xsake.evaluation.candidate import Candidate
 from xsake.evaluation.documents import Texts
 from xsake.evaluation.far_copy import PASSAGE, FarCopy, far_copies
-from xsake.evaluation.identity import source_digest
 from xsake.evaluation.journal import Entry, Journal
 from xsake.evaluation.record import CandidateIdentity, ModelIdentity, Report
 from xsake.evaluation.score import Score, Scorer
@@ -20,6 +24,9 @@ from xsake.evaluation.summary import context_result, far_copy_result
 from xsake.evaluation.trial import Trial
 from xsake.evaluation.windows import Cut, Encode, Library, cut_windows
 from xsake.model import Decoder
+
+# What decides a number.
+SOURCES = ("attention", "evaluation/score.py", "kernels", "layout", "masks", "model")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -253,7 +260,7 @@ def _base(subject: Subject, candidate: Candidate | None) -> dict:
         "dtype": subject.dtype,
         "candidate": None if candidate is None else candidate.digest,
         "versions": environment().versions | optional,
-        "source": source_digest(),
+        "source": source_digest(*SOURCES),
     }
 
 

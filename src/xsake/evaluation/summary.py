@@ -13,6 +13,7 @@ from xsake.evaluation.record import (
     ContextResult,
     Estimate,
     FarCopyResult,
+    FarCopySample,
     SpanResult,
 )
 from xsake.evaluation.trial import Span
@@ -72,11 +73,23 @@ def far_copy_result(
     return FarCopyResult(
         gap=copies[0].gap,
         passage=passage,
-        samples=tuple(copy.trial.document for copy in copies),
+        samples=tuple(map(_sample, copies, entries)),
         first=span_result(first, 0, entries),
         second=span_result(second, 1, entries),
         seconds=sum(entry.seconds for entry in entries),
     )
+
+
+def _sample(copy: FarCopy, entry: Entry) -> FarCopySample:
+    means = {
+        f"{copies}_{name}": entry.sums[name][index] / (span.end - span.start)
+        for name in ("dense_nll", "candidate_nll")
+        if name in entry.sums
+        for index, (copies, span) in enumerate(
+            zip(("first", "second"), copy.trial.spans, strict=True)
+        )
+    }
+    return FarCopySample(where=copy.trial.document, **means)
 
 
 def span_result(span: Span, index: int, entries: Sequence[Entry]) -> SpanResult:

@@ -85,7 +85,8 @@ def _far_copy_cells(result: FarCopyResult) -> Iterator[str]:
     first, second = result.first, result.second
     yield str(result.gap)
     yield f"{first.dense_nll:.3f}"
-    yield f"{second.dense_nll:.3f}"
+    worst = max(sample.second_dense_nll for sample in result.samples)
+    yield f"{second.dense_nll:.3f} (worst {worst:.3f})"
     if first.candidate_nll is not None and second.candidate_nll is not None:
         yield f"{first.candidate_nll:.3f}"
         is_lost = second.candidate_nll - second.dense_nll > LOST
