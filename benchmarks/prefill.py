@@ -31,7 +31,7 @@ TITLES = {OURS: "xsake.attention", THEIRS: "jax.nn.dot_product_attention"}
 SPEED_LIMIT = 1 / 1.5
 MEMORY_LIMIT = 1 / 5
 TOLERANCE = 1e-4
-MOST_ROUNDS = 5  # a round takes minutes
+MOST_ROUNDS = 3  # a round takes three minutes
 
 
 def measure(settings: Settings) -> Outcome:
