@@ -14,7 +14,7 @@ def identify(folder: Path) -> ModelIdentity:
     """The identity of a checkpoint in a folder, as Hugging Face lays it out.
 
     Args:
-        folder: with config.json and *.safetensors.
+        folder: with config.json and safetensors files.
 
     Returns:
         Digests of its files; of weights that are larger than 1 GB sizes alone.
