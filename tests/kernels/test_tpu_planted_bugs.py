@@ -49,6 +49,7 @@ def _holes(case: Case) -> BlockLayout:
 
 CASES = {
     "windows": Case("windows", WINDOWS, block=(8, 8), **SIZES),
+    "rounded": Case("rounded", WINDOWS, block=(8, 8), dtype="bfloat16", **SIZES),
     "holes": Case("holes", Causal(), layout=_holes, **SIZES),
     "table": Case("table", Explicit(SOME_PAIRS), block=(8, 8), **SIZES),
     "shared": Case("shared", Causal(), block=(8, 8), batch=2, **SIZES),
@@ -123,9 +124,14 @@ def the_row_term_of_dk_is_dropped(right):
     return lambda weight, d_weight, delta, slope: right(weight, d_weight, 0 * delta, slope)
 
 
-@bug(mosaic_tpu, "_logits")
-def the_scale_is_forgotten(right):
-    return lambda a, b, problem: right(a, b, dataclasses.replace(problem, scale=1.0))
+@bug(mosaic_tpu, "_ready")
+def queries_are_not_scaled(right):
+    return lambda q, problem: q
+
+
+@bug(mosaic_tpu, "_late_scale", case="rounded")
+def products_of_bfloat16_are_not_scaled(right):
+    return lambda dtype, problem: 1.0
 
 
 @bug(tpu_call.Fetch, "wait", interpreter="strict")
