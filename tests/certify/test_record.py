@@ -2,6 +2,7 @@ import pytest
 
 from tests.certify.fake_family import case
 from tests.certify.sample import ROOT, sample_certificate
+from xsake.bench import whole_file
 from xsake.certify import record
 from xsake.certify.record import Answer, Certificate
 from xsake.certify.schema import FILE_NAME, schema_text
@@ -11,7 +12,9 @@ from xsake.errors import ArgumentError
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
     path = record.write(sample_certificate(), tmp_path)
     before = path.read_text()
-    monkeypatch.setattr(record.os, "fsync", lambda _: (_ for _ in ()).throw(OSError("disk full")))
+    monkeypatch.setattr(
+        whole_file.os, "fsync", lambda _: (_ for _ in ()).throw(OSError("disk full"))
+    )
     with pytest.raises(OSError, match="disk full"):
         record.write(sample_certificate(command="other"), tmp_path)
     assert path.read_text() == before

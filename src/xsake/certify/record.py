@@ -1,13 +1,12 @@
 """What a certificate says: one file per target, one outcome per case, written whole or not."""
 
-import os
 import re
-import tempfile
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from xsake.bench.whole_file import write_whole
 from xsake.certify.case import Case
 from xsake.certify.family import Facts
 from xsake.errors import ArgumentError
@@ -113,17 +112,7 @@ def write(certificate: Certificate, folder: Path) -> Path:
     """Replace the file of this target in one step, so that a reader never sees half of it."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / certificate.file_name
-    handle, name = tempfile.mkstemp(dir=folder, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(certificate.model_dump_json(indent=1) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        Path(name).chmod(0o644)
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    write_whole(path, certificate.model_dump_json(indent=1) + "\n")
     return path
 
 

@@ -8,11 +8,11 @@ from types import ModuleType
 from typing import Annotated, Any, Literal
 
 import rich.console
-import rich.progress
 import typer
 from rich.markup import escape
 
 from xsake import masks
+from xsake.cli.screen import MovingLine
 from xsake.errors import ArgumentError, MissingExtraError, XsakeError
 
 CANNOT_RUN, INTERRUPTED = 2, 130  # exit codes
@@ -75,7 +75,7 @@ def run_evaluate(
         texts = evaluation.read_texts(text)
         subject = _subject(model, dtype)
         kept = evaluation.Journal(out.with_suffix(".windows.jsonl"), fresh=fresh)
-        with _Screen(console) as screen:
+        with _Screen(console, "cutting texts, compiling") as screen:
             report = evaluation.evaluate(
                 subject, texts, settings, candidate=candidate, journal=kept, watch=screen.show
             )
@@ -182,42 +182,19 @@ def _numbers(option: str, words: str) -> tuple[int, ...]:
         ) from error
 
 
-class _Screen:
+class _Screen(MovingLine):
     """Progress: one moving line on a terminal, a line per answer elsewhere."""
-
-    def __init__(self, console: rich.console.Console):
-        self._console = console
-        self._bar = rich.progress.Progress(
-            rich.progress.SpinnerColumn(),
-            rich.progress.MofNCompleteColumn(" of "),
-            rich.progress.BarColumn(bar_width=24),
-            rich.progress.TimeElapsedColumn(),
-            rich.progress.TextColumn("{task.description}"),
-            console=console,
-            transient=True,
-            disable=not console.is_terminal or console.quiet,
-        )
-        self._task = self._bar.add_task("cutting texts, compiling", total=None)
-
-    def __enter__(self) -> "_Screen":
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
 
     def show(self, progress: Any) -> None:
         """What has just been measured, and how long the rest will take."""
         left = progress.remaining_seconds
         to_go = "" if left is None else f"about {left:.0f} s to go"
         words = f"{to_go} [dim]{escape(progress.label)}[/]"
-        self._bar.update(
-            self._task, total=progress.total, completed=progress.done, description=words
-        )
-        if not self._console.is_terminal:
+        self.update(progress.done, progress.total, words)
+        if not self.console.is_terminal:
             nll = f"NLL {progress.dense_nll:.3f}"
             if progress.candidate_nll is not None:
                 nll += f" dense, {progress.candidate_nll:.3f} candidate"
             times = f"{progress.elapsed_seconds:.0f} s, {to_go}" if progress.is_new else "known"
             line = f"{progress.done} of {progress.total}: {escape(progress.label)}: {nll}"
-            self._console.print(f"{line} [dim]{times}[/]", soft_wrap=True)
+            self.console.print(f"{line} [dim]{times}[/]", soft_wrap=True)

@@ -16,14 +16,15 @@ from typing import Any, Literal, get_args
 
 import jax
 import rich.console
-import rich.progress
 import rich.table
 import typer
 from rich.markup import escape
 
 import xsake
 from xsake.bench.environment import environment, own_checkout, source_digest
+from xsake.bench.whole_file import write_whole
 from xsake.certify.words import tidy
+from xsake.cli.screen import MovingLine
 from xsake.errors import UnsupportedError
 from xsake.kernels import select
 from xsake.testing.budget import Report as Judgement
@@ -225,16 +226,6 @@ def _facts() -> dict[str, Any]:
     }
 
 
-def write(report: Report, path: Path) -> None:
-    """Replace the file in one step, so that what was written before is never lost."""
-    new = path.with_name(f".{path.name}.new")
-    try:
-        new.write_text(report.to_json(), encoding="utf-8")
-        new.replace(path)
-    finally:
-        new.unlink(missing_ok=True)
-
-
 def main(implementation: str | None, path: Path | None, as_json: bool) -> int:
     """The whole command; returns its exit code.
 
@@ -254,7 +245,7 @@ def main(implementation: str | None, path: Path | None, as_json: bool) -> int:
     console = rich.console.Console(quiet=as_json)
     try:
         with _Screen(console) as screen:
-            report = examine(names, lambda report: write(report, path), screen.show)
+            report = examine(names, lambda report: write_whole(path, report.to_json()), screen.show)
     except OSError as error:
         typer.echo(f"The report cannot be written: {error}", err=True)
         return CANNOT_RUN
@@ -264,38 +255,17 @@ def main(implementation: str | None, path: Path | None, as_json: bool) -> int:
     return INTERRUPTED if not report.complete else int(not report.healthy)
 
 
-class _Screen:
+class _Screen(MovingLine):
     """Progress: one moving line on a terminal, a line per case elsewhere; failures at once."""
-
-    def __init__(self, console: rich.console.Console):
-        self._console = console
-        self._bar = rich.progress.Progress(
-            rich.progress.SpinnerColumn(),
-            rich.progress.MofNCompleteColumn(" of "),
-            rich.progress.BarColumn(bar_width=24),
-            rich.progress.TimeElapsedColumn(),
-            rich.progress.TextColumn("{task.description}"),
-            console=console,
-            transient=True,
-            disable=not console.is_terminal or console.quiet,
-        )
-        self._task = self._bar.add_task("")
-
-    def __enter__(self) -> "_Screen":
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
 
     def show(self, step: Step) -> None:
         """What a run is doing."""
         row, where = step.row, f"{step.implementation} {step.case}"
         done = step.number - (row is None)
-        self._bar.update(self._task, total=step.total, completed=done, description=where)
-        if row is not None and (row.verdict == "failed" or not self._console.is_terminal):
+        self.update(done, step.total, where)
+        if row is not None and (row.verdict == "failed" or not self.console.is_terminal):
             style = {"failed": "bold red", "declined": "yellow", "passed": "green"}[row.verdict]
-            self._console.print(
+            self.console.print(
                 f"{step.number} of {step.total}, {step.elapsed_seconds:.0f} s: {where} "
                 f"[{style}]{row.verdict}[/]"
             )

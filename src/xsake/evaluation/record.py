@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from xsake.bench.whole_file import write_whole
 from xsake.errors import ArgumentError
 
 Count = Annotated[int, Field(ge=0)]
@@ -144,12 +145,7 @@ class Report(Strict):
 def write(report: Report, path: Path) -> None:
     """Replace the file in one step, so that a reader never sees half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_name(f".{path.name}.new")
-    try:
-        new.write_text(report.model_dump_json(indent=1) + "\n", encoding="utf-8")
-        new.replace(path)
-    finally:
-        new.unlink(missing_ok=True)
+    write_whole(path, report.model_dump_json(indent=1) + "\n")
 
 
 def read(path: Path) -> Report:
