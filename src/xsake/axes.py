@@ -15,6 +15,7 @@
 | `W`     | work items: (row, kv block) pairs that a layout lists       |
 | `R`     | rows: (batch, head, query block) triples that own items     |
 | `S`     | sink logits per head                                        |
+| `L`     | layers of a model                                           |
 
 Query and key axes never share a letter. Public arrays are `[B, T, H, D]`, as in
 `jax.nn.dot_product_attention` and Flax; what kernels use inside is their own affair.
@@ -34,4 +35,5 @@ AXES: dict[str, str] = {
     "W": "work items",
     "R": "rows",
     "S": "sink logits per head",
+    "L": "layers of a model",
 }

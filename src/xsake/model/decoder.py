@@ -108,6 +108,26 @@ class Decoder(nnx.Module):
 
         return self._run(tokens, positions, attend, look)[0]
 
+    def observe(
+        self,
+        tokens: Tokens,
+        watch: Callable[[Array, Array, Array, LayerCall], Any],
+        *,
+        attend: Attend = Dense(),  # noqa: B008 (frozen)
+    ) -> Any:
+        """Read tokens, and return what `watch(q, k, v, call)` made of each layer, stacked.
+
+        Args:
+            tokens: [B, T] ids.
+            watch: from a layer's rotated queries and keys, its values and its call to arrays.
+            attend: how layers look at each other.
+        """
+
+        def look(q, k, v, call: LayerCall, cache):
+            return attend(q, k, v, call), (cache, watch(q, k, v, call))
+
+        return self._run(jnp.asarray(tokens), None, attend, look)[2]
+
     def logits(self, hidden: Float[Array, "*rest width"]) -> Float[Array, "*rest vocab"]:
         """float32 logits of hidden states."""
         # The embedding is read as it lies: transposing it first triples the time of a float32 step
