@@ -1,0 +1,243 @@
+"""Calibration: lets a model read documents, measures every head and makes the profile."""
+
+import dataclasses
+import hashlib
+import json
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Int
+
+from xsake.bench.environment import environment, own_checkout, source_digest
+from xsake.errors import ArgumentError
+from xsake.hads import fit
+from xsake.hads.budget import AlwaysOn
+from xsake.hads.measure import LayerMasses, Moments, Observe, watch_masses, watch_moments
+from xsake.hads.profile import CalibratedModel, CalibrationDocument, Profile
+from xsake.hads.selectors import Sampled, Selector
+from xsake.hads.shelf import DocumentMasses, Shelf
+from xsake.layout.grid import blocks_of
+
+# What decides a number.
+SOURCES = ("hads/measure.py", "hads/selectors", "attention", "kernels", "layout", "masks", "model")
+GLANCE = 1024  # tokens of a document that tell which components matter
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """The tokens of one document, as many as are read."""
+
+    name: str
+    tokens: Int[np.ndarray, " T"]
+
+    @property
+    def sha256(self) -> str:
+        return hashlib.sha256(np.asarray(self.tokens, "<i4").tobytes()).hexdigest()
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What is measured.
+
+    Args:
+        block: tokens of a query block and of a kv block.
+        always: blocks that every head computes.
+        selectors: whose estimates are compared with the truth.
+        at_once: documents that the model reads at a time: how many devices share the work.
+    """
+
+    block: int = 64
+    always: AlwaysOn = AlwaysOn()
+    selectors: tuple[Selector, ...] = (Sampled(),)
+    at_once: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """A document has been measured: told to whoever watches.
+
+    Args:
+        done, total: documents.
+        label: the last one.
+        is_new: measured now, not known from before.
+        elapsed_seconds: since the start.
+        remaining_seconds: to go; None before anything was measured.
+    """
+
+    done: int
+    total: int
+    label: str
+    is_new: bool
+    elapsed_seconds: float
+    remaining_seconds: float | None
+
+
+def calibrate(
+    observe: Observe,
+    model: CalibratedModel,
+    readings: Sequence[Reading],
+    settings: Settings = Settings(),  # noqa: B008 (frozen)
+    *,
+    shelf: Shelf | None = None,
+    watch: Callable[[Progress], None] = lambda _: None,
+) -> Profile:
+    """Measure what every head looks at, and how well selectors would have known.
+
+    The order of the documents, the number of devices and any interruption leave the profile as it
+    is: documents are summed up in the order of their digests.
+
+    Args:
+        observe: lets the model read tokens; see `xsake.model.Observer` and `hads.observer`.
+        model: which model it is.
+        readings: the documents, of equal length.
+        settings: what is measured.
+        shelf: keeps measured documents and knows earlier ones.
+        watch: told about every document.
+    """
+    readings = sorted(_checked(readings, settings), key=lambda reading: reading.sha256)
+    shelf = Shelf() if shelf is None else shelf
+    components = _components(observe, readings, settings)
+    keys = [_key(model, reading, settings, components) for reading in readings]
+    _measure(observe, readings, keys, settings, components, shelf, watch)
+    return _profile(model, readings, keys, settings, components, shelf)
+
+
+def _checked(readings: Sequence[Reading], settings: Settings) -> Sequence[Reading]:
+    lengths = {len(reading.tokens) for reading in readings}
+    if len(lengths) != 1:
+        raise ArgumentError(
+            "calibration reads documents of one length",
+            got=f"lengths {sorted(lengths)}" if lengths else "no document",
+            expected="at least one document, all of the same number of tokens",
+        )
+    n = blocks_of(min(lengths), settings.block)
+    if n <= settings.always.level:
+        raise ArgumentError(
+            "the documents are too short to choose blocks in",
+            got=f"{min(lengths)} tokens, {n} blocks of {settings.block}",
+            expected=f"more blocks than the {settings.always.level} that are always on",
+            fix="read longer documents or use smaller blocks",
+        )
+    names: dict[str, str] = {}
+    for reading in readings:
+        if reading.sha256 in names:
+            raise ArgumentError(
+                "two documents begin with the same tokens",
+                got=f"{names[reading.sha256]} and {reading.name}",
+                expected="every text once",
+            )
+        names[reading.sha256] = reading.name
+    return readings
+
+
+def _batches(count: int, at_once: int) -> list[list[int]]:
+    """Indices, `at_once` at a time; the last ones are repeated to fill a batch."""
+    starts = range(0, count, at_once)
+    return [[min(start + i, count - 1) for i in range(at_once)] for start in starts]
+
+
+def _components(
+    observe: Observe, readings: Sequence[Reading], settings: Settings
+) -> Int[np.ndarray, "L Hk D"]:
+    """Components of queries and keys, those first that move scores most."""
+    spread = 0.0
+    for batch in _batches(len(readings), settings.at_once):
+        tokens = np.stack([readings[i].tokens[:GLANCE] for i in batch])
+        found: Moments = observe(jax.numpy.asarray(tokens), watch_moments)
+        queries, keys = (np.asarray(x, np.float64) for x in found)
+        for place in range(len(set(batch))):
+            spread = spread + queries[:, place] * keys[:, place]
+    # Equal spreads, such as those of components that are always 0, keep their order.
+    return np.argsort(-spread, axis=-1, kind="stable").astype(np.int32)
+
+
+def _key(model: CalibratedModel, reading: Reading, settings: Settings, components) -> str:
+    """All that the masses of a document depend on."""
+    return json.dumps({
+        "model": model.digest,
+        "tokens": reading.sha256,
+        "block": settings.block,
+        "selectors": [repr(selector) for selector in settings.selectors],
+        "components": hashlib.sha256(components.tobytes()).hexdigest(),
+        "versions": environment().versions,
+        "source": source_digest(*SOURCES),
+    }, sort_keys=True)  # fmt: skip
+
+
+def _measure(observe, readings, keys, settings: Settings, components, shelf: Shelf, watch) -> None:
+    selectors = {selector.name: selector for selector in settings.selectors}
+    look = watch_masses(settings.block, selectors, components)
+    missing = [i for i, key in enumerate(keys) if key not in shelf]
+    known = len(keys) - len(missing)
+    if known:
+        watch(Progress(known, len(keys), "earlier runs", False, 0.0, None))
+    start, done = time.monotonic(), 0
+    for batch in _batches(len(missing), settings.at_once):
+        own = [missing[i] for i in dict.fromkeys(batch)]
+        tokens = np.stack([readings[missing[i]].tokens for i in batch])
+        found: LayerMasses = observe(jax.numpy.asarray(tokens), look)
+        for place, index in enumerate(own):
+            shelf.put(keys[index], _document(found, place))
+            done += 1
+        elapsed = time.monotonic() - start
+        to_go = elapsed / done * (len(missing) - done)
+        label = readings[own[-1]].name
+        watch(Progress(known + done, len(keys), label, True, elapsed, to_go))
+
+
+def _document(found: LayerMasses, place: int) -> DocumentMasses:
+    """One document of a batch, its layers and heads in one axis."""
+    flat = lambda x: np.asarray(x[:, place]).reshape(-1, *x.shape[3:])
+    estimates = {name: flat(masses) for name, masses in found.estimates.items()}
+    return DocumentMasses(flat(found.entropy), flat(found.true), estimates)
+
+
+def _profile(
+    model: CalibratedModel, readings, keys, settings: Settings, components, shelf: Shelf
+) -> Profile:
+    context = len(readings[0].tokens)
+    n, always, count = blocks_of(context, settings.block), settings.always, len(keys)
+    names = [selector.name for selector in settings.selectors]
+    corrections = {name: fit.Correction(model.heads, n, always) for name in names}
+    for key in keys:
+        document = shelf.get(key)
+        for name in names:
+            corrections[name].add(document.true, document.estimates[name])
+    weights = {name: correction.weights() for name, correction in corrections.items()}
+    summaries, entropy = [], 0.0
+    curves: dict[str, Any] = dict.fromkeys(("oracle", *names), 0.0)
+    for key in keys:
+        document = shelf.get(key)
+        entropy = entropy + document.entropy.astype(np.float64) / count
+        summaries.append(fit.summarise(document.true, always))
+        for name in curves:
+            order = document.true
+            if name != "oracle":
+                order = fit.corrected(document.estimates[name], weights[name])
+            curves[name] = curves[name] + fit.curve(document.true, order, always) / count
+    heads = (model.layers, model.q_heads)
+    shaped = lambda x: np.asarray(x).reshape(*heads, *np.shape(x)[1:])
+    mean: dict[str, Any] = {
+        field.name: shaped(np.mean([getattr(s, field.name) for s in summaries], axis=0))
+        for field in dataclasses.fields(fit.Summary)
+    }
+    return Profile(
+        model=model,
+        documents=tuple(
+            CalibrationDocument(name=reading.name, sha256=reading.sha256, tokens=context)
+            for reading in readings
+        ),
+        context=context,
+        block=settings.block,
+        always=always,
+        seed=0,
+        environment=environment(own_checkout()),
+        entropy=shaped(entropy),
+        curves={name: shaped(values) for name, values in curves.items()},
+        selector_weights={name: shaped(values) for name, values in weights.items()},
+        components=components,
+        **mean,
+    )

@@ -1,0 +1,141 @@
+"""Pictures of heads and policies as SVG that lives inside a page; knows shapes, not files"""
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from jaxtyping import Float
+
+from xsake.hads.budget import AlwaysOn, level_totals, visible_blocks
+from xsake.hads.report.markup import Markup, element
+
+MOST_POINTS = 24  # of a line
+CELL = 38, 20
+MARGIN = 34  # for the numbers of layers
+PANEL = 240, 120  # of kept mass, in units of a head's picture
+STRIP = 56  # of mass by distance, below it
+LIGHTEST = 1e-5  # mass that is still told from nothing
+
+
+def heat_map(
+    values: Float[np.ndarray, "L Hq"],
+    *,
+    label: str,
+    most: float,
+    shown: Callable[[float], str],
+    told: Callable[[float], str],
+) -> Markup:
+    """Layers down, heads across, a number in every cell.
+
+    Args:
+        values: at least 0.
+        label: what they are.
+        most: the value of the strongest colour.
+        shown: a value in two or three letters.
+        told: a value as the words that a pointer gets.
+    """
+    layers, heads = values.shape
+    wide, high = CELL
+    cells = [
+        element(
+            "g",
+            element("title", f"layer {i}, head {j}: {told(value)}"),
+            element(
+                "rect",
+                x=MARGIN + j * wide,
+                y=high + i * high,
+                width=wide - 1,
+                height=high - 1,
+                fill_opacity=round(min(value / most, 1), 2) if most > 0 else 0,
+            ),
+            element("text", shown(value), x=MARGIN + (j + 0.5) * wide, y=high * (i + 1.7)),
+        )
+        for i, row in enumerate(values.tolist())
+        for j, value in enumerate(row)
+    ]
+    rows = [
+        element(
+            "a",
+            element("text", f"L{i}", x=MARGIN - 16, y=high * (i + 1.7)),
+            href=f"#layer-{i}",
+            aria_label=f"layer {i} in detail",
+        )
+        for i in range(layers)
+    ]
+    tops = [
+        element("text", f"H{j}", x=MARGIN + (j + 0.5) * wide, y=high * 0.7) for j in range(heads)
+    ]
+    size = MARGIN + heads * wide, (layers + 1) * high
+    return element(
+        "svg",
+        *rows,
+        *tops,
+        *cells,
+        class_="map",
+        viewBox=f"0 0 {size[0]} {size[1]}",
+        style=f"min-width:{MARGIN + heads * 24}px;max-width:{size[0] * 1.3:.0f}px",
+        role="group",
+        aria_label=label,
+    )
+
+
+def head_picture(
+    title: str,
+    curves: Sequence[tuple[str, Float[np.ndarray, " levels"]]],
+    point: tuple[float, float] | None,
+    offset_mass: Float[np.ndarray, " Nk"],
+    always: AlwaysOn,
+) -> Markup:
+    """What one head keeps at every share of blocks, and how far back it looks.
+
+    Args:
+        title: for pointers and for those who hear the page.
+        curves: class of the line, and mean of -log(kept mass) at `k` from 0 blocks per row.
+        point: share of blocks and kept mass of the plan.
+        offset_mass: mean mass of blocks by distance.
+        always: what the head computes anyway.
+    """
+    wide, high = PANEL
+    lines = [
+        element("polyline", class_=name, points=_kept_points(curve, always))
+        for name, curve in curves
+    ]
+    if point is not None:
+        place = {"cx": round(point[0] * wide), "cy": round((1 - point[1]) * high)}
+        lines.append(element("circle", class_="plan", r=7, **place))
+    return element(
+        "svg",
+        element("title", title),
+        element("path", class_="frame", d=f"M0 0V{high}H{wide}M0 {high + 8}v{STRIP}h{wide}"),
+        *lines,
+        element("polyline", class_="far", points=_distance_points(offset_mass)),
+        class_="head",
+        viewBox=f"-8 -8 {wide + 16} {high + STRIP + 20}",
+        role="img",
+    )
+
+
+def _kept_points(curve: Float[np.ndarray, " levels"], always: AlwaysOn) -> str:
+    """Kept mass over the share of blocks, at most `MOST_POINTS`, evenly spread over blocks."""
+    n = len(curve) - 1
+    levels = np.arange(min(always.level, n), n + 1)
+    cost = level_totals(levels, n, always)
+    wanted = np.linspace(cost[0], cost[-1], MOST_POINTS)
+    taken = np.unique(np.searchsorted(cost, wanted))
+    x = cost[taken] / visible_blocks(n) * PANEL[0]
+    y = (1 - np.exp(-curve[levels[taken]])) * PANEL[1]
+    return _points(x, y)
+
+
+def _distance_points(offset_mass: Float[np.ndarray, " Nk"]) -> str:
+    """Mass over distance in blocks, both in logarithms; far distances are averaged."""
+    n = len(offset_mass)
+    edges = np.unique(np.geomspace(1, n + 1, MOST_POINTS + 1).round().astype(int)) - 1
+    sums = np.add.reduceat(offset_mass, edges[:-1])
+    masses = np.clip(sums / np.diff(edges), LIGHTEST, 1)
+    middle = np.log1p((edges[:-1] + edges[1:] - 1) / 2) / max(math.log(n), 1e-9)
+    return _points(middle * PANEL[0], PANEL[1] + 8 + np.log(masses) / math.log(LIGHTEST) * STRIP)
+
+
+def _points(x: Float[np.ndarray, " P"], y: Float[np.ndarray, " P"]) -> str:
+    return " ".join(f"{a:.0f},{b:.0f}" for a, b in zip(x, y, strict=True))

@@ -1,0 +1,25 @@
+"""Selectors: which blocks an input needs, estimated at run time from its queries and keys."""
+
+from xsake.hads.selectors.antidiagonal import Antidiagonal
+from xsake.hads.selectors.cumulant import Cumulant
+from xsake.hads.selectors.pooled import Pooled
+from xsake.hads.selectors.sampled import Sampled
+from xsake.hads.selectors.selector import Look, Selector, mixed
+
+SELECTORS: dict[str, type[Selector]] = {
+    "sampled": Sampled,
+    "cumulant": Cumulant,
+    "antidiagonal": Antidiagonal,
+    "pooled": Pooled,
+}
+
+__all__ = [
+    "SELECTORS",
+    "Antidiagonal",
+    "Cumulant",
+    "Look",
+    "Pooled",
+    "Sampled",
+    "Selector",
+    "mixed",
+]

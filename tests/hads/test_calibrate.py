@@ -1,0 +1,134 @@
+"""Calibration measures what it says, and neither order, interruption nor devices change it."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from xsake import hads
+from xsake.errors import ArgumentError
+from xsake.hads import fit
+from xsake.hads.selectors import Pooled, Sampled
+
+LAYERS, HEADS, DIM, VOCABULARY = 2, 2, 8, 32
+MODEL = hads.CalibratedModel(
+    name="toy", digest="0", layers=LAYERS, q_heads=HEADS, kv_heads=1, head_dim=DIM
+)
+SETTINGS = hads.Settings(block=8, selectors=(Sampled(2, 4), Pooled()))
+
+
+def toy(params, tokens, attention):
+    x = params[tokens]
+    for layer in range(LAYERS):
+        q = (1 + layer) * x[:, :, None, :].repeat(HEADS, 2) * np.array([[[[1], [3]]]])
+        x = x + attention(q, x[:, :, None], x[:, :, None]).mean(2)
+
+
+@pytest.fixture(scope="module")
+def observe():
+    return hads.observer(toy, jax.random.normal(jax.random.key(0), (VOCABULARY, DIM)))
+
+
+@pytest.fixture(scope="module")
+def readings():
+    draw = np.random.default_rng(0).integers(0, VOCABULARY, (3, 64))
+    return [hads.Reading(f"text {i}", row.astype(np.int32)) for i, row in enumerate(draw)]
+
+
+@pytest.fixture(scope="module")
+def profile(observe, readings):
+    return hads.calibrate(observe, MODEL, readings, SETTINGS)
+
+
+def test_a_profile_says_what_was_measured(profile):
+    assert [document.tokens for document in profile.documents] == [64] * 3
+    assert set(profile.curves) == {"oracle", "sampled", "pooled"}
+    assert (profile.entropy[:, 1] < profile.entropy[:, 0]).all(), "the sharper head"
+    for name in ("sampled", "pooled"):
+        gap = profile.curves[name] - profile.curves["oracle"]
+        assert gap.min() > -1e-5 and gap[..., 4:7].max() > 0
+
+
+def test_the_order_of_documents_changes_nothing(profile, observe, readings):
+    assert hads.calibrate(observe, MODEL, readings[::-1], SETTINGS).digest == profile.digest
+
+
+def test_a_run_that_was_stopped_goes_on(profile, observe, readings, tmp_path):
+    def stop_after_one(progress):
+        if progress.done == 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        hads.calibrate(
+            observe, MODEL, readings, SETTINGS, shelf=hads.Shelf(tmp_path), watch=stop_after_one
+        )
+    seen = []
+    again = hads.calibrate(
+        observe, MODEL, readings, SETTINGS, shelf=hads.Shelf(tmp_path), watch=seen.append
+    )
+    assert [(progress.done, progress.is_new) for progress in seen] == [
+        (1, False), (2, True), (3, True)
+    ]  # fmt: skip
+    assert again.digest == profile.digest
+
+
+def test_a_damaged_file_is_measured_again(profile, observe, readings, tmp_path):
+    hads.calibrate(observe, MODEL, readings, SETTINGS, shelf=hads.Shelf(tmp_path))
+    next(tmp_path.iterdir()).write_bytes(b"half of it")
+    again = hads.calibrate(observe, MODEL, readings, SETTINGS, shelf=hads.Shelf(tmp_path))
+    assert again.digest == profile.digest
+
+
+def test_documents_side_by_side_give_the_same_profile(profile, observe, readings):
+    wide = dataclasses.replace(SETTINGS, at_once=2)
+    found = hads.calibrate(observe, MODEL, readings, wide)
+    assert np.allclose(found.curves["sampled"], profile.curves["sampled"], atol=2e-3)
+
+
+def test_documents_of_other_lengths_or_too_short_are_refused(observe, readings):
+    longer = hads.Reading("longer", np.zeros(72, np.int32))
+    with pytest.raises(ArgumentError, match="one length"):
+        hads.calibrate(observe, MODEL, [*readings, longer], SETTINGS)
+    with pytest.raises(ArgumentError, match="too short"):
+        hads.calibrate(observe, MODEL, readings, dataclasses.replace(SETTINGS, block=32))
+    with pytest.raises(ArgumentError, match="same tokens"):
+        hads.calibrate(observe, MODEL, [readings[0], readings[0]], SETTINGS)
+
+
+def test_kl_is_minus_the_log_of_kept_mass():
+    random = np.random.default_rng(0)
+    logits = random.normal(size=(5, 40))
+    dense = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    keep = random.random((5, 40)) < 0.4
+    sparse = np.where(keep, dense, 0) / (dense * keep).sum(-1, keepdims=True)
+    divergence = np.where(keep, sparse * np.log(np.where(keep, sparse, 1) / dense), 0).sum(-1)
+    assert np.abs(divergence + np.log((dense * keep).sum(-1))).max() < 1e-5
+
+
+def test_a_curve_is_what_its_choice_keeps():
+    always, n = hads.AlwaysOn(), 8
+    random = np.random.default_rng(1)
+    true = np.tri(n) * random.random((2, n, n))
+    true /= true.sum(-1, keepdims=True)
+    order = random.random((2, n, n))
+    found = fit.curve(true, order, always)
+    for k in range(n + 1):
+        losses = []
+        for row in range(n):
+            kept = set(np.flatnonzero(always.grid(n)[row]).tolist())
+            rest = [j for j in range(row + 1) if j not in kept]
+            best = sorted(rest, key=lambda j, row=row: -order[0, row, j])
+            kept |= set(best[: max(0, k - len(kept))])
+            losses.append(-np.log(true[0, row, sorted(kept)].sum()))
+        assert found[0, k] == pytest.approx(np.mean(losses), abs=1e-6)
+
+
+def test_corrections_find_the_weights_that_made_the_masses():
+    always, n = hads.AlwaysOn(), 16
+    random = np.random.default_rng(2)
+    estimate = (np.tri(n) * random.random((1, n, n))).astype(np.float32)
+    weights = np.array([[0.6, 0.3, 0.2]])
+    correction = fit.Correction(1, n, always)
+    correction.add(fit.corrected(estimate, weights), estimate)
+    assert np.allclose(correction.weights(), weights, atol=1e-3)
