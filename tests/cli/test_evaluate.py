@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from tests.evaluation import sample
 from xsake import cli, masks
-from xsake.cli.evaluate import _opening
+from xsake.cli.subject import opening_of
 from xsake.evaluation import read, run
 from xsake.evaluation.score import Scores
 from xsake.layout import BlockLayout
@@ -157,6 +157,6 @@ def test_the_opening_is_what_the_tokenizer_adds_before_a_text():
         added = lambda text, adds_special: [*before, 65, *after] if adds_special else [65]
         return lambda text, adds_special=False: np.array(added(text, adds_special), np.int32)
 
-    assert _opening(adding([], [])) == ()
-    assert _opening(adding([1], [2])) == (1,)
-    assert _opening(adding([], [2])) == ()
+    assert opening_of(adding([], [])) == ()
+    assert opening_of(adding([1], [2])) == (1,)
+    assert opening_of(adding([], [2])) == ()

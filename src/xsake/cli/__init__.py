@@ -9,16 +9,22 @@ import typer
 
 import xsake
 from xsake.cli import doctor
+from xsake.cli.calibrate import run_calibrate
 from xsake.cli.certify import run_certify
 from xsake.cli.evaluate import run_evaluate
 from xsake.cli.generate import run_generate
+from xsake.cli.plan import plan_app
+from xsake.cli.report import run_report
 
 __all__ = ["app"]
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="markdown")
+app.command("calibrate")(run_calibrate)
 app.command("certify")(run_certify)
 app.command("evaluate")(run_evaluate)
 app.command("generate")(run_generate)
+app.command("report")(run_report)
+app.add_typer(plan_app, name="plan")
 
 
 def _print_version(wanted: bool) -> bool:

@@ -1,10 +1,7 @@
 """`xsake evaluate`: its arguments, its progress and its tables; the work is done elsewhere."""
 
-import contextlib
 import json
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Annotated, Any, Literal
 
 import rich.console
@@ -12,13 +9,16 @@ import typer
 from rich.markup import escape
 
 from xsake import masks
+from xsake.cli.exits import exit_codes
 from xsake.cli.screen import MovingLine
-from xsake.errors import ArgumentError, MissingExtraError, XsakeError
+from xsake.cli.subject import evaluation_library, subject_of
+from xsake.errors import ArgumentError
 
-CANNOT_RUN, INTERRUPTED = 2, 130  # exit codes
 MOST_BYTES = 2**28  # of a mask or a layout
 _TEXT = "A .txt, .raw or .jsonl file, or a folder of .txt files; may be given several times."
 _MASK = 'Compare with this mask, such as "window(1023, 0) | sinks(4)", or with one in a .json file.'
+_LAYOUT = "Compare with the listed blocks of a layout's .json."
+_PLAN = "Compare with a plan, as `xsake calibrate` makes it."
 
 
 def run_evaluate(
@@ -26,9 +26,8 @@ def run_evaluate(
     text: Annotated[list[Path], typer.Option(help=_TEXT)],
     context: Annotated[str, typer.Option(help="Tokens per window, several with commas.")] = "2048",
     mask: Annotated[str | None, typer.Option(help=_MASK)] = None,
-    layout: Annotated[
-        Path | None, typer.Option(help="Compare with the listed blocks of a layout's .json.")
-    ] = None,
+    layout: Annotated[Path | None, typer.Option(help=_LAYOUT)] = None,
+    plan: Annotated[Path | None, typer.Option(help=_PLAN)] = None,
     documents: Annotated[
         int | None, typer.Option(help="Only the first so many that are long enough.")
     ] = None,
@@ -54,15 +53,15 @@ def run_evaluate(
 ) -> None:
     """Measure how good a model is, and what another attention changes.
 
-    Perplexity with intervals over documents, NLL by position and far copies; with --mask or
-    --layout also the divergence from dense attention. An interrupted run goes on where it stopped:
-    results are kept beside the report. Exit code 0 if all is done, 2 if the command cannot run,
-    130 after Ctrl-C.
+    Perplexity with intervals over documents, NLL by position and far copies; with --mask,
+    --layout or --plan also the divergence from dense attention. An interrupted run goes on where
+    it stopped: results are kept beside the report. Exit code 0 if all is done, 2 if the command
+    cannot run, 130 after Ctrl-C.
     """
     out = out or Path(f"xsake-evaluation-{model.resolve().name}.json")
     console = rich.console.Console(quiet=as_json)
-    with _exit_codes():
-        evaluation = _evaluation()
+    with exit_codes():
+        evaluation = evaluation_library()
         settings = evaluation.Settings(
             contexts=_numbers("--context", context),
             documents=documents,
@@ -71,9 +70,9 @@ def run_evaluate(
             far_copy_samples=far_copy_samples,
             seed=seed,
         )
-        candidate = _candidate(mask, layout)
         texts = evaluation.read_texts(text)
-        subject = _subject(model, dtype)
+        candidate = _candidate(mask, layout, plan)
+        subject = subject_of(model, dtype)
         kept = evaluation.Journal(out.with_suffix(".windows.jsonl"), fresh=fresh)
         with _Screen(console, "cutting texts, compiling") as screen:
             report = evaluation.evaluate(
@@ -90,62 +89,21 @@ def run_evaluate(
     console.print(f"{report.seconds:.0f} s of scoring; written to {escape(places)}")
 
 
-@contextlib.contextmanager
-def _exit_codes() -> Iterator[None]:
-    """What went wrong, as a message on stderr and an exit code."""
-    try:
-        yield
-    except KeyboardInterrupt as stop:
-        typer.echo("Interrupted. The same command, without --fresh, goes on from here.", err=True)
-        raise typer.Exit(code=INTERRUPTED) from stop
-    except XsakeError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(code=CANNOT_RUN) from error
-    except OSError as error:
-        typer.echo(f"A file cannot be written: {error}", err=True)
-        raise typer.Exit(code=CANNOT_RUN) from error
-
-
-def _evaluation() -> ModuleType:
-    """The library behind the command, which needs more than the base install."""
-    try:
-        from xsake import evaluation
-    except ModuleNotFoundError as error:
-        raise MissingExtraError(
-            "models need more packages", got=error.name, fix="pip install 'xsake[model]'"
-        ) from error
-    return evaluation
-
-
-def _subject(folder: Path, dtype: str) -> Any:
-    """The model of a folder, ready to be evaluated."""
-    from xsake.evaluation import Subject, identify
-    from xsake.model.huggingface import load
-    from xsake.model.tokenizer import Tokenizer
-
-    tokenizer = Tokenizer.load(folder)
-    loaded = load(folder, compute_dtype=dtype, param_dtype=dtype)
-    opening = _opening(tokenizer.encode)
-    return Subject(loaded.model, tokenizer.encode, identify(folder), dtype, opening)
-
-
-def _opening(encode: Callable) -> tuple[int, ...]:
-    """What the tokenizer puts before any text: whatever comes before the text's own tokens."""
-    bare, whole = encode("a").tolist(), encode("a", adds_special=True).tolist()
-    starts = range(len(whole) - len(bare) + 1)
-    return tuple(next((whole[:i] for i in starts if whole[i : i + len(bare)] == bare), []))
-
-
-def _candidate(mask: str | None, layout: Path | None) -> Any:
+def _candidate(mask: str | None, layout: Path | None, plan: Path | None) -> Any:
     from xsake.evaluation import Candidate
+    from xsake.hads import SparsityPlan
     from xsake.layout import BlockLayout
 
-    if mask is not None and layout is not None:
+    asked = {"--mask": mask, "--layout": layout, "--plan": plan}
+    given = [name for name, value in asked.items() if value is not None]
+    if len(given) > 1:
         raise ArgumentError(
             "one attention can be compared with dense attention at a time",
-            got="--mask and --layout",
+            got=" and ".join(given),
             expected="one of them",
         )
+    if plan is not None:
+        return Candidate.of_plan(SparsityPlan.load(plan))
     if layout is not None:
         return Candidate.of_layout(BlockLayout.from_json(_content(layout)))
     return None if mask is None else Candidate.of_mask(_mask(mask))

@@ -5,7 +5,10 @@ import hashlib
 import json
 
 from xsake import masks
+from xsake.hads import Planned, SparsityPlan
+from xsake.hads.budget import visible_blocks
 from xsake.layout import BlockLayout
+from xsake.layout.grid import blocks_of
 from xsake.masks import AbstractMask, Causal
 from xsake.model import Attend, Listed, Masked
 
@@ -42,6 +45,11 @@ class Candidate:
         """The listed blocks of a layout in every layer, under the model's own rule."""
         return cls(repr(layout), Listed(layout), _digest(layout.to_json()), layout.q_tokens)
 
+    @classmethod
+    def of_plan(cls, plan: SparsityPlan) -> "Candidate":
+        """The blocks that a plan chooses for each input, at any length."""
+        return cls(plan.summary, Planned(plan), _digest(plan.to_json()))
+
     def budget(self, tokens: int) -> float | None:
         """Computed / causally visible blocks at a length; None if nobody can tell beforehand."""
         match self.attend:
@@ -50,6 +58,9 @@ class Candidate:
                 layout = BlockLayout.from_mask(Causal() & mask, q_tokens=tokens, **sizes)
             case Listed(layouts=BlockLayout() as listed):
                 layout = listed.with_mask(Causal())
+            case Planned(plan=plan):
+                n = blocks_of(tokens, plan.block)
+                return float(plan.totals(n).sum() / (plan.model.heads * visible_blocks(n)))
             case _:
                 return None
         return layout.stats().budget

@@ -26,7 +26,10 @@ from xsake.evaluation.windows import Cut, Encode, Library, cut_windows
 from xsake.model import Decoder
 
 # What decides a number.
-SOURCES = ("attention", "evaluation/score.py", "kernels", "layout", "masks", "model")
+SOURCES = (
+    "attention", "evaluation/score.py", "hads/attend.py", "hads/budget.py", "hads/choose.py",
+    "hads/plan.py", "hads/selectors", "kernels", "layout", "masks", "model",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,26 @@
+"""What went wrong, as a message on stderr and an exit code; the same for every long command."""
+
+import contextlib
+from collections.abc import Iterator
+
+import typer
+
+from xsake.errors import XsakeError
+
+CANNOT_RUN, INTERRUPTED = 2, 130  # exit codes
+
+
+@contextlib.contextmanager
+def exit_codes() -> Iterator[None]:
+    """Ends the command where the body cannot go on."""
+    try:
+        yield
+    except KeyboardInterrupt as stop:
+        typer.echo("Interrupted. The same command, without --fresh, goes on from here.", err=True)
+        raise typer.Exit(code=INTERRUPTED) from stop
+    except XsakeError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(code=CANNOT_RUN) from error
+    except OSError as error:
+        typer.echo(f"A file cannot be written: {error}", err=True)
+        raise typer.Exit(code=CANNOT_RUN) from error

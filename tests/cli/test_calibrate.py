@@ -1,0 +1,145 @@
+"""`xsake calibrate` as its user sees it, with a tiny checkpoint on disk."""
+
+import json
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from tests.cli import tiny
+from xsake import cli
+from xsake.evaluation import read
+from xsake.hads import Profile, SparsityPlan
+from xsake.model import observer
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return tiny.save_checkpoint(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture
+def texts(tmp_path):
+    return tiny.save_texts(tmp_path / "texts.txt")
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    reader = type("Reader", (tiny.QuickObserver,), {})
+    monkeypatch.setattr(observer, "Observer", reader)
+    return reader
+
+
+@pytest.fixture
+def invoke(checkpoint, texts, tmp_path):
+    def call(*arguments, verb="calibrate", name="plan.json"):
+        always = ["--text", texts, "--context", 96, "-o", tmp_path / name]
+        always += ["--block", tiny.BLOCK] if verb == "calibrate" else []
+        command = [verb, checkpoint, *always, *arguments]
+        return CliRunner().invoke(cli.app, list(map(str, command)), env={"COLUMNS": "160"})
+
+    return call
+
+
+def test_a_checkpoint_is_calibrated_and_its_plan_evaluated(invoke, tmp_path):
+    done = invoke("--budget", "60%", "--documents", 1)
+    assert done.exit_code == 0, done.output
+    plan = SparsityPlan.load(tmp_path / "plan.json")
+    profile = Profile.load(tmp_path / "plan.profile.json")
+    assert plan.calibration.profile == profile.digest
+    assert (plan.budget, plan.policy.name, plan.selector.name) == (0.6, "kl", "sampled")
+    assert (plan.n, plan.calibration.documents) == (12, 1)
+    assert plan.blocks.sum() == round(0.6 * 2 * 78)
+    assert profile.documents[0].name.startswith("texts.txt#1")
+    assert np.isfinite(profile.entropy).all() and profile.entropy.min() > 0
+    assert "1 of 1: texts.txt#1" in done.output and plan.summary in done.output
+    assert f"written to {tmp_path / 'plan.json'}" in " ".join(done.output.split())
+
+    flags = ("--plan", tmp_path / "plan.json", "--no-far-copy", "--documents", 1)
+    done = invoke(*flags, verb="evaluate", name="evaluation.json")
+    assert done.exit_code == 0, done.output
+    (result,) = read(tmp_path / "evaluation.json").contexts
+    assert result.comparison.kl.value > 0
+    assert result.comparison.budget == pytest.approx(plan.blocks.sum() / (2 * 78))
+
+
+def test_json_is_all_that_is_printed(quick, invoke, tmp_path):
+    done = invoke("--budget", "0.6", "--json")
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout) == json.loads((tmp_path / "plan.json").read_text())
+
+
+def test_ctrl_c_leaves_with_130_and_the_same_command_goes_on(quick, invoke, tmp_path):
+    quick.stops_after = 1
+    done = invoke("--budget", "60%")
+    assert done.exit_code == 130 and "The same command, without --fresh, goes on" in done.stderr
+    assert "1 of 2" in done.output and not (tmp_path / "plan.json").exists()
+    done = invoke("--budget", "60%")  # measures one document, which is the one that is missing
+    assert done.exit_code == 0 and "1 of 2: earlier runs known" in done.output
+    whole = SparsityPlan.load(tmp_path / "plan.json")
+    quick.stops_after = 0
+    done = invoke("--budget", "60%")
+    assert done.exit_code == 0 and "2 of 2: earlier runs known" in done.output
+    assert invoke("--budget", "60%", "--fresh").exit_code == 130
+    quick.stops_after = None
+    assert invoke("--budget", "60%", "--fresh").exit_code == 0
+    assert SparsityPlan.load(tmp_path / "plan.json").heads == whole.heads
+
+
+def test_another_plan_of_the_same_texts_measures_nothing(quick, invoke, tmp_path):
+    assert invoke("--budget", "60%").exit_code == 0
+    quick.stops_after = 0
+    for policy in ("uniform", "entropy_budget", "mass", "static", "original"):
+        done = invoke("--budget", "70%", "--policy", policy)
+        assert done.exit_code == 0, done.output
+        plan = SparsityPlan.load(tmp_path / "plan.json")
+        assert (plan.policy.name, plan.blocks.sum()) == (policy, round(0.7 * 2 * 78))
+
+
+def test_a_policy_that_finds_its_own_budget_is_asked_for_none(quick, invoke, tmp_path):
+    done = invoke("--policy", "entropy")
+    assert done.exit_code == 0, done.output
+    plan = SparsityPlan.load(tmp_path / "plan.json")
+    assert plan.policy.name == "entropy" and plan.budget == plan.blocks.sum() / (2 * 78)
+    done = invoke("--policy", "entropy", "--budget", "60%")
+    assert done.exit_code == 2 and "leave --budget out" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--budget", "20%"), "does not even buy the always-on blocks"),
+        (("--budget", "20%", "--policy", "original"), "does not even buy the always-on blocks"),
+        (("--budget", "much"), "--budget takes a share"),
+        (("--budget", "140%"), "a share of the visible blocks"),
+        (("--policy", "best"), "there is no such policy"),
+        (("--policy", "top_p"), "expected: p, curve"),
+        (("--selector", "best"), "there is no such selector"),
+        (("--context", "5000"), "at least 5000 tokens"),
+        (("--context", "24", "--budget", "1"), "too short to choose blocks in"),
+        (("--text", "none.txt"), "no such text"),
+        (("--devices", "99"), "not so many devices"),
+        (("--devices", "0"), "--devices"),
+        (("--block", "0"), "--block"),
+    ],
+)
+def test_what_cannot_run_says_why_before_anything_is_measured(
+    quick, invoke, tmp_path, arguments, words
+):
+    quick.stops_after = 0
+    done = invoke(*arguments)
+    assert done.exit_code == 2, done.output
+    assert words in " ".join(done.stderr.split())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["texts.txt"]
+
+
+def test_texts_that_begin_alike_are_refused(quick, invoke, texts):
+    texts.write_text("\n<|endoftext|>\n".join(["the cat sat on the mat. " * 20] * 2))
+    done = invoke("--budget", "60%")
+    assert done.exit_code == 2 and "two documents begin with the same tokens" in done.stderr
+
+
+def test_a_folder_that_cannot_be_written_is_told(quick, invoke, tmp_path):
+    (tmp_path / "file").write_text("")
+    done = invoke("--budget", "60%", name="file/plan.json")
+    assert done.exit_code == 2 and "Not a directory" in done.stderr, done.output

@@ -1,0 +1,160 @@
+"""`xsake plan` as its user sees it: shown, compared, and checked on other texts."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.cli import tiny
+from tests.hads.sample import POOLED, profile
+from xsake import cli
+from xsake.hads import Profile, SparsityPlan, drift
+from xsake.hads.policy import KL, Static, Uniform
+from xsake.model import observer
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(cli.app, ["plan", *map(str, arguments)], env={"COLUMNS": "160"})
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return tiny.save_checkpoint(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    reader = type("Reader", (tiny.QuickObserver,), {})
+    monkeypatch.setattr(observer, "Observer", reader)
+    return reader
+
+
+def calibrate(checkpoint, texts, out):
+    command = ["calibrate", checkpoint, "--text", texts, "--context", 96, "--block", tiny.BLOCK]
+    command += ["--budget", "60%", "-o", out]
+    done = CliRunner().invoke(cli.app, list(map(str, command)))
+    assert done.exit_code == 0, done.output
+    return out
+
+
+@pytest.fixture
+def texts(tmp_path):
+    return tiny.save_texts(tmp_path / "texts.txt")
+
+
+@pytest.fixture
+def plan(quick, checkpoint, texts, tmp_path):
+    return calibrate(checkpoint, texts, tmp_path / "plan.json")
+
+
+@pytest.fixture
+def check(checkpoint, texts):
+    return lambda plan, *flags: invoke("check", plan, checkpoint, "--text", texts, *flags)
+
+
+def saved(path, policy, **options):
+    SparsityPlan.of(profile(n=12), policy, 0.6, **options).save(path)
+    return path
+
+
+def test_a_plan_is_shown(tmp_path):
+    path = saved(tmp_path / "plan.json", KL(), selector=POOLED)
+    done = invoke("show", path)
+    assert done.exit_code == 0
+    assert done.output == str(SparsityPlan.load(path)) + "\n" and "fed most" in done.output
+
+
+def test_two_plans_are_compared(tmp_path):
+    old = saved(tmp_path / "old.json", Uniform(), selector=POOLED)
+    new = saved(tmp_path / "new.json", KL(), selector=POOLED)
+    done = invoke("diff", old, new)
+    assert done.exit_code == 0 and "policy.name: uniform -> kl" in done.output
+    assert invoke("diff", old, old).output == "no difference\n"
+
+
+@pytest.mark.parametrize("verb", [("show",), ("diff", "none.json")])
+def test_what_is_no_plan_is_refused(tmp_path, verb):
+    (tmp_path / "plan.json").write_text("{}")
+    done = invoke(*verb, tmp_path / "plan.json")
+    assert done.exit_code == 2 and "XSK-102" in done.stderr
+
+
+def test_a_plan_fits_the_texts_it_was_calibrated_on(checkpoint, texts, tmp_path):
+    """The real model: what is read again is what was promised."""
+    plan = calibrate(checkpoint, texts, tmp_path / "plan.json")
+    done = invoke("check", plan, checkpoint, "--text", texts)
+    assert done.exit_code == 0, done.output
+    promised = drift.promised_loss(
+        SparsityPlan.load(plan), Profile.load(tmp_path / "plan.profile.json")
+    ).mean()
+    assert "2 of 2: texts.txt#2" in done.output
+    sentence = f"mean KL {promised:.4f} nats on 2 documents, {promised:.4f} promised; 0 of 2 heads"
+    assert f"The plan still fits: {sentence} lost." in done.output
+    assert "beyond 2 times its promised KL and 0.1 nats more" in done.output
+    assert "at most 1.5 times" in done.output and "at most 5% of the heads" in done.output
+
+
+def test_a_plan_that_does_not_fit_leaves_with_1(quick, plan, check):
+    quick.far = True
+    done = check(plan, "--documents", 1)
+    assert done.exit_code == 1, done.output
+    assert "The plan does not fit: mean KL" in done.output and "on 1 document," in done.output
+    assert "2 of 2 heads lost: L0H" in done.output
+
+
+def test_json_is_all_that_is_printed(quick, plan, check):
+    quick.far = True
+    done = check(plan, "--json")
+    assert done.exit_code == 1
+    told = json.loads(done.stdout)
+    assert told["fits"] is False and told["documents"] == 2 and told["notes"] == []
+    assert told["mean_kl"] > 1.5 * told["promised_mean_kl"] > 0
+    assert told["limits"]["head_nats"] == 0.1
+
+
+def test_what_else_is_different_is_said(plan, check):
+    changed = json.loads(plan.read_text())
+    changed["model"]["digest"] = "another"
+    plan.write_text(json.dumps(changed))
+    done = check(plan, "--context", 128)
+    assert done.exit_code in (0, 1), done.output
+    assert "Read 128 tokens; calibrated with 96." in done.output
+    assert "The model's files are not those that were calibrated." in done.output
+
+
+def test_the_profile_may_lie_elsewhere(plan, check, tmp_path):
+    elsewhere = (tmp_path / "plan.profile.json").rename(tmp_path / "moved.json")
+    done = check(plan)
+    assert done.exit_code == 2 and "name it with --profile" in done.stderr
+    assert check(plan, "--profile", elsewhere).exit_code in (0, 1)
+
+
+def test_ctrl_c_leaves_with_130(quick, plan, check):
+    quick.stops_after = 0
+    done = check(plan)
+    assert done.exit_code == 130 and "Nothing was kept" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--text", "none.txt"), "no such text"),
+        (("--context", "5000"), "at least 5000 tokens"),
+        (("--context", "24"), "too short to choose blocks in"),
+        (("--profile", "none.json"), "none.json"),
+        (("--documents", "0"), "--documents"),
+    ],
+)
+def test_what_cannot_run_says_why_and_leaves_with_2(plan, check, flags, words):
+    done = check(plan, *flags)
+    assert done.exit_code == 2 and words in done.stderr, done.output
+
+
+def test_plans_of_other_models_and_static_ones_cannot_be_checked(check, tmp_path):
+    profile(n=12).save(tmp_path / "plan.profile.json")
+    other = saved(tmp_path / "plan.json", KL(), selector=POOLED)
+    done = check(other, "--context", 96)
+    assert done.exit_code == 2 and "made for another model" in done.stderr, done.output
+    static = saved(tmp_path / "plan.json", Static())
+    done = check(static)
+    assert done.exit_code == 2 and "xsake evaluate --plan" in done.stderr, done.output
