@@ -1,0 +1,283 @@
+"""The ladder: every rule and every policy at equal exact counts of blocks, on a real model.
+
+python -m benchmarks.hads.ladder --context 4096 --block 64     # after benchmarks.hads.capture
+python -m benchmarks.hads.ladder --context 8192 --block 32 --tests 8
+
+Inputs of every layer are those of the dense model: the error of attention alone. Rows go to
+results/ladder.jsonl, one per (context, block, rule, budget), means over the test documents; a
+run that is stopped goes on at the document where it stopped.
+"""
+
+import argparse
+import dataclasses
+import json
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.hads.capture import CACHE, SCALE, captured, replay
+from benchmarks.hads.corpus import Document, documents
+from benchmarks.hads.losses import Ballot, Loss, Masses
+from benchmarks.smollm2 import directory
+from xsake.bench.environment import environment, own_checkout
+from xsake.bench.whole_file import write_whole
+from xsake.hads.attend import Planned
+from xsake.hads.budget import (
+    AlwaysOn,
+    row_counts_of_heads,
+    shared_out,
+    take_pool,
+    take_rows,
+    visible_blocks,
+)
+from xsake.hads.budget import total_blocks as blocks_for
+from xsake.hads.calibrate import Reading, Settings, calibrate
+from xsake.hads.choose import Scope as Spread
+from xsake.hads.making import make_plan, policy_named
+from xsake.hads.plan import SparsityPlan
+from xsake.hads.profile import CalibratedModel, Profile
+from xsake.hads.rules import RULES, Rule, Scene, Scope
+from xsake.hads.selectors import Antidiagonal, Cumulant, Pooled, Sampled
+from xsake.hads.shelf import Shelf
+from xsake.masks import Causal
+from xsake.model import LayerCall
+from xsake.model.tokenizer import Tokenizer
+
+RESULTS = Path(__file__).resolve().parents[1] / "results"
+BUDGETS = (0.05, 0.075, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5)
+ALWAYS = AlwaysOn()
+WATCHED = 4  # calibration documents that published rules learn from, one of each kind
+SELECTORS = (Sampled(), Cumulant(), Antidiagonal(), Pooled())
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """Something that chooses blocks, under the name of its rows."""
+
+    name: str
+    policy: str
+    selector: str | None = None
+    spread: Spread = Spread.ROW
+
+
+# Ours; every other name of the ladder is a rule of `xsake.hads.rules`.
+ENTRIES = (
+    Entry("hads", "kl", "sampled", Spread.LAYER),
+    Entry("hads, per head", "kl", "sampled", Spread.HEAD),
+    Entry("hads, per row", "kl", "sampled", Spread.ROW),
+    Entry("uniform, sampled", "uniform", "sampled", Spread.ROW),
+    Entry("entropy_budget, sampled", "entropy_budget", "sampled", Spread.ROW),
+    Entry("mass, sampled", "mass", "sampled", Spread.LAYER),
+    Entry("kl, cumulant", "kl", "cumulant", Spread.LAYER),
+    Entry("kl, antidiagonal", "kl", "antidiagonal", Spread.LAYER),
+    Entry("kl, pooled", "kl", "pooled", Spread.LAYER),
+    Entry("static", "static"),
+    Entry("original", "original"),
+)
+
+
+class Ladder:
+    """One context and one block size.
+
+    Args:
+        context: tokens of every document.
+        block: tokens of a block.
+        corpus: all documents.
+    """
+
+    def __init__(self, context: int, block: int, corpus: list[Document]):
+        self.context, self.block, self.n = context, block, context // block
+        self.calibration = [x for x in corpus if x.split == "calibration"]
+        self.rules = {name: make() for name, make in RULES.items()}
+        least = ALWAYS.total(self.n) / visible_blocks(self.n)
+        self.budgets = [budget for budget in BUDGETS if budget > least]
+
+    def prepare(self) -> None:
+        """Calibrate our policies and the rules that learn."""
+        self.profile = self._profiled()
+        for document in self.calibration[:WATCHED]:
+            begin = time.monotonic()
+            self._watch(document)
+            print(f"rules watched {document.name}: {time.monotonic() - begin:.0f} s", flush=True)
+        for rule in self.rules.values():
+            rule.finish()
+        self.plans = {
+            (entry.name, budget): self._plan(entry, budget)
+            for entry in ENTRIES
+            for budget in self.budgets
+        }
+        spreads = {entry.name: entry.spread for entry in ENTRIES}
+        self.planned = {
+            key: Planned(plan, scope=spreads[key[0]]) for key, plan in self.plans.items()
+        }
+        self._masses = {s.name: self._masses_of(s.name) for s in SELECTORS}
+
+    def _masses_of(self, selector: str):
+        """What a selector of ours estimates, compiled; the same at every budget."""
+        name = next(entry.name for entry in ENTRIES if entry.selector == selector)
+        planned = self.planned[name, self.budgets[-1]]
+        look = lambda layer: LayerCall(layer=layer, mask=Causal(), scale=SCALE)
+        return jax.jit(lambda q, k, layer: planned.masses(q, k, look(layer)))
+
+    def _profiled(self) -> Profile:
+        readings = [Reading(d.name, d.tokens[: self.context]) for d in self.calibration]
+        by_tokens = {d.tokens[: self.context].tobytes(): d for d in self.calibration}
+
+        def observe(tokens, watch):
+            # A glance at the first tokens asks for a document by less than all of it.
+            asked = np.asarray(tokens)[0]
+            whole = next(x for x in by_tokens if x.startswith(asked.tobytes()))
+            return replay(by_tokens[whole], self.context)(tokens, watch)
+
+        q, k = captured(self.calibration[0])
+        model = CalibratedModel(
+            name="smollm2-135m-instruct", digest="captured", layers=len(q),
+            q_heads=q.shape[2], kv_heads=k.shape[2], head_dim=k.shape[3],
+        )  # fmt: skip
+        return calibrate(
+            observe, model, readings, Settings(self.block, ALWAYS, SELECTORS),
+            shelf=Shelf(CACHE / "masses"),
+            watch=lambda p: print(f"calibrated {p.done} of {p.total}", flush=True),
+        )  # fmt: skip
+
+    def _scenes(self, document: Document, masses: Masses):
+        q, k = captured(document)
+        heads = q.shape[2]
+        for layer in range(len(q)):
+            own = slice(layer * heads, (layer + 1) * heads)
+            yield Scene(
+                np.asarray(q[layer, : self.context]), np.asarray(k[layer, : self.context]),
+                SCALE, self.block, layer, 0, masses.by_row[own], masses.entropy[own],
+            )  # fmt: skip
+
+    def _watch(self, document: Document) -> None:
+        masses = Masses(*captured(document), tokens=self.context, block=self.block)
+        for scene in self._scenes(document, masses):
+            for rule in self.rules.values():
+                rule.watch(scene)
+
+    def _plan(self, entry: Entry, budget: float) -> SparsityPlan:
+        made = next(x for x in SELECTORS if x.name == (entry.selector or "sampled"))
+        return make_plan(self.profile, policy_named(entry.policy), budget, made)
+
+    def cost(self, name: str) -> float:
+        """Flops of choosing as a share of dense attention's."""
+        if name in self.rules:
+            return self.rules[name].cost(self.context, self.block, 64)
+        plan = self.plans[name, self.budgets[-1]]
+        return plan.selector.cost
+
+    def losses(self, document: Document) -> dict[str, dict[float, Loss]]:
+        """What every rule and policy loses on a document, at every budget."""
+        masses = Masses(*captured(document), tokens=self.context, block=self.block)
+        ballot, names = Ballot(len(masses.by_row), self.n), []
+        rankings = {name: [] for name in self.rules}
+        chosen: dict[tuple[str, float], list] = {key: [] for key in self.plans}
+        for scene in self._scenes(document, masses):
+            for name, rule in self.rules.items():
+                rankings[name].append(rule.rank(scene).priority)
+            for key, layer in self._chosen(scene):
+                chosen[key].append(layer)
+        for key, layers in chosen.items():
+            ballot.add(np.concatenate(layers))
+            names.append(key)
+        for name, layers in rankings.items():
+            priority = np.concatenate(layers)
+            for budget in self.budgets:
+                ballot.add(self._taken(self.rules[name], priority, budget))
+                names.append((name, budget))
+            rankings[name] = []
+        found: dict[str, dict[float, Loss]] = {}
+        for (name, budget), loss in zip(names, ballot.weigh(masses), strict=True):
+            found.setdefault(name, {})[budget] = loss
+        return found
+
+    def _chosen(self, scene: Scene):
+        """What our plans choose in one layer, by the code that the model runs."""
+        call = LayerCall(layer=scene.layer, mask=Causal(), scale=SCALE)
+        q, k = jnp.asarray(scene.q)[None], jnp.asarray(scene.k)[None]
+        masses: dict[str, jax.Array] = {}  # the same at every budget
+        for key, planned in self.planned.items():
+            entry = next(entry for entry in ENTRIES if entry.name == key[0])
+            if entry.selector is None:
+                found = planned.chosen(q, k, call)
+            else:
+                if entry.selector not in masses:
+                    masses[entry.selector] = self._masses[entry.selector](q, k, scene.layer)
+                found = planned.choice(masses[entry.selector], call)
+            yield key, np.asarray(found)[0]
+
+    def _taken(self, rule: Rule, priority: np.ndarray, budget: float) -> np.ndarray:
+        """Exactly as many blocks as the budget buys, in the rule's order."""
+        heads, n = len(priority), self.n
+        total = blocks_for(budget, heads=heads, n=n, always=ALWAYS)
+        none = AlwaysOn(0, 0)  # a ranking forces its own blocks
+        if rule.scope is Scope.MODEL:
+            return take_pool(priority, total, none)
+        weights = np.ones(heads)
+        if rule.scope is Scope.HEADS:
+            layers = heads // self.profile.model.q_heads
+            weights = np.concatenate([rule.shares(layer) for layer in range(layers)])
+        least = np.full(heads, ALWAYS.total(n))
+        totals = shared_out(weights, total, least, np.full(heads, visible_blocks(n)))
+        counts = row_counts_of_heads(totals[None], n, ALWAYS)[0]
+        return take_rows(priority, counts, none)
+
+
+def main() -> None:
+    """Measure what is not known yet and write the rows."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--context", type=int, default=4096)
+    parser.add_argument("--block", type=int, default=64)
+    parser.add_argument("--tests", type=int, default=24, help="test documents, the first so many")
+    asked = parser.parse_args()
+    corpus = documents(Tokenizer.load(directory()))
+    tests = [x for x in corpus if x.split == "test"][: asked.tests]
+    ladder = Ladder(asked.context, asked.block, corpus)
+    ladder.prepare()
+    folder = RESULTS / "hads"
+    folder.mkdir(exist_ok=True)
+    found = []
+    for number, document in enumerate(tests, start=1):
+        begin = time.monotonic()
+        found.append(ladder.losses(document))
+        ours = found[-1]["hads"][0.3]
+        print(
+            f"{number} of {len(tests)}: {document.name}: hads at 30% KL {ours.kl:.4f}, "
+            f"{time.monotonic() - begin:.0f} s",
+            flush=True,
+        )
+        _write(ladder, tests[:number], found, folder)
+
+
+def _write(ladder: Ladder, tests, found, folder: Path) -> None:
+    """All rows of this context and block, whole."""
+    here = dataclasses.asdict(environment(own_checkout()))
+    rows = []
+    for name in found[0]:
+        for budget in found[0][name]:
+            losses = [one[name][budget] for one in found]
+            mean = {
+                field.name: round(float(np.mean([getattr(x, field.name) for x in losses])), 6)
+                for field in dataclasses.fields(Loss)
+            }
+            rows.append({
+                "context": ladder.context, "block": ladder.block, "rule": name,
+                "budget": budget, "effective": round(budget + ladder.cost(name), 6),
+                "documents": len(tests), **mean,
+                "kl_by_document": [round(x.kl, 5) for x in losses],
+            })  # fmt: skip
+    head = {
+        "documents": [f"{d.kind}: {d.name}" for d in tests],
+        "calibration": [f"{d.kind}: {d.name}" for d in ladder.calibration],
+        "environment": here,
+    }
+    text = "".join(json.dumps(row) + "\n" for row in [head, *rows])
+    write_whole(folder / f"ladder_{ladder.context}_{ladder.block}.jsonl", text)
+
+
+if __name__ == "__main__":
+    main()
