@@ -23,6 +23,7 @@ from xsake.evaluation.score import Score, Scorer
 from xsake.evaluation.summary import context_result, far_copy_result
 from xsake.evaluation.trial import Trial
 from xsake.evaluation.windows import Cut, Encode, Library, cut_windows
+from xsake.hads import Planned
 from xsake.model import Decoder
 
 # What decides a number.
@@ -181,6 +182,10 @@ def evaluate(
 def _checked(subject: Subject, settings: Settings, candidate: Candidate | None) -> list[str]:
     """Notes on what is unusual; what cannot be done raises before anything is computed."""
     config, longest = subject.model.config, max(settings.contexts)
+    if candidate is not None and isinstance(candidate.attend, Planned):
+        candidate.attend.plan.validate_for(
+            config.layers, config.q_heads, kv_heads=config.kv_heads, head_dim=config.head_dim
+        )
     if candidate is not None and candidate.tokens is not None:
         others = [x for x in settings.contexts if x != candidate.tokens]
         if others:

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from xsake.attention import BlockSparseAttention
-from xsake.errors import UnsupportedError
+from xsake.errors import ArgumentError, UnsupportedError
 from xsake.hads.audit import audited_choice
 from xsake.hads.budget import visible_blocks
 from xsake.hads.choose import Scope, choose
@@ -42,6 +42,14 @@ class Planned:
 
     def __call__(self, q, k, v, call: Any):
         """The attention of one layer; `call` as in `xsake.model.LayerCall`."""
+        known = self.plan.model
+        if (q.shape[2], k.shape[2], k.shape[3]) != (known.q_heads, known.kv_heads, known.head_dim):
+            raise ArgumentError(
+                "the plan was made for another model",
+                got=f"{q.shape[2]} query heads, {k.shape[2]} kv heads of {k.shape[3]}",
+                expected=f"{known.q_heads}, {known.kv_heads} of {known.head_dim} ({known.name})",
+                fix="calibrate this model",
+            )
         if q.shape[1] != k.shape[1] or call.q_positions is not None:
             return call.through(self.operator, q, k, v)
         return call.through(self.operator, q, k, v, self.layout(q, k, call))
