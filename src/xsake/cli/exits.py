@@ -8,15 +8,20 @@ import typer
 from xsake.errors import XsakeError
 
 CANNOT_RUN, INTERRUPTED = 2, 130  # exit codes
+GOES_ON = "Interrupted. The same command, without --fresh, goes on from here."
 
 
 @contextlib.contextmanager
-def exit_codes() -> Iterator[None]:
-    """Ends the command where the body cannot go on."""
+def exit_codes(interrupted: str = GOES_ON) -> Iterator[None]:
+    """Ends the command where the body cannot go on.
+
+    Args:
+        interrupted: what a stop by Ctrl-C means for what was done so far.
+    """
     try:
         yield
     except KeyboardInterrupt as stop:
-        typer.echo("Interrupted. The same command, without --fresh, goes on from here.", err=True)
+        typer.echo(interrupted, err=True)
         raise typer.Exit(code=INTERRUPTED) from stop
     except XsakeError as error:
         typer.echo(str(error), err=True)

@@ -1,8 +1,6 @@
 """`xsake plan`: shows a plan, compares two, and checks whether one still fits other texts."""
 
-import contextlib
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -10,7 +8,7 @@ import rich.console
 import typer
 
 from xsake.cli.calibrate import CalibrationTask, DocumentScreen
-from xsake.cli.exits import INTERRUPTED, exit_codes
+from xsake.cli.exits import exit_codes
 from xsake.cli.report import PROFILE, profile_of
 from xsake.cli.subject import evaluation_library
 from xsake.errors import ArgumentError
@@ -84,7 +82,7 @@ def check(
     does not, 2 if that cannot be told, 130 after Ctrl-C.
     """
     console = rich.console.Console(quiet=as_json)
-    with exit_codes(), _keeping_nothing():
+    with exit_codes(interrupted="Interrupted. Nothing was kept."):
         evaluation_library()
         from xsake.hads import SparsityPlan, drift
 
@@ -110,16 +108,6 @@ def check(
             typer.echo(note)
     if not verdict.fits:
         raise typer.Exit(code=DOES_NOT_FIT)
-
-
-@contextlib.contextmanager
-def _keeping_nothing() -> Iterator[None]:
-    """Unlike calibration, a check that was stopped begins anew."""
-    try:
-        yield
-    except KeyboardInterrupt as stop:
-        typer.echo("Interrupted. Nothing was kept.", err=True)
-        raise typer.Exit(code=INTERRUPTED) from stop
 
 
 def _notes(plan: Any, task: CalibrationTask, context: int) -> list[str]:

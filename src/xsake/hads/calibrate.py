@@ -180,7 +180,7 @@ def _measure(observe, readings, keys, settings: Settings, components, shelf: She
         tokens = np.stack([readings[missing[i]].tokens for i in batch])
         found: LayerMasses = observe(jax.numpy.asarray(tokens), look)
         for place, index in enumerate(own):
-            shelf.put(keys[index], _document(found, place))
+            shelf.put(keys[index], document_of(found, place))
             done += 1
         elapsed = time.monotonic() - start
         to_go = elapsed / done * (len(missing) - done)
@@ -188,7 +188,7 @@ def _measure(observe, readings, keys, settings: Settings, components, shelf: She
         watch(Progress(known + done, len(keys), label, True, elapsed, to_go))
 
 
-def _document(found: LayerMasses, place: int) -> DocumentMasses:
+def document_of(found: LayerMasses, place: int) -> DocumentMasses:
     """One document of a batch, its layers and heads in one axis."""
     flat = lambda x: np.asarray(x[:, place]).reshape(-1, *x.shape[3:])
     estimates = {name: flat(masses) for name, masses in found.estimates.items()}

@@ -1,4 +1,4 @@
-"""Whether a plan still fits: what its heads lose on other texts beside what calibration promised"""
+"""Whether a plan still fits: what its heads lose on other texts beside what was promised."""
 
 import dataclasses
 import time
@@ -13,7 +13,7 @@ from xsake.errors import ArgumentError
 from xsake.hads import fit
 from xsake.hads.attend import selector_of
 from xsake.hads.budget import AlwaysOn, level_totals
-from xsake.hads.calibrate import Progress, Reading
+from xsake.hads.calibrate import Progress, Reading, document_of
 from xsake.hads.measure import LayerMasses, Observe, watch_masses
 from xsake.hads.plan import SparsityPlan
 from xsake.hads.profile import Profile
@@ -180,10 +180,8 @@ def read_again(
     look = watch_masses(plan.block, {selector.name: selector}, plan.components_array)
     for done, reading in enumerate(readings, start=1):
         found: LayerMasses = observe(jnp.asarray(reading.tokens)[None], look)
-        flat = lambda x: np.asarray(x).reshape(-1, *x.shape[3:])
-        estimates = {name: flat(masses) for name, masses in found.estimates.items()}
         shelf = Shelf()  # rounds as the masses of a calibration are rounded
-        shelf.put(reading.sha256, DocumentMasses(flat(found.entropy), flat(found.true), estimates))
+        shelf.put(reading.sha256, document_of(found, 0))
         elapsed = time.monotonic() - begin
         to_go = elapsed / done * (len(readings) - done)
         watch(Progress(done, len(readings), reading.name, True, elapsed, to_go))

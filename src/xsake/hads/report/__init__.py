@@ -1,4 +1,4 @@
-"""The report of a plan: one page that a model's owner reads, and the figures behind it"""
+"""The report of a plan: one page that a model's owner reads, and the figures behind it."""
 
 from xsake.hads.report.bounds import Bounds, read_bounds
 from xsake.hads.report.figures import Figures

@@ -1,4 +1,4 @@
-"""The policy comparison as one SVG: KL against the effective budget, our rule before all others"""
+"""The policy comparison as one SVG: KL against the effective budget, our rule before all others."""
 
 import math
 from collections.abc import Sequence

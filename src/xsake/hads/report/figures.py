@@ -1,4 +1,4 @@
-"""The figures behind a report, from its files alone; draws nothing"""
+"""The figures behind a report, from its files alone; draws nothing."""
 
 import dataclasses
 from typing import Any

@@ -1,4 +1,4 @@
-"""The heads of a plan on a page: maps of all of them, and each with its curves and numbers"""
+"""The heads of a plan on a page: maps of all of them, and each with its curves and numbers."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""Rows of a policy comparison from a file, and how many blocks each rule needs for a given KL"""
+"""Rows of a policy comparison from a file, and how many blocks each rule needs for a given KL."""
 
 import dataclasses
 import itertools

@@ -1,4 +1,4 @@
-"""Elements of HTML and SVG as text: whatever is not an element itself is escaped"""
+"""Elements of HTML and SVG as text: whatever is not an element itself is escaped."""
 
 import html
 from collections.abc import Iterable

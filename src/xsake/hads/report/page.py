@@ -1,4 +1,4 @@
-"""The report of a plan as one HTML file: words first, then maps, heads, rules and bounds"""
+"""The report of a plan as one HTML file: words first, then maps, heads, rules and bounds."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The report's pictures as PNG: heads and rules; matplotlib is imported when asked for"""
+"""The report's pictures as PNG: heads and rules; matplotlib is imported when asked for."""
 
 import math
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""How a report looks: one style sheet for light and dark, phones and paper; fetches nothing"""
+"""How a report looks: one style sheet for light and dark, phones and paper; fetches nothing."""
 
 STYLE = """
 :root { color-scheme: light dark;

@@ -1,4 +1,4 @@
-"""Pictures of heads and policies as SVG that lives inside a page; knows shapes, not files"""
+"""Pictures of heads and policies as SVG that lives inside a page; knows shapes, not files."""
 
 import math
 from collections.abc import Callable, Sequence

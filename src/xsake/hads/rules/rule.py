@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from xsake.errors import ArgumentError
+from xsake.hads.budget import AlwaysOn
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -176,5 +177,4 @@ def always_on(blocks: int, *, sinks: int = 1, locals: int = 2) -> Bool[np.ndarra
                [1, 1, 1, 0],
                [1, 0, 1, 1]])
     """
-    is_sink = np.arange(blocks)[None, :] < sinks
-    return visible(blocks) & (is_sink | (offsets(blocks) < locals))
+    return AlwaysOn(sinks, locals).grid(blocks)
