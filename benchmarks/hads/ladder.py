@@ -10,8 +10,10 @@ run that is stopped goes on at the document where it stopped.
 
 import argparse
 import dataclasses
+import functools
 import json
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -28,14 +30,15 @@ from xsake.hads.attend import Planned
 from xsake.hads.budget import (
     AlwaysOn,
     row_counts_of_heads,
+    row_places,
     shared_out,
     take_pool,
-    take_rows,
     visible_blocks,
 )
 from xsake.hads.budget import total_blocks as blocks_for
 from xsake.hads.calibrate import Reading, Settings, calibrate
 from xsake.hads.choose import Scope as Spread
+from xsake.hads.choose import choose
 from xsake.hads.making import make_plan, policy_named
 from xsake.hads.plan import SparsityPlan
 from xsake.hads.profile import CalibratedModel, Profile
@@ -49,7 +52,6 @@ from xsake.model.tokenizer import Tokenizer
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 BUDGETS = (0.05, 0.075, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5)
 ALWAYS = AlwaysOn()
-WATCHED = 4  # calibration documents that published rules learn from, one of each kind
 SELECTORS = (Sampled(), Cumulant(), Antidiagonal(), Pooled())
 
 
@@ -98,7 +100,7 @@ class Ladder:
     def prepare(self) -> None:
         """Calibrate our policies and the rules that learn."""
         self.profile = self._profiled()
-        for document in self.calibration[:WATCHED]:
+        for document in self.calibration:
             begin = time.monotonic()
             self._watch(document)
             print(f"rules watched {document.name}: {time.monotonic() - begin:.0f} s", flush=True)
@@ -186,8 +188,9 @@ class Ladder:
             names.append(key)
         for name, layers in rankings.items():
             priority = np.concatenate(layers)
-            for budget in self.budgets:
-                ballot.add(self._taken(self.rules[name], priority, budget))
+            taken = self._taken(self.rules[name], priority)
+            for budget, choice in zip(self.budgets, taken, strict=True):
+                ballot.add(choice)
                 names.append((name, budget))
             rankings[name] = []
         found: dict[str, dict[float, Loss]] = {}
@@ -200,31 +203,40 @@ class Ladder:
         call = LayerCall(layer=scene.layer, mask=Causal(), scale=SCALE)
         q, k = jnp.asarray(scene.q)[None], jnp.asarray(scene.k)[None]
         masses: dict[str, jax.Array] = {}  # the same at every budget
-        for key, planned in self.planned.items():
-            entry = next(entry for entry in ENTRIES if entry.name == key[0])
+        for entry in ENTRIES:
+            keys = [(entry.name, budget) for budget in self.budgets]
             if entry.selector is None:
-                found = planned.chosen(q, k, call)
+                found = [self.planned[key].chosen(q, k, call)[0] for key in keys]
             else:
                 if entry.selector not in masses:
                     masses[entry.selector] = self._masses[entry.selector](q, k, scene.layer)
-                found = planned.choice(masses[entry.selector], call)
-            yield key, np.asarray(found)[0]
+                counts = np.stack([self.planned[key].counts(self.n)[scene.layer] for key in keys])
+                found = _choices(masses[entry.selector], counts, entry.spread)
+            yield from zip(keys, np.asarray(found), strict=True)
 
-    def _taken(self, rule: Rule, priority: np.ndarray, budget: float) -> np.ndarray:
-        """Exactly as many blocks as the budget buys, in the rule's order."""
+    def _taken(self, rule: Rule, priority: np.ndarray) -> Iterator[np.ndarray]:
+        """For each budget exactly as many blocks as it buys, in the rule's order."""
         heads, n = len(priority), self.n
-        total = blocks_for(budget, heads=heads, n=n, always=ALWAYS)
         none = AlwaysOn(0, 0)  # a ranking forces its own blocks
+        totals = [blocks_for(budget, heads=heads, n=n, always=ALWAYS) for budget in self.budgets]
         if rule.scope is Scope.MODEL:
-            return take_pool(priority, total, none)
+            yield from (take_pool(priority, total, none) for total in totals)
+            return
         weights = np.ones(heads)
         if rule.scope is Scope.HEADS:
             layers = heads // self.profile.model.q_heads
             weights = np.concatenate([rule.shares(layer) for layer in range(layers)])
-        least = np.full(heads, ALWAYS.total(n))
-        totals = shared_out(weights, total, least, np.full(heads, visible_blocks(n)))
-        counts = row_counts_of_heads(totals[None], n, ALWAYS)[0]
-        return take_rows(priority, counts, none)
+        least, most = np.full(heads, ALWAYS.total(n)), np.full(heads, visible_blocks(n))
+        places = row_places(priority, none)
+        for total in totals:
+            of_heads = shared_out(weights, total, least, most)
+            yield places < row_counts_of_heads(of_heads[None], n, ALWAYS)[0][..., None]
+
+
+@functools.partial(jax.jit, static_argnames="spread")
+def _choices(masses, counts, spread: Spread):
+    """`choose` at several budgets: `[budgets, Hq, Nq, Nk]`."""
+    return jax.vmap(lambda own: choose(masses, own, always=ALWAYS, scope=spread)[0])(counts)
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from xsake.attention import BlockSparseAttention
 from xsake.errors import ArgumentError, UnsupportedError
@@ -100,8 +100,12 @@ class Planned:
 
     def choice(self, masses: Float[Array, "B Hq Nq Nk"], call: Any) -> Bool[Array, "B Hq Nq Nk"]:
         """The blocks that the plan buys, given what they are thought to weigh."""
-        counts = jnp.asarray(self._tables(masses.shape[-1]).counts)[call.layer]
+        counts = jnp.asarray(self.counts(masses.shape[-1]))[call.layer]
         return choose(masses, counts, always=self.plan.always, scope=self.scope)
+
+    def counts(self, n: int) -> Int[np.ndarray, "L Hq Nq"]:
+        """The blocks that each row of a sequence of `n` blocks is given."""
+        return self._tables(n).counts
 
     def masses(self, q, k, call: Any) -> Float[Array, "B Hq Nq Nk"]:
         """What blocks are thought to weigh, by the plan's selector and its corrections."""

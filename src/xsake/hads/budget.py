@@ -239,21 +239,28 @@ def take_rows(
             got=f"counts from {counts.min()} to {counts.max()}, {n=}",
             expected="in each row at least what is always on, at most what is visible",
         )
-    taken = np.empty(priority.shape, bool)
+    return row_places(priority, always) < counts[..., None]
+
+
+def row_places(
+    priority: Float[np.ndarray, "*heads Nq Nk"], always: AlwaysOn
+) -> Int[np.ndarray, "*heads Nq Nk"]:
+    """The place of each block in its row: always-on blocks come first, hidden ones last.
+
+    Example:
+        >>> row_places(np.array([[0.0, 0, 0], [1, 0, 0], [3, 2, 0]]), AlwaysOn(0, 1))
+        array([[0, 1, 2],
+               [1, 0, 2],
+               [1, 2, 0]], dtype=int32)
+    """
+    places = np.empty(priority.shape, np.int32)
     planes = (-1, *priority.shape[-2:])
-    triples = zip(
-        priority.reshape(planes), counts.reshape(-1, n), taken.reshape(planes), strict=True
-    )
-    for plane, wanted, into in triples:  # one head at a time: what is sorted stays in the cache
-        rank = _ranks(plane, always)
-        at = np.maximum(wanted - 1, 0)[:, None]
-        last = np.where(
-            wanted[:, None] > 0, np.take_along_axis(np.sort(rank, axis=-1), at, axis=-1), -np.inf
-        )
-        before, ties = rank < last, rank == last
-        left = wanted[:, None] - before.sum(axis=-1, keepdims=True)
-        into[:] = before | (ties & (np.cumsum(ties, axis=-1, dtype=np.int32) <= left))
-    return taken
+    turns = np.arange(priority.shape[-1], dtype=np.int32)[None]
+    # One head at a time: what is sorted stays in the cache.
+    for plane, into in zip(priority.reshape(planes), places.reshape(planes), strict=True):
+        order = np.argsort(_ranks(plane, always), axis=-1, kind="stable")
+        np.put_along_axis(into, order, turns, axis=-1)
+    return places
 
 
 def take_pool(
