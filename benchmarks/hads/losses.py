@@ -40,6 +40,12 @@ def _measured(q, k, *, block: int):
     return by_query.astype(jnp.float16), by_query.mean(2), found.entropy[0].mean(0)
 
 
+@functools.partial(jax.jit, static_argnames="block")
+def measured_rows(q, k, *, block: int) -> Float[Array, "Hq Nq Nk"]:
+    """The exact block masses of one layer, each the mean over the queries of its row."""
+    return _measured(q, k, block=block)[1]
+
+
 @dataclasses.dataclass(frozen=True)
 class Loss:
     """What a choice loses; KL is KL(sparse || dense) = -log(kept mass), mean over queries."""
