@@ -1,4 +1,4 @@
-"""A whole model reading one prompt, its attention by XSAKE or by jax.nn; one side per process."""
+"""A model reading one prompt, its attention dense or by a plan or by jax.nn; a side per process."""
 
 from pathlib import Path
 
@@ -8,8 +8,9 @@ import numpy as np
 from flax import nnx
 
 from benchmarks.peers.protocol import Prepared
+from xsake.hads import Planned, SparsityPlan
 from xsake.masks import Causal
-from xsake.model import Decoder, Dense, LayerCall
+from xsake.model import Attend, Decoder, Dense, LayerCall
 from xsake.model.huggingface import load
 
 
@@ -19,7 +20,17 @@ def dense_by_jax(q, k, v, call: LayerCall):
     return jax.nn.dot_product_attention(q, k, v, scale=call.scale, is_causal=True)
 
 
-ATTENTIONS = {"xsake": Dense(), "jax.nn": dense_by_jax}
+def attention_of(call: str, plan: str | Path | None = None) -> Attend:
+    """The attention that a side runs with; only `plan` reads a plan."""
+    match call:
+        case "xsake":
+            return Dense()
+        case "jax.nn":
+            return dense_by_jax
+        case "plan":
+            assert plan is not None
+            return Planned(SparsityPlan.load(Path(plan)))
+    raise ValueError(call)
 
 
 def versions() -> dict[str, str]:
@@ -34,7 +45,7 @@ def start(threads: int) -> None:
 def prepare(arrays: dict[str, np.ndarray], case: dict) -> Prepared:
     """Load the model, compile the prefill and say what memory it takes."""
     graph, weights = nnx.split(load(case["model"]).model)
-    attend = ATTENTIONS[case["call"]]
+    attend = attention_of(case["call"], case.get("plan"))
     tokens = jnp.asarray(arrays["tokens"])
 
     def prefill(weights, tokens):
