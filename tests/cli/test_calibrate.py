@@ -105,6 +105,16 @@ def test_a_policy_that_finds_its_own_budget_is_asked_for_none(quick, invoke, tmp
     assert done.exit_code == 2 and "leave --budget out" in done.stderr
 
 
+def test_settings_of_a_policy_are_given_by_name(quick, invoke, tmp_path):
+    asked = {"bounded": ("eps=0.05", "--budget", "60%"), "top_p": ("p=0.9",)}
+    for policy, (setting, *budget) in asked.items():
+        done = invoke("--policy", policy, "--set", setting, *budget)
+        assert done.exit_code == 0, done.output
+        name, number = setting.split("=")
+        plan = SparsityPlan.load(tmp_path / "plan.json")
+        assert plan.policy.name == policy and plan.policy.settings[name] == float(number)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -114,6 +124,8 @@ def test_a_policy_that_finds_its_own_budget_is_asked_for_none(quick, invoke, tmp
         (("--budget", "140%"), "a share of the visible blocks"),
         (("--policy", "best"), "there is no such policy"),
         (("--policy", "top_p"), "expected: p, curve"),
+        (("--policy", "top_p", "--set", "p"), "--set takes a setting"),
+        (("--policy", "top_p", "--set", "eps=1"), "has other settings"),
         (("--selector", "best"), "there is no such selector"),
         (("--context", "5000"), "at least 5000 tokens"),
         (("--context", "24", "--budget", "1"), "too short to choose blocks in"),

@@ -27,6 +27,10 @@ def run_calibrate(
     policy: Annotated[
         str, typer.Option(help="kl, mass, uniform, entropy_budget, static, ...")
     ] = "kl",
+    setting: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="A setting of the policy, such as eps=0.05 or p=0.9."),
+    ] = None,
     selector: Annotated[
         str, typer.Option(help="sampled, cumulant, antidiagonal or pooled.")
     ] = "sampled",
@@ -61,7 +65,7 @@ def run_calibrate(
         evaluation_library()
         from xsake import hads
 
-        chosen = hads.policy_named(policy)
+        chosen = hads.policy_named(policy, **_settings(setting or []))
         share = _asked(chosen, budget)
         scorer = hads.selector_named(selector)
         with DocumentScreen(console, "loading, cutting texts, compiling") as screen:
@@ -80,6 +84,18 @@ def run_calibrate(
         return
     console.print(str(plan), markup=False, highlight=False)
     console.print(f"written to {escape(str(out))} and {escape(str(profile))}")
+
+
+def _settings(words: list[str]) -> dict[str, float]:
+    """Settings of a policy, each written as name=number."""
+    found = {}
+    for word in words:
+        name, _, number = word.partition("=")
+        try:
+            found[name] = float(number)
+        except ValueError as error:
+            raise ArgumentError("--set takes a setting", got=word, expected="eps=0.05") from error
+    return found
 
 
 def _asked(policy: Any, budget: str | None) -> float | None:

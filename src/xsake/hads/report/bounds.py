@@ -1,4 +1,4 @@
-"""Figures about proved bounds from a file of any shape: its numbers by path, its lists as tables"""
+"""Figures about proved bounds from a file of any shape: numbers by path, lists as tables."""
 
 import dataclasses
 import math
