@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -21,34 +22,34 @@ from xsake.layout.grid import BlockGrid
 from xsake.layout.ragged import Items, gather_rows, is_concrete, namespace
 from xsake.masks import AbstractMask
 
-BATCH_AXIS, HEAD_AXIS = "data", "tensor"
+BATCH_AXES, HEAD_AXIS = ("data", "fsdp"), "tensor"
 
 
 class Split(NamedTuple):
     """Mesh axes (None: not split) and how many parts they make."""
 
-    batch_axis: str | None
+    batch_axes: tuple[str, ...] | None
     head_axis: str | None
     batch_parts: int
     head_parts: int
 
 
 def attend_on_mesh(mesh: Mesh, q, k, v, rules: Rules, scores: Scores, implementation: str | None):
-    """`(out, lse)` with the batch split over the axis "data" and heads over "tensor".
+    """`(out, lse)` with the batch split over the axes "data" and "fsdp", heads over "tensor".
 
     A list of blocks that all heads and batch elements share goes to every device as it is. One
     that differs between them is cut into one list per device; these are data of equal capacity.
     """
     operands, problem, sinks = complete(q, k, v, rules, scores)
-    split = _split(mesh, operands)
+    split = split_of(mesh, operands)
     backend = select.choices(operands, problem, implementation)
     layout = operands.layout
     arrays = {**operands._asdict(), "sinks": sinks}
     del arrays["layout"]
     arrays = {name: x for name, x in arrays.items() if x is not None}
-    shared = _is_shared(layout, split)
+    shared = is_shared(layout, split)
     lists = Items(layout.row_starts, layout.kv_block, layout.is_partial)
-    data = None if shared and layout.is_static else lists if shared else _cut(layout, split)
+    data = None if shared and layout.is_static else lists if shared else cut(layout, split)
     program = _Program(
         mesh=mesh,
         split=split,
@@ -57,9 +58,9 @@ def attend_on_mesh(mesh: Mesh, q, k, v, rules: Rules, scores: Scores, implementa
         static=layout if data is None else None,
         grid=layout.grid,
         mask=layout.mask,
-        cut=(1, 1) if shared else _parts(layout, split),
-        specs=tuple(_specs(arrays, split).items()),
-        data_spec=PartitionSpec() if shared else PartitionSpec(split.batch_axis, split.head_axis),
+        cut=(1, 1) if shared else parts_of(layout, split),
+        specs=tuple(specs_of(arrays, split).items()),
+        data_spec=PartitionSpec() if shared else PartitionSpec(split.batch_axes, split.head_axis),
     )
     return _compiled(program)(arrays, data)
 
@@ -84,20 +85,9 @@ class _Program:
         if self.static is not None:
             return self.static
         assert data is not None, "only a static layout is not data"
-        row_starts, kv_block, is_partial = (x.reshape(x.shape[-1]) for x in data)
-        grid, (batch_parts, head_parts) = self.grid, self.cut
-        return BlockLayout(
-            row_starts=jnp.asarray(row_starts),
-            kv_block=jnp.asarray(kv_block),
-            is_partial=jnp.asarray(is_partial),
-            q_tokens=grid.q_tokens,
-            kv_tokens=grid.kv_tokens,
-            block_q=grid.block_q,
-            block_kv=grid.block_kv,
-            batch=grid.batch // batch_parts,
-            heads=grid.heads // head_parts,
-            mask=self.mask,
-        )
+        batch_parts, head_parts = self.cut
+        batch, heads = self.grid.batch // batch_parts, self.grid.heads // head_parts
+        return layout_of(data, self.grid.replace(batch=batch, heads=heads), self.mask)
 
 
 @functools.lru_cache(maxsize=64)
@@ -110,7 +100,7 @@ def _compiled(program: _Program) -> Callable:
         operands = narrowed(Operands(**arrays, layout=program.layout(data)))
         return block_sparse(operands, program.problem, backend=program.backend, sinks=sinks)
 
-    whole = PartitionSpec(program.split.batch_axis, None, program.split.head_axis)
+    whole = PartitionSpec(program.split.batch_axes, None, program.split.head_axis)
     return jax.jit(
         jax.shard_map(
             local,
@@ -122,10 +112,18 @@ def _compiled(program: _Program) -> Callable:
     )
 
 
-def _split(mesh: Mesh, operands: Operands) -> Split:
+def layout_of(data: Items, grid: BlockGrid, mask: AbstractMask | None) -> BlockLayout:
+    """The layout whose lists are the last axis of `data`; further axes have size 1."""
+    row_starts, kv_block, is_partial = (jnp.asarray(x.reshape(x.shape[-1])) for x in data)
+    sizes = dataclasses.asdict(grid)
+    return BlockLayout(row_starts, kv_block, is_partial, **sizes, mask=mask)
+
+
+def split_of(mesh: Mesh, operands: Operands) -> Split:
+    """How a call is split over the axes that a mesh has; an error if it cannot be done evenly."""
     batch, _, kv_heads, _ = operands.k.shape
-    batch_axis, batch_parts = _axis(mesh, BATCH_AXIS, "batch", batch)
-    head_axis, head_parts = _axis(mesh, HEAD_AXIS, "number of kv heads", kv_heads)
+    batch_axes, batch_parts = _axes(mesh, BATCH_AXES, "batch", batch)
+    head_axes, head_parts = _axes(mesh, (HEAD_AXIS,), "number of kv heads", kv_heads)
     mask = operands.layout.mask
     if head_parts > 1 and mask is not None and mask.heads is not None:
         raise UnsupportedError(
@@ -134,29 +132,29 @@ def _split(mesh: Mesh, operands: Operands) -> Split:
             expected="one rule for all heads; the blocks listed may differ between heads",
             fix="use from_block_mask per head under one mask, or a mesh without that axis",
         )
-    return Split(batch_axis, head_axis, batch_parts, head_parts)
+    head_axis = None if head_axes is None else HEAD_AXIS
+    return Split(batch_axes, head_axis, batch_parts, head_parts)
 
 
-def _axis(mesh: Mesh, axis: str, what: str, size: int) -> tuple[str | None, int]:
-    """The mesh axis if there is one, and how many parts it makes of `size`."""
-    if axis not in mesh.shape:
-        return None, 1
-    parts = mesh.shape[axis]
+def _axes(mesh: Mesh, axes: tuple[str, ...], what: str, size: int):
+    """Those of the axes that the mesh has, None if none, and how many parts they make of `size`."""
+    found = tuple(axis for axis in axes if axis in mesh.shape)
+    parts = math.prod(mesh.shape[axis] for axis in found)
     if size % parts:
         raise UnsupportedError(
             f"the {what} cannot be split evenly over the mesh",
-            got=f"{size} over {parts} devices of axis {axis!r}",
+            got=f"{size} over {parts} devices of axis {' and '.join(map(repr, found))}",
             expected=f"a multiple of {parts}",
-            fix="use a mesh whose axis divides it, or no mesh",
+            fix="use a mesh whose axes divide it, or no mesh",
         )
-    return axis, parts
+    return found or None, parts
 
 
-def _specs(arrays: dict[str, Any], split: Split) -> dict[str, PartitionSpec]:
+def specs_of(arrays: dict[str, Any], split: Split) -> dict[str, PartitionSpec]:
     """How each array is spread; an axis of size 1 is repeated."""
     specs = {}
     for name, x in arrays.items():
-        batch, heads = split.batch_axis, split.head_axis
+        batch, heads = split.batch_axes, split.head_axis
         if name in ("q", "k", "v"):
             specs[name] = PartitionSpec(batch, None, heads)
         elif name == "sinks":
@@ -167,15 +165,15 @@ def _specs(arrays: dict[str, Any], split: Split) -> dict[str, PartitionSpec]:
     return specs
 
 
-def _is_shared(layout: BlockLayout, split: Split) -> bool:
+def is_shared(layout: BlockLayout, split: Split) -> bool:
     """Whether every device walks the same list."""
     by_batch = layout.batch > 1 and split.batch_parts > 1
     return not by_batch and not (layout.heads > 1 and split.head_parts > 1)
 
 
-def _cut(layout: BlockLayout, split: Split) -> Items:
+def cut(layout: BlockLayout, split: Split) -> Items:
     """One list for each device, [batch parts, head parts, ...] each."""
-    parts = _parts(layout, split)
+    parts = parts_of(layout, split)
     rows = np.arange(layout.rows).reshape(layout.batch, layout.heads, layout.q_blocks)
     items = Items(layout.row_starts, layout.kv_block, layout.is_partial)
     batches, heads = (np.split(np.arange(n), p) for n, p in zip(rows.shape, parts, strict=False))
@@ -185,13 +183,13 @@ def _cut(layout: BlockLayout, split: Split) -> Items:
         lengths = np.diff(np.asarray(layout.row_starts))
         capacity = max(int(lengths[index].sum()) for index in chosen)
     xp = namespace(*items)
-    cut = [gather_rows(xp, items, index, max(1, capacity)) for index in chosen]
-    stacked = (jnp.asarray(xp.stack(x)).reshape(*parts, -1) for x in zip(*cut, strict=True))
+    lists = [gather_rows(xp, items, index, max(1, capacity)) for index in chosen]
+    stacked = (jnp.asarray(xp.stack(x)).reshape(*parts, -1) for x in zip(*lists, strict=True))
     spread = (split.batch_parts, split.head_parts)
     return Items(*(jnp.broadcast_to(x, (*spread, x.shape[-1])) for x in stacked))
 
 
-def _parts(layout: BlockLayout, split: Split) -> tuple[int, int]:
+def parts_of(layout: BlockLayout, split: Split) -> tuple[int, int]:
     """Into how many lists the layout is cut, by batch and by head."""
     return (
         split.batch_parts if layout.batch > 1 else 1,

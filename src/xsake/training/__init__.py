@@ -1,0 +1,1 @@
+"""Training: data, checkpoints, state and processes; each part is imported by who uses it."""

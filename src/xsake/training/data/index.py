@@ -1,0 +1,136 @@
+"""The index of a data folder: what its token files are, complete enough to check each of them."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Annotated, Literal
+
+import pydantic
+from pydantic import Field
+
+from xsake.errors import ArgumentError
+from xsake.evaluation.record import TextFile
+from xsake.hads import json_file
+from xsake.hads.fields import Count, Positive, Share, Strict, Text
+
+INDEX, UNFINISHED = "index.json", "building.jsonl"
+MOST_BYTES, MOST_PARTS = 2**26, 2**20
+BYTES_OF = {"uint16": 2, "uint32": 4}
+AGAIN = "copy the folder again, or build it again: `xsake data build` with --fresh"
+
+Split = Literal["train", "validation"]
+SPLITS: tuple[Split, ...] = ("train", "validation")
+Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+class Shard(Strict):
+    """A file of tokens; its place in the list is its number."""
+
+    tokens: Positive
+    blake2b: Digest
+
+
+class SplitIndex(Strict):
+    """A part of the documents, one stream of tokens cut into shards of equal size."""
+
+    documents: Count
+    tokens: Count
+    shards: tuple[Shard, ...]
+
+
+class Splits(Strict):
+    """Every document is in one of them."""
+
+    train: SplitIndex
+    validation: SplitIndex
+
+
+class TokenizerIdentity(Strict):
+    """What made tokens of the texts; its file lies beside the index."""
+
+    sha256: Digest = Field(description="of tokenizer.json")
+    vocabulary: Positive = Field(description="its largest token id, and one more")
+    end_token: Text = Field(description="stands after every document")
+    end_id: Count
+    asked_vocabulary: Positive | None = Field(
+        description="what was asked for if it was trained on the texts of the train split"
+    )
+
+
+class Index(Strict):
+    """What `xsake data build` made, and everything that it was made from."""
+
+    schema_version: Literal[1] = 1
+    recipe: Digest = Field(description="of texts, tokenizer and settings: names what is built")
+    tokenizer: TokenizerIdentity
+    dtype: Literal["uint16", "uint32"] = Field(description="of the shards, little-endian, bare")
+    shard_tokens: Positive = Field(description="of every shard but the last of its split")
+    validation: Share = Field(description="share of documents, chosen by a hash of their text")
+    splits: Splits
+    sources: tuple[TextFile, ...]
+    versions: dict[str, str]
+
+    @pydantic.model_validator(mode="after")
+    def _agrees_with_itself(self) -> "Index":
+        for name in SPLITS:
+            split = self.split(name)
+            if split.tokens != sum(shard.tokens for shard in split.shards):
+                raise ValueError(f"{name}: the shards do not add up to {split.tokens} tokens")
+            if any(shard.tokens != self.shard_tokens for shard in split.shards[:-1]):
+                raise ValueError(f"{name}: a shard that is not the last is not full")
+            if split.shards and split.shards[-1].tokens > self.shard_tokens:
+                raise ValueError(f"{name}: the last shard is too large")
+        if self.tokenizer.vocabulary > 2 ** (8 * BYTES_OF[self.dtype]):
+            raise ValueError(f"{self.dtype} does not hold {self.tokenizer.vocabulary} tokens")
+        if self.tokenizer.end_id >= self.tokenizer.vocabulary:
+            raise ValueError("the end token is not in the vocabulary")
+        return self
+
+    def split(self, name: Split) -> SplitIndex:
+        """One of the two parts."""
+        return self.splits.train if name == "train" else self.splits.validation
+
+    def digest(self, name: Split) -> str:
+        """Names the tokens of a split: equal if all its files are."""
+        parts = [self.dtype, [shard.model_dump() for shard in self.split(name).shards]]
+        return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
+
+
+def shard_path(folder: Path, split: Split, number: int) -> Path:
+    """Where a shard is; the index names no files, so it cannot name any elsewhere."""
+    return folder / f"{split}-{number:05d}.bin"
+
+
+def read_index(folder: Path) -> Index:
+    """The index of a folder that was built to its end.
+
+    Args:
+        folder: as `xsake data build` writes it.
+    """
+    path = folder / INDEX
+    if not path.exists():
+        raise _nothing_built(folder)
+    what = f"an index of tokens: {path}"
+    data = json_file.read(path, most_bytes=MOST_BYTES)
+    found = json_file.parse(data, what=what, most_bytes=MOST_BYTES, most_parts=MOST_PARTS)
+    return json_file.validated(Index, found, what=what)
+
+
+def write_index(folder: Path, index: Index) -> None:
+    """Make the folder readable: the last thing that a build does."""
+    json_file.write(folder / INDEX, index.model_dump_json(indent=1) + "\n", most_bytes=MOST_BYTES)
+
+
+def _nothing_built(folder: Path) -> ArgumentError:
+    if (folder / UNFINISHED).exists():
+        return ArgumentError(
+            "the data is not complete: its build was interrupted",
+            got=f"{folder} has {UNFINISHED} and no {INDEX}",
+            fix="give the same `xsake data build` command once more; it goes on from there",
+        )
+    return ArgumentError(
+        "there is no data in this folder",
+        got=folder if folder.is_dir() else f"{folder}, which is no folder",
+        expected=f"a folder with {INDEX}",
+        fix="make it with `xsake data build`",
+    )

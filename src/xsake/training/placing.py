@@ -1,0 +1,85 @@
+"""Where a run's arrays lie: one device, or a mesh that all its processes make together."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Int, Int32
+
+from xsake.attention import BlockSparseAttention
+from xsake.distributed import (
+    ContextParallel,
+    MeshShape,
+    NamedShape,
+    batch_share,
+    batch_sharding,
+    make_mesh,
+    sharding_of,
+)
+from xsake.training.config import TrainingConfig
+from xsake.training.data import TokenLoader
+from xsake.training.state import Shardings, TrainState, abstract_state, first_state, state_shardings
+
+
+@dataclass(frozen=True, eq=False)
+class Devices:
+    """The devices of a run and what lies where.
+
+    Args:
+        mesh: None where there is one device.
+        shardings: of state and tokens; None likewise.
+        operator: attention that knows the mesh.
+    """
+
+    mesh: Mesh | None
+    shardings: Shardings | None
+    operator: BlockSparseAttention
+
+    @classmethod
+    def of(cls, config: TrainingConfig) -> "Devices":
+        """As the configuration says it; every process calls this."""
+        shape = MeshShape(**config.mesh.model_dump())
+        if shape.devices == 1 and jax.process_count() == 1:
+            return cls(None, None, BlockSparseAttention())
+        mesh = make_mesh(shape)
+        place = lambda path, names, shape: sharding_of(NamedShape(path, names, shape), mesh)
+        state = state_shardings(config, place, NamedSharding(mesh, PartitionSpec()))
+        operator = (
+            ContextParallel(mesh=mesh) if config.mesh.context > 1 else BlockSparseAttention(mesh=mesh)
+        )
+        return cls(mesh, Shardings(state, batch_sharding(mesh)), operator)
+
+    def first_state(self, config: TrainingConfig) -> TrainState:
+        """The state before the first step, drawn where it lies."""
+        where = None if self.shardings is None else self.shardings.state
+        return jax.jit(lambda: first_state(config), out_shardings=where)()
+
+    def like(self, config: TrainingConfig) -> TrainState:
+        """Shapes, dtypes and places of the state, as a checkpoint is restored into."""
+        state = abstract_state(config)
+        if self.shardings is None:
+            here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+            places = jax.tree.map(lambda _: here, state)
+        else:
+            places = self.shardings.state
+        return jax.tree.map(
+            lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), state, places
+        )
+
+    def loader(self, config: TrainingConfig, **given: Any) -> TokenLoader:
+        """The batches of this process."""
+        share = (0, 1) if self.mesh is None else batch_share(self.mesh)
+        data = config.data
+        return TokenLoader(
+            data.folder, context=data.context, batch=data.batch, seed=data.seed,
+            process=share[0], processes=share[1], vocabulary=config.model.decoder.vocab_size,
+            **given,
+        )  # fmt: skip
+
+    def put(self, tokens: Int32[np.ndarray, "B T1"]) -> Int[Array, "G T1"]:
+        """This process's rows as its part of the whole batch."""
+        if self.shardings is None:
+            return jax.device_put(tokens)
+        return jax.make_array_from_process_local_data(self.shardings.tokens, tokens)

@@ -1,0 +1,309 @@
+"""A training run from its first step, or its newest checkpoint, to its end: read it downwards."""
+
+import contextlib
+import dataclasses
+import enum
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from xsake.bench.whole_file import write_whole
+from xsake.errors import ArgumentError, CheckpointError
+from xsake.training import processes
+from xsake.training.attention import TrainingAttention, calibrated, make_attention, resumed
+from xsake.training.checkpoints import CheckpointStore, run_lock
+from xsake.training.config import TrainingConfig
+from xsake.training.data import Batch, TokenLoader
+from xsake.training.fingerprints import differences
+from xsake.training.goodput import Recorder
+from xsake.training.guard import is_hopeless
+from xsake.training.placing import Devices
+from xsake.training.progress import MetricsFile, Progress, Watch
+from xsake.training.state import TrainState, define, optimizer_of, step_key
+from xsake.training.step import Metrics, Step, make_loss, make_probe, make_step
+from xsake.training.stopping import StopRequest
+from xsake.training.stragglers import StragglerWatch
+
+
+class Ending(enum.StrEnum):
+    """How a run ended."""
+
+    DONE = "done"  # all steps
+    STOPPED = "stopped"  # a signal asked for it; all is saved, and the same command goes on
+
+
+class HopelessError(ArgumentError):
+    """Too many updates in a row were refused."""
+
+
+def train(config: TrainingConfig, *, watch: Watch = lambda _: None) -> Ending:
+    """Train until all steps are done or a signal asks to stop; goes on where a run was stopped.
+
+    `xsake.training.processes.start` must come first where there are several processes.
+
+    Args:
+        config: the run.
+        watch: told about every step that `run.log_every` names; in the first process only.
+    """
+    folder, is_first = config.checkpoint.folder, processes.is_first()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(processes.failing_at_once())
+        if is_first:
+            stack.enter_context(run_lock(folder))
+            _require_same_run(config, folder)
+        processes.wait_for_all("the folder is ours")
+        goodput = stack.enter_context(Recorder(folder / "goodput.jsonl" if is_first else None))
+        stacks = folder / f"stacks-{jax.process_index()}.txt"
+        stop = stack.enter_context(
+            StopRequest(stacks=stacks, hang_seconds=config.run.hang_seconds or None)
+        )
+        devices = Devices.of(config)
+        loader = devices.loader(config)
+        stack.callback(loader.close)
+        saved = config.checkpoint
+        store = CheckpointStore(folder / "steps", keep=saved.keep, verify=saved.verify)
+        stack.callback(store.close)
+        with goodput.during("restore"):
+            state, attention = _begin(config, devices, store, loader)
+        metrics = MetricsFile(folder / "metrics.jsonl" if is_first else None)
+        metrics.go_back_to(int(state.step))
+        loop = _Loop(config, devices, store, loader, goodput, stop, metrics, watch, attention)
+        return loop.run(state)
+
+
+def _require_same_run(config: TrainingConfig, folder: Path) -> None:
+    """Keep the configuration beside the run, or refuse to go on with another one."""
+    path, text = folder / "config.json", config.to_json()
+    if not path.exists():
+        write_whole(path, text)
+        return
+    before = TrainingConfig.from_json(path.read_bytes())
+    may_change = {"run": {"steps", "log_every", "hang_seconds"}, "mesh": True, "checkpoint": True}
+    if before.model_dump(exclude=may_change) != config.model_dump(exclude=may_change):
+        changed = [
+            name
+            for name in type(config).model_fields
+            if getattr(before, name) != getattr(config, name)
+        ]
+        raise ArgumentError(
+            "the folder belongs to a run with other settings",
+            got=f"{folder}: different in {', '.join(changed)}",
+            expected=f"the settings of {path}",
+            fix="name another checkpoint.folder, or use the settings of the interrupted run",
+        )
+    write_whole(path, text)
+
+
+def _begin(
+    config: TrainingConfig, devices: Devices, store: CheckpointStore, loader: TokenLoader
+) -> tuple[TrainState, TrainingAttention]:
+    """The newest sound checkpoint, or the first state."""
+    section, decoder = config.attention, config.model.decoder
+    profiles = config.checkpoint.folder / "profiles"
+    if store.steps():
+        found = store.restore(devices.like(config))
+        loader.restore(found.extra["data"])
+        attention = resumed(
+            section, decoder, found.extra["attention"], profiles,
+            step=found.step, operator=devices.operator,
+        )  # fmt: skip
+        return found.tree, attention
+    state, profile = devices.first_state(config), None
+    if section.needs_calibration:
+        profile = _profiled(config, devices, state)
+    attention = make_attention(section, decoder, profile=profile, operator=devices.operator)
+    return state, attention
+
+
+def _profiled(config: TrainingConfig, devices: Devices, state: TrainState):
+    """What heads look at with the weights of now, on windows that belong to this step alone."""
+    step, section = int(state.step), config.attention
+    with contextlib.closing(devices.loader(config, prefetch=0)) as reader:
+        # Every process reads the same windows: those of the batch that comes next.
+        windows = _rows(reader, step, section.calibration_windows)
+    model = define(config).merge(state.parameters)
+    name = f"{config.digest[:16]} at step {step}"
+    return calibrated(section, model, windows, name=config.run.name, digest=name)
+
+
+def _rows(reader: TokenLoader, step: int, count: int) -> np.ndarray:
+    numbers = reader.numbers(step)[:count]
+    return reader.windows.read(numbers)[:, :-1]
+
+
+@dataclasses.dataclass(eq=False)
+class _Loop:
+    """What the loop needs, and the programs that it has compiled."""
+
+    config: TrainingConfig
+    devices: Devices
+    store: CheckpointStore
+    loader: TokenLoader
+    goodput: Recorder
+    stop: StopRequest
+    metrics: MetricsFile
+    watch: Watch
+    attention: TrainingAttention
+    _steps: dict[int, Step] = dataclasses.field(default_factory=dict)
+
+    def run(self, state: TrainState) -> Ending:
+        """One step after the other; what a step says is looked at while the next one runs."""
+        begin, end = int(state.step), self.config.run.steps
+        told = _Teller(self.config, self.attention, self.metrics, self.watch, begin)
+        stragglers, waiting = StragglerWatch(), None
+        for number in range(begin, end):
+            with self.goodput.during("data"):
+                batch = next(self.loader)
+            with self.goodput.step(number):
+                started = time.monotonic()
+                state, found = self._step(number, state)(state, self.devices.put(batch.tokens))
+                if waiting is not None:
+                    self._look_at(*waiting, told)
+                waiting = number, batch, found
+                own = time.monotonic() - started
+            if self._is_due(self.config.run.check_replicas_every, number):
+                self._require_equal_copies(state)
+            is_over = self.stop.reached(number)
+            if is_over or number + 1 == end or self._is_due(self.config.checkpoint.every, number):
+                self._look_at(*waiting, told)
+                waiting = None
+                self._save(state)
+            round_ = stragglers.add(own, 0.0)
+            if round_ is not None and round_.flagged:
+                told.note(str(round_))
+            if is_over:
+                return self._ended(Ending.STOPPED)
+            if self._is_due(self.config.run.evaluate_every, number):
+                with self.stop.patiently(), self.goodput.during("evaluation"):
+                    told.note(f"validation loss {self._validation_loss(state, number):.4f}")
+            self._probe(number, state, batch, told)
+        return self._ended(Ending.DONE)
+
+    def _step(self, number: int, state: TrainState) -> Step:
+        """The program of a step; new plans are made first where they are due."""
+        if self.attention.is_calibration_due(number):
+            profile = _profiled(self.config, self.devices, state)
+            self.attention = self.attention.replanned(profile, self.config.model.decoder)
+            self._steps.clear()
+        level = self.attention.level(number)
+        if level not in self._steps:
+            definition = define(self.config)
+            self._steps[level] = make_step(
+                self.config, definition, optimizer_of(self.config, definition),
+                self.attention.attends[level], self.devices.shardings,
+            )  # fmt: skip
+        return self._steps[level]
+
+    def _look_at(self, number: int, batch: Batch, found: Metrics, told: "_Teller") -> None:
+        values = jax.device_get(found)
+        told.step(number, batch, values, self.attention.budget(number))
+        if is_hopeless(self.config.guard, int(values.skips)):
+            raise HopelessError(
+                f"{int(values.skips)} updates in a row were refused, the last at step {number}",
+                got=f"loss {float(values.loss)}, gradient norm {float(values.gradient_norm)}",
+                expected="finite numbers without sudden spikes",
+                fix=f"look at windows {batch.windows[:8].tolist()}, or lower the learning rate; "
+                "the newest checkpoint is from before",
+            )
+
+    def _save(self, state: TrainState) -> None:
+        step = int(state.step)
+        with self.stop.patiently(), self.goodput.during("save"):
+            if processes.is_first():
+                self.attention.save(self.config.checkpoint.folder / "profiles")
+            extra = {"data": self.loader.state(), "attention": self.attention.record(step)}
+            self.store.save(step, state, extra)
+
+    def _ended(self, ending: Ending) -> Ending:
+        with self.goodput.during("save"):
+            try:
+                self.store.wait()
+            except CheckpointError as error:
+                raise ArgumentError(
+                    "the last state could not be saved", got=str(error).splitlines()[0],
+                    fix="make room, then start the same command again",
+                ) from error  # fmt: skip
+        return ending
+
+    def _require_equal_copies(self, state: TrainState) -> None:
+        found = differences(state.parameters)
+        if found:
+            raise ArgumentError(
+                "copies of the parameters that should be equal are not",
+                got="; ".join(map(str, found[:4])),
+                expected="the same bits on every device",
+                fix="start again from the newest checkpoint, without the machine that is named",
+            )
+
+    def _validation_loss(self, state: TrainState, number: int) -> float:
+        """Mean over the first batches of the validation split, nats per token."""
+        definition = define(self.config)
+        loss_of = jax.jit(make_loss(self.config, definition, self.attention.attend(number)))
+        reader = self.devices.loader(self.config, split="validation", prefetch=0)
+        total = count = 0.0
+        with contextlib.closing(reader):
+            for _ in range(self.config.run.evaluation_batches):
+                tokens = self.devices.put(next(reader).tokens)
+                loss, tokens_seen = jax.device_get(loss_of(state.parameters, tokens))
+                total, count = total + float(loss), count + float(tokens_seen)
+        return total / count
+
+    def _probe(self, number: int, state: TrainState, batch: Batch, told: "_Teller") -> None:
+        section = self.config.attention
+        if not self.attention.is_probe_due(number + 1):
+            return
+        with self.stop.patiently(), self.goodput.during("evaluation"):
+            probe = make_probe(
+                define(self.config), self.attention.attend(number), self.attention.judged(number),
+                rows=section.probe_rows, block=section.block,
+            )  # fmt: skip
+            kept = probe(state.parameters, self.devices.put(batch.tokens), step_key(state))
+            told.note(f"kept mass {float(np.mean(jax.device_get(kept.mass))):.4f}")
+
+    @staticmethod
+    def _is_due(every: int, number: int) -> bool:
+        return bool(every) and (number + 1) % every == 0
+
+
+class _Teller:
+    """Writes what steps say, and tells whoever watches."""
+
+    def __init__(
+        self, config: TrainingConfig, attention: Any, metrics: MetricsFile, watch: Watch, begin: int
+    ):
+        self._config, self._metrics, self._watch = config, metrics, watch
+        self._since, self._tokens, self._note = time.monotonic(), 0, ""
+        self._last_told = begin - 1
+
+    def note(self, words: str) -> None:
+        """Something that the next line says too."""
+        self._note = f"{self._note}; {words}" if self._note else words
+
+    def step(self, number: int, batch: Batch, found: Metrics, budget: float | None) -> None:
+        """A step has been done."""
+        run = self._config.run
+        values = {
+            "loss": float(found.loss),
+            "gradient_norm": float(found.gradient_norm),
+            "learning_rate": float(found.learning_rate),
+            "is_skipped": bool(found.is_skipped),
+        }
+        windows = batch.windows.tolist()
+        self._metrics.add(number, **values, budget=budget, windows=windows, note=self._note)
+        self._tokens += int(found.tokens)
+        is_last = number + 1 == run.steps
+        if not is_last and (not run.log_every or (number + 1) % run.log_every):
+            return
+        if processes.is_first():
+            now = time.monotonic()
+            spent = max(now - self._since, 1e-9)
+            left = (run.steps - number - 1) * spent / (number - self._last_told)
+            speed = self._tokens / spent
+            self._watch(Progress(number, run.steps, **values, budget=budget,
+                                 tokens_per_second=speed, remaining_seconds=left,
+                                 note=self._note))  # fmt: skip
+            self._since, self._tokens, self._last_told = now, 0, number
+        self._note = ""

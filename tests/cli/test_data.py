@@ -1,0 +1,196 @@
+"""`xsake data` as its user sees it: built, gone on with, shown, and refused with a reason."""
+
+import inspect
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.training.data_sample import END, files_of, letters, save_texts, save_tokenizer
+from xsake.cli.data import build, data_app
+from xsake.training.data import Settings, read_index
+from xsake.training.data.vocabulary import Vocabulary
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(data_app, list(map(str, arguments)), env={"COLUMNS": "160"})
+
+
+@pytest.fixture
+def tokenizer(tmp_path):
+    return save_tokenizer(tmp_path / "tokenizer")
+
+
+@pytest.fixture
+def text(tmp_path):
+    return save_texts(tmp_path / "texts.txt", letters(60))
+
+
+@pytest.fixture
+def folder(tmp_path, tokenizer, text):
+    made = tmp_path / "made"
+    done = invoke("build", tokenizer, "--text", text, "-o", made, "--shard-tokens", 700)
+    assert done.exit_code == 0, done.output
+    return made
+
+
+def test_a_build_tells_what_it_made(tmp_path, tokenizer, text):
+    out = tmp_path / "data"
+    command = ["build", tokenizer, "--text", text, "-o", out, "--validation", "20%"]
+    done = invoke(*command, "--shard-tokens", 700)
+    assert done.exit_code == 0, done.output
+    index = json.loads((out / "index.json").read_text())
+    train, validation = index["splits"]["train"], index["splits"]["validation"]
+    assert train["documents"] + validation["documents"] == 60 and validation["documents"] > 5
+    lines = done.output.splitlines()
+    assert lines[0].startswith("train file 1: 700 tokens")
+    assert f"{train['tokens']:,} tokens, {train['documents']} documents, 3 files" in done.output
+    assert "257 tokens, <|endoftext|> (256) ends documents" in done.output
+    assert lines[-1].endswith(f" s; written to {out}")
+    again = invoke(*command, "--shard-tokens", 700)
+    assert again.exit_code == 0
+    assert f"Nothing to do: {out} holds this data, and every file is sound." in again.output
+
+
+def test_json_is_all_that_is_printed(tmp_path, tokenizer, text):
+    out = tmp_path / "data"
+    done = invoke("build", tokenizer, "--text", text, "-o", out, "--json")
+    assert done.exit_code == 0
+    assert json.loads(done.stdout) == json.loads((out / "index.json").read_text())
+    assert json.loads(invoke("show", out, "--json").stdout) == json.loads(done.stdout)
+
+
+def test_the_defaults_are_those_of_the_library(folder):
+    index, settings = read_index(folder), Settings()
+    assert index.validation == settings.validation
+    told = inspect.signature(build).parameters["shard_tokens"].default
+    assert told == settings.shard_tokens
+
+
+def test_a_tokenizer_is_trained_on_the_way(tmp_path, text):
+    out = tmp_path / "data"
+    done = invoke("build", "--train-tokenizer", 300, "--text", text, "-o", out)
+    assert done.exit_code == 0, done.output
+    assert "300 tokens, <|endoftext|> (0) ends documents, trained on the train doc" in done.output
+    done = invoke("build", "--train-tokenizer", 60000, "--text", text, "-o", tmp_path / "large")
+    assert done.exit_code == 0
+    assert "The texts are too short for a vocabulary of 60,000 tokens." in done.output
+
+
+def test_too_few_documents_for_validation_are_told(tmp_path, tokenizer):
+    text = save_texts(tmp_path / "one.txt", ["a single document"])
+    done = invoke("build", tokenizer, "--text", text, "-o", tmp_path / "data")
+    assert done.exit_code == 0
+    assert "No document fell into the validation share" in done.output
+
+
+def test_ctrl_c_leaves_with_130_and_the_same_command_goes_on(
+    tmp_path, tokenizer, text, monkeypatch
+):
+    straight, out = tmp_path / "straight", tmp_path / "data"
+    command = ["build", tokenizer, "--text", text, "--shard-tokens", 100, "-o"]
+    assert invoke(*command, straight).exit_code == 0
+    encode, lots = Vocabulary.encode, iter([True, True, False])
+
+    def press_ctrl_c(self, texts):
+        if not next(lots):
+            raise KeyboardInterrupt
+        return encode(self, texts)
+
+    monkeypatch.setattr("xsake.training.data.building.LONGEST_PIECE", 300)
+    assert invoke(*command, straight, "--fresh").exit_code == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(Vocabulary, "encode", press_ctrl_c)
+        done = invoke(*command, out)
+    assert done.exit_code == 130 and "goes on from here" in done.stderr
+    shown = invoke("show", out)
+    assert shown.exit_code == 2 and "its build was interrupted" in shown.stderr
+    done = invoke(*command, out)
+    assert done.exit_code == 0, done.output
+    assert "Kept and checked from an earlier run: " in done.output
+    assert files_of(out) == files_of(straight)
+
+
+def test_damaged_files_of_an_interrupted_build_are_told(tmp_path, tokenizer, text, monkeypatch):
+    out = tmp_path / "data"
+    command = ["build", tokenizer, "--text", text, "--shard-tokens", 100, "-o", out]
+    with monkeypatch.context() as patch:
+        patch.setattr("xsake.training.data.building.write_index", _press_ctrl_c)
+        assert invoke(*command).exit_code == 130
+    (out / "train-00001.bin").write_bytes(b"")
+    done = invoke(*command)
+    assert done.exit_code == 0 and "Written again, damaged or after a damaged" in done.output
+    assert invoke("show", out, "--verify").exit_code == 0
+
+
+def _press_ctrl_c(*_):
+    raise KeyboardInterrupt
+
+
+def test_a_folder_is_shown(folder):
+    done = invoke("show", folder)
+    assert done.exit_code == 0, done.output
+    assert "1,954 tokens, 58 documents, 3 files\n" in done.output
+    assert "79 tokens, 2 documents, 1 file\n" in done.output
+    assert "1 file of text" in done.output and "all files are there, whole in size" in done.output
+    assert "every byte is as it was written" in invoke("show", folder, "--verify").output
+
+
+def test_damage_is_found_and_leaves_with_2(folder):
+    path = folder / "train-00000.bin"
+    content = bytearray(path.read_bytes())
+    content[0] ^= 1
+    path.write_bytes(content)
+    assert invoke("show", folder).exit_code == 0
+    done = invoke("show", folder, "--verify")
+    assert done.exit_code == 2 and "a shard is damaged" in done.stderr
+    path.unlink()
+    done = invoke("show", folder)
+    assert done.exit_code == 2 and "a shard is missing" in done.stderr
+    assert "train-00000.bin" in done.stderr and "--fresh" in done.stderr
+
+
+def test_the_text_of_a_window_is_shown(folder, tokenizer, tmp_path):
+    done = invoke("show", folder, "--window", 0, "--context", 40)
+    assert done.exit_code == 0, done.output
+    assert any(f"{document}{END}".startswith(done.output[:20]) for document in letters(60))
+    following = invoke("show", folder, "--window", 1, "--context", 40)
+    assert following.output[0] == done.output[40]  # one token is in both
+    done = invoke("show", folder, "--window", 10**6)
+    assert done.exit_code == 2 and "no such window" in done.stderr
+    text = save_texts(tmp_path / "evil.txt", ["red \x1b[31m " * 20])
+    invoke("build", tokenizer, "--text", text, "-o", tmp_path / "evil")
+    done = invoke("show", tmp_path / "evil", "--window", 0, "--context", 12)
+    assert done.exit_code == 0 and "\x1b" not in done.output and "red ?[31m" in done.output
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--train-tokenizer", "300"), "not both"),
+        (("--validation", "some"), "--validation takes a share"),
+        (("--validation", "100%"), "no share"),
+        (("--shard-tokens", "0"), "so many tokens"),
+        (("--text", "none.txt"), "no such text"),
+        (("--end-token", "<none>"), "such as <|endoftext|>"),
+    ],
+)
+def test_what_cannot_run_says_why_and_leaves_with_2(tmp_path, tokenizer, text, flags, words):
+    done = invoke("build", tokenizer, "--text", text, "-o", tmp_path / "data", *flags)
+    assert done.exit_code == 2 and words in done.stderr, done.output
+    assert not (tmp_path / "data").exists()
+
+
+def test_a_tokenizer_must_be_there(tmp_path, text):
+    done = invoke("build", "--text", text, "-o", tmp_path / "data")
+    assert done.exit_code == 2 and "a TOKENIZER or --train-tokenizer" in done.stderr
+    done = invoke("build", tmp_path / "none", "--text", text, "-o", tmp_path / "data")
+    assert done.exit_code == 2 and "no such tokenizer" in done.stderr
+
+
+def test_a_folder_that_is_in_use_is_left_alone(tmp_path, tokenizer, text):
+    done = invoke("build", tokenizer, "--text", text, "-o", tokenizer)
+    assert done.exit_code == 2 and "not built by this command" in done.stderr
+    (tmp_path / "file").write_text("")
+    done = invoke("build", tokenizer, "--text", text, "-o", tmp_path / "file")
+    assert done.exit_code == 2 and "cannot be written" in done.stderr

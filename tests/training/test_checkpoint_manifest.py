@@ -1,0 +1,188 @@
+"""The manifest: what it holds, what it notices, and what its parser refuses."""
+
+import json
+import os
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from xsake.errors import ArgumentError, CheckpointError
+from xsake.training.checkpoints import DamagedError
+from xsake.training.checkpoints import manifest as manifests
+
+
+def record(step: int = 7, **changes) -> manifests.Record:
+    fields = {
+        "step": step,
+        "utc": "2026-01-01T00:00:00+00:00",
+        "leaves": (manifests.Leaf(name="a/b", dtype="float32", shape=(2, 3), fingerprint=5),),
+        "placement": manifests.Placement(platform="cpu", devices=1, processes=1, axes={}),
+        "versions": {"jax": "1"},
+        "extra": {"data": [1, 2.5, None, "ä"]},
+    }
+    return manifests.Record(**fields | changes)
+
+
+@pytest.fixture
+def step(tmp_path):
+    folder = tmp_path / "7"
+    (folder / "state" / "d").mkdir(parents=True)
+    (folder / "state" / "d" / "data").write_bytes(bytes(range(256)))
+    (folder / "state" / "empty").write_bytes(b"")
+    (folder / "top").write_text("top")
+    manifests.write(folder, record())
+    return folder
+
+
+def damage_of(folder, mode="full") -> DamagedError:
+    with pytest.raises(DamagedError) as raised:
+        manifest = manifests.read(folder)
+        assert manifest is not None
+        manifests.verify(folder, manifest, mode)
+    return raised.value
+
+
+def test_a_manifest_names_every_file_and_nothing_is_left_beside_it(step):
+    manifest = manifests.read(step)
+    assert manifest is not None
+    assert [file.path for file in manifest.files] == ["state/d/data", "state/empty", "top"]
+    assert [file.size for file in manifest.files] == [256, 0, 3]
+    assert manifests.Record(**manifest.model_dump(exclude={"files"})) == record()
+    manifests.verify(step, manifest, "full")
+    assert [path.name for path in step.parent.iterdir()] == ["7"]
+
+
+def test_a_step_without_a_manifest_has_none(step):
+    (step / manifests.NAME).unlink()
+    assert manifests.read(step) is None
+
+
+def test_each_kind_of_damage_has_its_reason_and_names_the_file(step):
+    data = step / "state" / "d" / "data"
+    content = data.read_bytes()
+
+    data.write_bytes(content[:-1] + b"?")
+    found = damage_of(step)
+    assert (found.reason, found.file) == ("digest", "state/d/data")
+    manifest = manifests.read(step)
+    assert manifest is not None
+    manifests.verify(step, manifest, "size")
+
+    data.write_bytes(content[:-1])
+    assert damage_of(step, "size").reason == "size"
+    assert "state/d/data" in str(damage_of(step)) and "255 bytes" in str(damage_of(step))
+    manifests.verify(step, manifest, "off")
+
+    data.unlink()
+    assert (damage_of(step).reason, damage_of(step).file) == ("missing", "state/d/data")
+    data.write_bytes(content)
+    (step / "state" / "new").write_text("new")
+    assert (damage_of(step).reason, damage_of(step).file) == ("extra", "state/new")
+
+
+@pytest.mark.parametrize("mode", ["full", "size", "off"])
+def test_links_and_special_files_are_refused_in_every_mode(step, mode):
+    data = step / "state" / "d" / "data"
+    outside = step.parent / "outside"
+    outside.write_bytes(data.read_bytes())
+    data.unlink()
+    data.symlink_to(outside)
+    assert (damage_of(step, mode).reason, damage_of(step, mode).file) == ("symlink", "state/d/data")
+    data.unlink()
+    os.mkfifo(data)
+    assert damage_of(step, mode).reason == "special"
+
+
+def test_a_link_in_the_place_of_a_folder_or_of_the_manifest_is_refused(step):
+    (step / "state").rename(step.parent / "moved")
+    (step / "state").symlink_to(step.parent / "moved")
+    assert (damage_of(step).reason, damage_of(step).file) == ("symlink", "state")
+    (step / manifests.NAME).rename(step.parent / "elsewhere")
+    (step / manifests.NAME).symlink_to(step.parent / "elsewhere")
+    assert damage_of(step).reason == "symlink"
+
+
+def test_a_manifest_of_another_step_is_refused(step):
+    moved = step.rename(step.parent / "8")
+    assert (damage_of(moved).reason, damage_of(moved).file) == ("manifest", manifests.NAME)
+
+
+def test_files_that_this_process_may_not_read_are_not_called_damaged(step, monkeypatch):
+    def refuse(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(manifests, "_opened", refuse)
+    with pytest.raises(CheckpointError, match="cannot be judged") as raised:
+        manifests.read(step)
+    assert not isinstance(raised.value, DamagedError)
+
+
+def test_a_file_that_the_disk_does_not_give_back_is_damaged(step, monkeypatch):
+    manifest = manifests.read(step)
+
+    def fail(file):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(manifests, "_digest_of_file", fail)
+    with pytest.raises(DamagedError, match="unreadable"):
+        manifests.verify(step, manifest, "full")
+
+
+@given(seed=st.integers(0, 2**32))
+def test_no_bit_of_a_manifest_can_change_unnoticed(seed):
+    files = (manifests.File(path="a", size=3, blake2b="0" * 64),)
+    whole = manifests.Manifest(**record().model_dump(), files=files)
+    text = bytearray(manifests.sealed(whole).encode())
+    assert manifests.unsealed(manifests.Manifest, bytes(text)) == whole
+    drawn = random.Random(seed)
+    text[drawn.randrange(len(text))] ^= 1 << drawn.randrange(8)
+    with pytest.raises(ArgumentError, match="not a manifest as it was written"):
+        manifests.unsealed(manifests.Manifest, bytes(text))
+
+
+@given(data=st.binary(max_size=200))
+def test_the_parser_answers_anything_with_a_clean_refusal(data):
+    with pytest.raises(ArgumentError):
+        manifests.unsealed(manifests.Manifest, data)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"[]",
+        b"{" * 100_000,
+        b'{"a":' * 17 + b"1" + b"}" * 17,
+        b'{"a": 1, "a": 2}',
+        b'{"a": NaN}',
+        b'{"a": 1e999}',
+        b'{"digest": 5}',
+        b" " * (manifests.MOST_BYTES + 1),
+    ],
+    ids=["empty", "list", "open", "deep", "twice", "nan", "huge", "digest", "large"],
+)
+def test_hostile_manifests_are_refused(data):
+    with pytest.raises(ArgumentError, match="not a manifest as it was written"):
+        manifests.unsealed(manifests.Manifest, data)
+
+
+def test_a_digest_that_fits_does_not_excuse_fields_that_do_not():
+    document = json.loads(manifests.sealed(record()))
+    del document["digest"]
+    for change in ({"step": "7"}, {"step": -1}, {"format": 2}, {"unknown": 1}, {"leaves": {}}):
+        changed = document | change
+        changed["digest"] = manifests._digest_of(manifests._canonical(changed))
+        with pytest.raises(ArgumentError, match="not a manifest as it was written"):
+            manifests.unsealed(manifests.Record, json.dumps(changed).encode())
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [{"a": (1, 2)}, {"a": {1: 2}}, {"a": float("nan")}, {"a": {2}}, {"a": "\ud800"}],
+    ids=["tuple", "number as key", "nan", "set", "surrogate"],
+)
+def test_extra_that_json_would_change_is_refused(extra):
+    with pytest.raises(ArgumentError, match="`extra` is not plain JSON"):
+        manifests.checked_extra(extra)

@@ -1,0 +1,366 @@
+"""The store: what it gives back, what it refuses, keeps, deletes and sets aside."""
+
+import gc
+import json
+import random
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.training import checkpoint_sample as sample
+from xsake.errors import ArgumentError, CheckpointError
+from xsake.training.checkpoints import CheckpointStore, folders, quarantined
+from xsake.training.checkpoints import manifest as manifests
+
+LIKE = sample.like()
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("made")
+    sample.fill(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(made, tmp_path):
+    return shutil.copytree(made, tmp_path / "copy")
+
+
+@pytest.fixture
+def watcher():
+    return sample.Watcher()
+
+
+def files_of(folder, step=30):
+    return sorted(path for path in (folder / str(step)).rglob("*") if path.is_file())
+
+
+def metadata_of(folder, step):
+    return folder / str(step) / "_CHECKPOINT_METADATA"
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_what_was_saved_comes_back_bit_for_bit(folder):
+    store = CheckpointStore(folder)
+    assert store.steps() == [10, 20, 30]
+    sample.assert_exact(store.restore(LIKE), 30)
+    sample.assert_exact(store.restore(LIKE, 10), 10)
+    assert names(folder) == ["10", "20", "30"]
+    manifest = manifests.read(folder / "30")
+    assert [leaf.name for leaf in manifest.leaves][:2] == ["key", "optimizer/0"]
+    assert manifest.placement.platform == "cpu" and manifest.versions.keys() >= {"jax", "xsake"}
+    store.close()
+
+
+def test_arrays_may_be_donated_as_soon_as_save_returns(tmp_path):
+    store = CheckpointStore(tmp_path)
+    value = jnp.arange(2**18, dtype=jnp.float32)
+    expected = np.array(value)
+    overwrite = jax.jit(lambda x: -x - 1, donate_argnums=0)
+    store.save(1, {"value": value}, {})
+    for _ in range(4):
+        value = overwrite(value)
+    value.block_until_ready()
+    store.wait()
+    restored = store.restore({"value": jax.ShapeDtypeStruct(expected.shape, jnp.float32)})
+    np.testing.assert_array_equal(restored.tree["value"], expected)
+    store.close()
+
+
+def test_a_part_of_a_tree_is_restored_alone(folder):
+    store = CheckpointStore(folder)
+    found = store.restore(LIKE["parameters"], part="parameters").tree
+    expected = sample.tree(30)["parameters"]
+    assert jax.tree.map(sample.bits, found) == jax.tree.map(sample.bits, expected)
+    store.close()
+
+
+def test_thirty_flipped_bits_are_all_noticed(folder, watcher):
+    drawn = random.Random(0)
+    files = files_of(folder)
+    assert len(files) >= 10
+    for number in range(30):
+        path = files[number % len(files)]
+        while not path.stat().st_size:
+            path = drawn.choice(files)
+        content = bytearray(path.read_bytes())
+        good = bytes(content)
+        content[drawn.randrange(len(content))] ^= 1 << drawn.randrange(8)
+        path.write_bytes(content)
+        store = CheckpointStore(folder, **watcher.options())
+        sample.assert_exact(store.restore(LIKE), 20)
+        notice = watcher.notices[-1]
+        assert (notice.kind, notice.step) == ("quarantined", 30)
+        assert notice.path.is_dir() and str(path.relative_to(folder / "30")) in notice.detail
+        notice.path.rename(folder / "30")
+        path.write_bytes(good)
+    assert len(watcher.notices) == 30
+    sample.assert_exact(CheckpointStore(folder).restore(LIKE), 30)
+
+
+@pytest.fixture
+def failing_loads():
+    """A load that fails leaves tasks of Orbax behind, which complain when they are collected."""
+    yield
+    gc.collect()
+
+
+@pytest.mark.usefixtures("failing_loads")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("has_manifest", [True, False])
+def test_fingerprints_alone_let_no_wrong_array_pass(folder, watcher, has_manifest):
+    """Without digests a flipped bit is noticed, or it is in a file that changes nothing."""
+    drawn = random.Random(1)
+    if not has_manifest:
+        (folder / "30" / manifests.NAME).unlink()
+    files = [path for path in files_of(folder) if path.stat().st_size]
+    noticed = 0
+    for number in range(16):
+        path = files[number % len(files)]
+        good = path.read_bytes()
+        content = bytearray(good)
+        content[drawn.randrange(len(content))] ^= 1 << drawn.randrange(8)
+        path.write_bytes(content)
+        watcher.notices.clear()
+        store = CheckpointStore(folder, verify="off", **watcher.options())
+        restored = store.restore(LIKE)
+        sample.assert_exact(restored, restored.step)
+        if restored.step == 20:
+            noticed += 1
+            watcher.notices[-1].path.rename(folder / "30")
+        path.write_bytes(good)
+        if not has_manifest:
+            (folder / "30" / manifests.NAME).unlink(missing_ok=True)
+    assert noticed >= 4
+
+
+@pytest.mark.parametrize("damage", ["truncated", "empty", "deleted"])
+def test_a_file_of_any_kind_that_is_damaged_leads_to_the_step_before(folder, watcher, damage):
+    files = [path for path in files_of(folder) if path.name != manifests.NAME]
+    for path in files:
+        good = path.read_bytes()
+        if damage == "deleted":
+            path.unlink()
+        elif not good:
+            continue
+        else:
+            path.write_bytes(good[: len(good) // 2] if damage == "truncated" else b"")
+        store = CheckpointStore(folder, verify="size", **watcher.options())
+        sample.assert_exact(store.restore(LIKE), 20)
+        notice = watcher.notices[-1]
+        assert notice.reason == ("missing" if damage == "deleted" else "size")
+        assert str(path.relative_to(folder / "30")) in notice.detail
+        notice.path.rename(folder / "30")
+        path.write_bytes(good)
+    assert len(watcher.notices) >= len(files) - 1
+
+
+@pytest.mark.parametrize("content", [b"", b'{"format": 1'])
+def test_a_damaged_manifest_leads_to_the_step_before(folder, watcher, content):
+    (folder / "30" / manifests.NAME).write_bytes(content)
+    sample.assert_exact(CheckpointStore(folder, **watcher.options()).restore(LIKE), 20)
+    assert watcher.reasons == [("quarantined", 30, "manifest")]
+    assert names(folder) == ["10", "20", "30.quarantined-manifest"]
+
+
+def test_a_committed_step_without_a_manifest_is_checked_used_and_given_one(folder, watcher):
+    (folder / "30" / manifests.NAME).unlink()
+    before = {path: path.read_bytes() for path in files_of(folder)}
+    sample.assert_exact(CheckpointStore(folder, **watcher.options()).restore(LIKE), 30)
+    assert watcher.reasons == [("adopted", 30, None)]
+    manifest = manifests.read(folder / "30")
+    assert manifest is not None and manifest.extra == sample.extra(30)
+    manifests.verify(folder / "30", manifest, "full")
+    assert {path: path.read_bytes() for path in before} == before
+
+
+def test_what_orbax_did_not_commit_and_what_is_not_ours_is_set_aside(folder, watcher):
+    (folder / "40").mkdir()
+    (folder / "50").write_text("a file")
+    shutil.copytree(folder / "30", folder / "60")
+    (folder / "60" / manifests.NAME).unlink()
+    store = CheckpointStore(folder, **watcher.options())
+    sample.assert_exact(store.restore(LIKE), 30)
+    assert watcher.reasons == [
+        ("quarantined", 60, "record"),
+        ("quarantined", 50, "absent"),
+        ("quarantined", 40, "record"),
+    ]
+    assert store.steps() == [10, 20, 30]
+
+
+def test_links_are_refused_wherever_they_are(folder, watcher, tmp_path):
+    (folder / "20").rename(tmp_path / "elsewhere")
+    (folder / "20").symlink_to(tmp_path / "elsewhere")
+    data = next(path for path in files_of(folder) if path.parent.name == "d")
+    data.rename(tmp_path / "data")
+    data.symlink_to(tmp_path / "data")
+    store = CheckpointStore(folder, verify="off", **watcher.options())
+    assert store.steps() == [10, 30]
+    sample.assert_exact(store.restore(LIKE), 10)
+    assert watcher.reasons == [("quarantined", 30, "symlink"), ("quarantined", 20, "symlink")]
+    assert (folder / "20.quarantined-symlink").is_symlink() and (tmp_path / "elsewhere").is_dir()
+
+
+def test_if_all_are_bad_the_error_says_what_was_tried_and_nothing_is_deleted(folder, watcher):
+    everything = {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    for step in (10, 20, 30):
+        metadata_of(folder, step).write_bytes(b"broken")
+    store = CheckpointStore(folder, **watcher.options())
+    with pytest.raises(CheckpointError) as raised:
+        store.restore(LIKE)
+    assert raised.value.code == "XSK-601"
+    for words in ("30: ", "20: ", "10: ", "_CHECKPOINT_METADATA", "nothing was deleted"):
+        assert words in str(raised.value)
+    assert {path.name for path in folder.rglob("*") if path.is_file()} == everything.keys()
+    # The next start must not take this for a fresh folder.
+    assert store.steps() == [] and len(quarantined(folder)) == 3
+    with pytest.raises(CheckpointError, match="set aside: 10.quarantined-"):
+        store.restore(LIKE)
+
+
+def test_an_empty_folder_says_so(tmp_path):
+    store = CheckpointStore(tmp_path / "none")
+    assert store.steps() == [] and quarantined(tmp_path / "none") == []
+    with pytest.raises(CheckpointError, match="no step is there"):
+        store.restore(LIKE)
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_named_step_is_that_step_or_an_error(folder, watcher):
+    metadata_of(folder, 20).write_bytes(b"broken")
+    store = CheckpointStore(folder, **watcher.options())
+    with pytest.raises(CheckpointError, match="step 20 cannot be restored"):
+        store.restore(LIKE, 20)
+    with pytest.raises(CheckpointError, match="step 25 cannot be restored"):
+        store.restore(LIKE, 25)
+    assert watcher.reasons[0] == ("quarantined", 20, "size")
+    assert watcher.reasons[1][0] == "skipped"
+    assert store.steps() == [10, 30]
+
+
+def test_another_tree_is_an_error_and_no_reason_to_set_anything_aside(folder, watcher):
+    store = CheckpointStore(folder, **watcher.options())
+    renamed = {("count" if name == "step" else name): leaf for name, leaf in LIKE.items()}
+    with pytest.raises(CheckpointError, match="not saved: count; saved but not asked for: step"):
+        store.restore(renamed)
+    wider = LIKE | {"step": jax.ShapeDtypeStruct((), jnp.int16)}
+    with pytest.raises(CheckpointError, match=r"step int32\[\], asked for as int16\[\]"):
+        store.restore(wider)
+    with pytest.raises(ArgumentError, match="does not say what it should be filled with"):
+        store.restore(LIKE | {"step": 3})
+    assert not watcher.notices and store.steps() == [10, 20, 30]
+
+
+def test_a_reader_changes_nothing(folder, watcher):
+    metadata_of(folder, 30).write_bytes(b"broken")
+    (folder / "20" / manifests.NAME).unlink()
+    before = sorted(folder.rglob("*"))
+    store = CheckpointStore(folder, is_read_only=True, **watcher.options())
+    sample.assert_exact(store.restore(LIKE), 20)
+    assert watcher.reasons == [("skipped", 30, "size")]
+    assert sorted(folder.rglob("*")) == before
+    with pytest.raises(ArgumentError, match="nothing can be saved here"):
+        store.save(40, sample.tree(40), {})
+
+
+def test_the_newest_good_steps_are_kept_and_only_good_ones_count(folder):
+    store = CheckpointStore(folder, keep=2)
+    (folder / "30" / manifests.NAME).unlink()
+    metadata_of(folder, 20).write_bytes(b"broken")
+    store.save(40, sample.tree(40), sample.extra(40))
+    store.wait()
+    # Two good ones: 40 and 10. Neither 30, without a manifest, nor 20, damaged, replaces one.
+    assert store.steps() == [10, 20, 30, 40]
+    store.save(50, sample.tree(50), sample.extra(50))
+    store.wait()
+    assert store.steps() == [40, 50] and names(folder) == ["40", "50"]
+    store.close()
+
+
+def test_the_last_good_step_stays_whatever_comes_after_it(folder):
+    for step in (20, 30):
+        (folder / str(step) / manifests.NAME).unlink()
+    assert folders.retire(folder, 1) == []
+    assert names(folder) == ["10", "20", "30"]
+
+
+def test_saving_an_earlier_step_sets_the_later_ones_aside(folder, watcher):
+    store = CheckpointStore(folder, **watcher.options())
+    sample.assert_exact(store.restore(LIKE, 10), 10)
+    store.save(20, sample.tree(20), {"another": "past"})
+    store.wait()
+    assert watcher.reasons == [
+        ("quarantined", 20, "superseded"),
+        ("quarantined", 30, "superseded"),
+    ]
+    assert store.steps() == [10, 20] and store.restore(LIKE).extra == {"another": "past"}
+    store.close()
+
+
+def test_a_step_that_is_there_with_the_same_bits_is_not_written_again(folder, watcher):
+    store = CheckpointStore(folder, **watcher.options())
+    before = (folder / "30" / manifests.NAME).stat().st_mtime_ns
+    store.save(30, sample.tree(30), sample.extra(30))
+    store.close()
+    assert (folder / "30" / manifests.NAME).stat().st_mtime_ns == before
+    assert not watcher.notices
+
+
+def test_a_quarantined_name_that_is_taken_gets_a_number(folder):
+    for expected in ("30.quarantined-size", "30.quarantined-size-2", "30.quarantined-size-3"):
+        assert folders.set_aside(folder, 30, "size").name == expected
+        shutil.copytree(folder / "20", folder / "30")
+
+
+def test_what_a_killed_run_left_unfinished_is_cleared_by_the_next_save(folder):
+    (folder / "40.orbax-checkpoint-tmp" / "state").mkdir(parents=True)
+    (folder / ".30.manifest").write_text("half")
+    (folder / ".10.deleted").mkdir()
+    (folder / "notes.txt").write_text("someone's")
+    store = CheckpointStore(folder)
+    sample.assert_exact(store.restore(LIKE), 30)
+    store.save(40, sample.tree(40), sample.extra(40))
+    store.close()
+    assert names(folder) == ["20", "30", "40", "notes.txt"]
+
+
+def test_a_closed_store_saves_nothing_more(folder):
+    store = CheckpointStore(folder)
+    store.close()
+    store.close()
+    with pytest.raises(ArgumentError, match="a store that is closed"):
+        store.save(40, sample.tree(40), {})
+    assert store.steps() == [10, 20, 30]
+
+
+@pytest.mark.parametrize("step", [-1, 2**31])
+def test_numbers_that_are_no_steps_are_refused(tmp_path, step):
+    with pytest.raises(ArgumentError, match="no such number"):
+        CheckpointStore(tmp_path).save(step, sample.tree(1), {})
+
+
+def test_extra_that_could_not_be_read_back_is_refused_at_once(tmp_path):
+    store = CheckpointStore(tmp_path)
+    deep = json.loads("[" * 20 + "]" * 20)
+    for extra, words in (
+        ({"a": (1,)}, "`extra` is not plain JSON"),
+        ({str(i): i for i in range(100)}, "would not fit into a manifest"),
+        ({"a": deep}, "would not fit into a manifest"),
+    ):
+        with pytest.raises(ArgumentError, match=words):
+            store.save(1, sample.tree(1), extra)
+    assert store.steps() == []
+
+
+@pytest.mark.parametrize("options", [{"keep": 0}, {"keep": -1}])
+def test_options_that_keep_nothing_are_refused(tmp_path, options):
+    with pytest.raises(ArgumentError, match="no checkpoints can be kept"):
+        CheckpointStore(tmp_path, **options)

@@ -1,0 +1,196 @@
+"""Configurations: what is read is what is kept, and what is wrong is told by its own name."""
+
+import copy
+import json
+
+import jsonschema
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from xsake.errors import ArgumentError
+from xsake.training.config import PRESETS, TrainingConfig
+from xsake.training.schema import schema_text
+
+DOCUMENT = {
+    "model": {"preset": "tiny", "compute": "float32", "decoder": {"layers": 2}},
+    "data": {"folder": "corpus", "context": 64, "batch": 8},
+    "optimizer": {"peak_learning_rate": 1e-2, "warmup_steps": 5},
+    "checkpoint": {"folder": "run/checkpoints"},
+    "run": {"steps": 100},
+}
+PLAN = ['attention.kind="plan"', "attention.budget=0.8", "attention.block=8"]
+
+TOML = """
+[model]
+preset = "tiny"
+compute = "float32"
+decoder = { layers = 2 }
+
+[data]
+folder = "corpus"
+context = 64
+batch = 8
+
+[optimizer]
+peak_learning_rate = 1e-2
+warmup_steps = 5
+
+[checkpoint]
+folder = "run/checkpoints"
+
+[run]
+steps = 100
+"""
+
+
+def config(*overrides: str) -> TrainingConfig:
+    """A run of a tiny model in float32: 8 sequences of 64 tokens, 100 steps."""
+    return TrainingConfig.of(DOCUMENT, overrides)
+
+
+def test_a_file_and_its_dictionary_are_one_config(tmp_path):
+    (tmp_path / "run.toml").write_text(TOML)
+    found = TrainingConfig.read(tmp_path / "run.toml", ["run.seed=3"])
+    assert found == config("run.seed=3") != config()
+    assert found.model.decoder.layers == 2 and found.model.decoder.width == 48
+
+
+def test_overrides_change_nothing_but_their_setting():
+    before = copy.deepcopy(DOCUMENT)
+    found = config('attention.kind="mask"', 'attention.mask="window(15, 0) | sinks(2)"')
+    assert found.attention.mask == "window(15, 0) | sinks(2)"
+    assert found.model_copy(update={"attention": config().attention}) == config()
+    assert before == DOCUMENT
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_are_models_of_their_own(name):
+    found = TrainingConfig.of(DOCUMENT | {"model": {"preset": name}})
+    assert found.model.decoder == PRESETS[name]
+
+
+def test_the_schedule_ends_with_the_run_unless_it_is_told_otherwise():
+    assert config().total_steps == 100
+    assert config("optimizer.total_steps=300").total_steps == 300
+
+
+@given(
+    rate=st.floats(1e-9, 1e3),
+    batch=st.integers(1, 8).map(lambda x: x * 6),
+    parts=st.sampled_from([1, 2, 3, 6]),
+    budget=st.floats(0.6, 0.99),
+    undecayed=st.lists(st.sampled_from(["norms", "biases", "embeddings"]), max_size=3),
+    is_on=st.booleans(),
+)
+def test_the_record_reads_as_the_config_it_was_made_of(
+    rate, batch, parts, budget, undecayed, is_on
+):
+    found = config(
+        f"optimizer.peak_learning_rate={rate!r}",
+        f"data.batch={batch}",
+        f"optimizer.accumulation={parts}",
+        f"optimizer.undecayed={json.dumps(undecayed)}",
+        f"guard.is_on={json.dumps(is_on)}",
+        *PLAN,
+        f"attention.budget={budget!r}",
+        "attention.annealing={steps = 50}",
+    )
+    again = TrainingConfig.from_json(found.to_json())
+    assert again == found and again.digest == found.digest
+    assert TrainingConfig.of(json.loads(found.to_json())) == found
+    assert found.digest != config().digest
+
+
+def test_the_record_fits_its_schema():
+    schema = json.loads(schema_text())
+    jsonschema.Draft202012Validator.check_schema(schema)
+    validator = jsonschema.Draft202012Validator(schema)
+    record = json.loads(config(*PLAN, "attention.annealing={steps = 50}").to_json())
+    assert not list(validator.iter_errors(record))
+    record["run"]["stepps"] = 3
+    assert list(validator.iter_errors(record))
+
+
+WRONG = [
+    (["optimizer.peak_lr=1"], ["optimizer.peak_lr", "no such", "peak_learning_rate"]),
+    (["optimiser.accumulation=2"], ["optimiser: there is no such", "nearest is optimizer"]),
+    (['data.verify="full"'], ["data.verify", "there is checkpoint.verify"]),
+    (["data.xyzzy=1"], ["there are folder, context, batch, seed"]),
+    (["model.decoder.widht=3"], ["model.decoder.widht", "nearest is model.decoder.width"]),
+    (["attention.annealing.step=3"], ["attention.annealing.step", "attention.annealing.steps"]),
+    (['optimizer.warmup_steps="ten"'], ["optimizer.warmup_steps", "integer", "'ten'"]),
+    (["run.steps=true"], ["run.steps", "integer", "True"]),
+    (["run.steps=0"], ["run.steps", "greater than or equal to 1"]),
+    (["optimizer.peak_learning_rate=nan"], ["optimizer.peak_learning_rate", "finite"]),
+    (["optimizer.beta2=1.0"], ["optimizer.beta2", "less than 1"]),
+    (['run.name="../x"'], ["run.name", "pattern"]),
+    (["run.steps=0", "mesh.data=0"], ["run.steps", "mesh.data"]),
+    (["run=3"], ["run:", "dictionary"]),
+    (["data.batch=6", "optimizer.accumulation=4"], ["batch", "multiple of 4"]),
+    (["mesh.data=3"], ["batch", "multiple of 3"]),
+    (["mesh.fsdp=2", "mesh.data=2", "data.batch=6"], ["multiple of 4"]),
+    (["data.context=512"], ["longer than the model's", "model.decoder.context=256"]),
+    (["mesh.context=7"], ["mesh.context=7", "multiple of 7"]),
+    (["mesh.tensor=4"], ["2 kv heads", "divides 2"]),
+    (["optimizer.warmup_steps=100"], ["warmup", "fewer than 100"]),
+    (["optimizer.total_steps=50"], ["run.steps=100", "optimizer.total_steps=50", "leave it out"]),
+    (['model.preset="huge"'], ["no such preset", "'huge'", "smollm2-135m"]),
+    (["model.preset=3"], ["no such preset", "3"]),
+    (["model.decoder.kv_heads=4"], ["model.decoder: self.q_heads=6 must be a multiple of"]),
+    (['optimizer.undecayed_axes=["vocabulary"]'], ["'vocabulary'", "vocab, position"]),
+    (['optimizer.undecayed=["norm"]'], ["optimizer.undecayed.0", "'norms'"]),
+    (['checkpoint.folder="corpus"'], ["share a folder", "corpus"]),
+    (['attention.kind="sparse"'], ["attention.kind", "'dense', 'mask' or 'plan'"]),
+    (['attention.kind="mask"'], ["needs a mask", "window(255, 0)"]),
+    (['attention.kind="mask"', 'attention.mask="windw(3, 0)"'], ["no formula", "window"]),
+    (['attention.mask="causal"'], ["'dense'", "attention.mask", "attention.kind"]),
+    (["attention.budget=0.5"], ["'dense'", "attention.budget"]),
+    (['attention.kind="plan"'], ["needs a plan, or a budget"]),
+    ([*PLAN, 'attention.plan="p.json"'], ["attention.budget", "beside attention.plan"]),
+    ([*PLAN, "attention.budget=0.0"], ["attention.budget", "greater than 0"]),
+    ([*PLAN, "attention.budget=0.1"], ["always-on blocks", "at least 0.5834"]),
+    ([*PLAN, "attention.block=32"], ["too short to choose", "2 blocks of 32"]),
+    ([*PLAN, "attention.annealing={steps = 9, start_budget = 0.8}"], ["more blocks to fewer"]),
+    ([*PLAN, "attention.annealing={steps = 101}"], ["ends before its budget", "step 101"]),
+    (["optimizer.accumulation"], ["names a setting and its value", "section.setting=value"]),
+    (["=3"], ["names a setting"]),
+    (["data.folder=corpus"], ["data.folder", "not TOML", 'data.folder="corpus"']),
+    (["data.folder="], ["not TOML", "nothing"]),
+    (["run.steps=1\nrun.seed = 2"], ["one value"]),
+    (["run.steps.x=3"], ["has no parts", "run.steps.x"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("overrides", "words"), WRONG, ids=lambda x: x[-1][:40])
+def test_a_wrong_setting_is_told_by_its_name(overrides, words):
+    with pytest.raises(ArgumentError) as raised:
+        config(*overrides)
+    for word in words:
+        assert word in str(raised.value)
+
+
+@pytest.mark.parametrize("section", ["model", "data", "optimizer", "checkpoint", "run"])
+def test_what_has_no_default_is_asked_for(section):
+    rest = {name: value for name, value in DOCUMENT.items() if name != section}
+    with pytest.raises(ArgumentError, match=f"{section}: is needed"):
+        TrainingConfig.of(rest)
+    with pytest.raises(ArgumentError, match=f"{section}\\.|not described"):
+        TrainingConfig.of(DOCUMENT | {section: {}})
+
+
+def test_files_that_are_no_configs_are_refused(tmp_path):
+    path = tmp_path / "run.toml"
+    with pytest.raises(ArgumentError, match="cannot be read"):
+        TrainingConfig.read(path)
+    for content in (b"[model", b"\xff\xfe", b"#" * (2**20 + 1)):
+        path.write_bytes(content)
+        with pytest.raises(ArgumentError, match="not TOML"):
+            TrainingConfig.read(path)
+    with pytest.raises(ArgumentError, match="cannot be used"):
+        TrainingConfig.from_json("{")
+
+
+def test_a_config_cannot_be_changed():
+    with pytest.raises(ValueError, match="frozen"):
+        config().run.steps = 3

@@ -1,0 +1,151 @@
+"""Windows and the files below them: read exactly, and refused with a reason if damaged."""
+
+import json
+
+import numpy as np
+import pytest
+
+from tests.training import data_sample
+from xsake.errors import ArgumentError
+from xsake.training.data import Windows, read_index
+from xsake.training.data.index import INDEX, UNFINISHED
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return data_sample.save_data(tmp_path / "data", 230, 120)  # 5 and 3 shards of at most 50
+
+
+def windows(folder, **changes):
+    return Windows(folder, **{"context": 8} | changes)
+
+
+@pytest.mark.parametrize("context", [1, 7, 49, 50, 51, 113, 229])
+def test_windows_cover_the_stream_across_files(folder, context):
+    found = windows(folder, context=context)
+    assert len(found) == 229 // context
+    rows = found.read(np.arange(len(found)))
+    np.testing.assert_array_equal(rows[:, :-1].ravel(), np.arange(len(found) * context))
+    np.testing.assert_array_equal(rows[1:, 0], rows[:-1, -1])
+
+
+def test_a_full_last_shard_is_read_to_its_end(tmp_path):
+    folder = data_sample.save_data(tmp_path / "d", 101, shard_tokens=101)
+    np.testing.assert_array_equal(
+        windows(folder, context=100).read(np.array([0]))[0], np.arange(101)
+    )
+
+
+def test_an_empty_split_has_no_window(tmp_path):
+    folder = data_sample.save_data(tmp_path / "d", 101)
+    with pytest.raises(ArgumentError, match="(?s)single window.*0 tokens in validation"):
+        windows(folder, split="validation")
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda path: path.unlink(), "(?s)a shard is missing.*train-00003.bin"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "(?s)truncated.*199 bytes, 200"),
+        (lambda path: path.write_bytes(b""), "(?s)truncated.*0 bytes, 200"),
+        (lambda path: path.write_bytes(path.read_bytes() + b"0"), "(?s)too large.*201 bytes"),
+        (lambda path: (path.unlink(), path.mkdir()), "no regular file"),
+    ],
+)
+def test_files_that_are_not_whole_are_refused_on_opening(folder, damage, words):
+    damage(folder / "train-00003.bin")
+    with pytest.raises(ArgumentError, match=words) as raised:
+        windows(folder)
+    assert "50 tokens of 4 bytes" in str(raised.value) and "--fresh" in str(raised.value)
+    windows(folder, split="validation")
+
+
+def test_links_are_refused(folder, tmp_path):
+    elsewhere = (folder / "train-00000.bin").rename(tmp_path / "elsewhere.bin")
+    (folder / "train-00000.bin").symlink_to(elsewhere)
+    with pytest.raises(ArgumentError, match="no regular file"):
+        windows(folder)
+
+
+def test_a_flipped_bit_is_found_by_reading_everything(folder):
+    path = folder / "train-00002.bin"
+    content = bytearray(path.read_bytes())
+    content[17] ^= 1
+    path.write_bytes(content)
+    windows(folder)
+    with pytest.raises(ArgumentError, match="(?s)a shard is damaged.*train-00002.bin"):
+        windows(folder, verify="full")
+    windows(folder, verify="full", split="validation")
+
+
+def test_tokens_that_nobody_knows_are_refused_by_window(folder):
+    path = folder / "train-00000.bin"
+    for token in (2**17, 2**32 - 1):
+        tokens = np.fromfile(path, "<u4")
+        tokens[20] = token
+        tokens.tofile(path)
+        found = windows(folder)
+        assert found.read(np.array([0, 3])).shape == (2, 9)
+        with pytest.raises(ArgumentError, match="(?s)does not have.*window 2 of train"):
+            found.read(np.array([0, 2]))
+
+
+def test_a_folder_that_was_never_finished_is_refused(folder, tmp_path):
+    (folder / INDEX).unlink()
+    with pytest.raises(ArgumentError, match="(?s)no data.*xsake data build"):
+        read_index(folder)
+    (folder / UNFINISHED).write_text("")
+    with pytest.raises(ArgumentError, match="(?s)interrupted.*once more"):
+        read_index(folder)
+    with pytest.raises(ArgumentError, match="no folder"):
+        read_index(tmp_path / "none")
+
+
+def change(*steps, to):
+    def changed(index):
+        *before, last = steps
+        for step in before:
+            index = index[step]
+        index[last] = to
+
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (change("schema_version", to=2), "schema_version"),
+        (change("splits", "train", "tokens", to=229), "train: the shards do not add up to 229"),
+        (change("splits", "train", "shards", 0, "tokens", to=0), "splits.train.shards.0.tokens"),
+        (change("splits", "train", "shards", 0, "tokens", to="50"), "shards.0.tokens"),
+        (change("splits", "train", "shards", 0, "blake2b", to="../x"), "shards.0.blake2b"),
+        (change("splits", "train", "shards", 0, "path", to="/etc/passwd"), "shards.0.path"),
+        (change("shard_tokens", to=49), "not full"),
+        (change("dtype", to="uint16"), "uint16 does not hold 131072"),
+        (change("dtype", to="object"), "dtype"),
+        (change("tokenizer", "end_id", to=2**17), "not in the vocabulary"),
+        (change("tokenizer", "end_token", to="\x1b[2J"), "end_token"),
+        (change("more", to=1), "more"),
+    ],
+)
+def test_an_index_that_contradicts_itself_is_refused(folder, damage, words):
+    index = json.loads((folder / INDEX).read_text())
+    damage(index)
+    (folder / INDEX).write_text(json.dumps(index))
+    with pytest.raises(ArgumentError, match="not an index of tokens") as raised:
+        windows(folder)
+    assert words in str(raised.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff", b'{"a": 1, "a": 2}', b"[" * 10**5])
+def test_what_is_no_index_is_refused(folder, content):
+    (folder / INDEX).write_bytes(content)
+    with pytest.raises(ArgumentError, match="not an index of tokens"):
+        read_index(folder)
+
+
+def test_data_that_is_replaced_stays_readable_for_who_has_it_open(folder):
+    found = windows(folder)
+    for path in folder.glob("*.bin"):
+        path.unlink()
+    np.testing.assert_array_equal(found.read(np.array([5]))[0], np.arange(40, 49))

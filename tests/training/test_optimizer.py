@@ -1,0 +1,117 @@
+"""The optimizer: what decays, how fast it moves, and that it is AdamW."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.training.test_config import config
+from xsake.errors import ArgumentError
+from xsake.training.optimizer import (
+    OptimizerSection,
+    decayed,
+    make_optimizer,
+    nested,
+    schedule,
+)
+from xsake.training.state import define, first_state, flat_parameters, optimizer_of
+
+NAMES = {"embedding": ("vocab", "embed"), "head": ("embed", "vocab"), "norm.weight": ("embed",)}
+
+
+def section(**changes) -> OptimizerSection:
+    return OptimizerSection.model_validate({"peak_learning_rate": 0.5} | changes)
+
+
+def test_norms_biases_and_embeddings_do_not_decay():
+    run = config('model.preset="gpt2"', "model.decoder={layers = 2, is_tied = false}")
+    found = decayed(run.optimizer, define(run).names)
+    matrices = {
+        "head", "layers.attention.query", "layers.attention.key", "layers.attention.value",
+        "layers.attention.out", "layers.mlp.up", "layers.mlp.down",
+    }  # fmt: skip
+    assert {path for path, decays in found.items() if decays} == matrices
+    assert {"embedding", "positions", "final_norm.bias", "layers.attention.query_bias"} < set(found)
+
+
+def test_what_decays_is_configured_by_kinds_paths_and_axes():
+    kinds = decayed(section(undecayed=["norms"]), NAMES)
+    assert kinds == {"embedding": True, "head": True, "norm.weight": False}
+    paths = decayed(section(undecayed=[], undecayed_paths=["emb*"]), NAMES)
+    assert paths == {"embedding": False, "head": True, "norm.weight": True}
+    axes = decayed(section(undecayed=[], undecayed_axes=["vocab"]), NAMES)
+    assert axes == {"embedding": False, "head": False, "norm.weight": True}
+    with pytest.raises(ArgumentError, match=r"names no parameter[\s\S]*'hed'[\s\S]*head"):
+        decayed(section(undecayed_paths=["hed"]), NAMES)
+
+
+def test_decay_alone_shrinks_what_decays_and_nothing_else():
+    run = config("optimizer.weight_decay=0.5", "optimizer.warmup_steps=0")
+    state, optimizer = first_state(run), optimizer_of(run, define(run))
+    still = jax.tree.map(jnp.zeros_like, state.parameters)
+    changes, _ = optimizer.transform.update(still, state.optimizer, state.parameters)
+    rate = float(optimizer.learning_rate(0))
+    before, after = flat_parameters(state.parameters), flat_parameters(changes)
+    for path, decays in decayed(run.optimizer, define(run).names).items():
+        expected = -rate * 0.5 * before[path] if decays else np.zeros_like(before[path])
+        np.testing.assert_allclose(after[path], expected, rtol=1e-6)
+
+
+@given(
+    warmup=st.integers(0, 20),
+    rest=st.integers(1, 50),
+    share=st.floats(0, 1),
+    peak=st.floats(0.1, 9),
+)  # fmt: skip
+def test_the_rate_rises_to_its_peak_and_falls_to_its_share(warmup, rest, share, peak):
+    chosen = section(warmup_steps=warmup, final_share=share, peak_learning_rate=peak)
+    total = warmup + rest
+    found = np.asarray(jax.vmap(schedule(chosen, total))(jnp.arange(total + 3)))
+    assert found.dtype == np.float32 and np.isfinite(found).all()
+    rising = peak * np.arange(1, warmup + 1) / max(warmup, 1)
+    part = np.arange(1, rest + 1) / rest
+    falling = peak * (share + (1 - share) * (1 + np.cos(np.pi * part)) / 2)
+    end = np.full(3, peak * share)
+    expected = np.concatenate([rising, falling, end])
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6 * peak)
+
+
+def test_it_is_adamw_with_clipped_gradients():
+    rng = np.random.default_rng(0)
+    draw = lambda: nested({"embedding": rng.normal(size=(5, 3)), "head": rng.normal(size=(3, 5))})
+    parameters = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), draw())
+    chosen = section(clip_norm=0.3, weight_decay=0.2, beta1=0.8, beta2=0.9, epsilon=1e-6)
+    optimizer = make_optimizer(
+        chosen, {name: NAMES[name] for name in ("embedding", "head")}, total_steps=10
+    )
+    state, moments, squares = optimizer.transform.init(parameters), 0.0, 0.0
+    weights = {name: np.asarray(x, np.float64) for name, x in parameters.items()}
+    moments = {name: np.zeros_like(x) for name, x in weights.items()}
+    squares = {name: np.zeros_like(x) for name, x in weights.items()}
+    for count in range(1, 4):
+        gradients = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), draw())
+        changes, state = optimizer.transform.update(gradients, state, parameters)
+        parameters = optax.apply_updates(parameters, changes)
+        norm = np.sqrt(sum((np.asarray(g, np.float64) ** 2).sum() for g in gradients.values()))
+        rate = 0.5 * (0.1 + 0.9 * (1 + np.cos(np.pi * count / 10)) / 2)
+        for name, w in weights.items():
+            g = np.asarray(gradients[name], np.float64) * min(1, 0.3 / norm)
+            moments[name] = 0.8 * moments[name] + 0.2 * g
+            squares[name] = 0.9 * squares[name] + 0.1 * g * g
+            first, second = moments[name] / (1 - 0.8**count), squares[name] / (1 - 0.9**count)
+            decay = 0.2 * w if name == "head" else 0.0
+            weights[name] = w - rate * (first / (np.sqrt(second) + 1e-6) + decay)
+    assert int(optimizer.updates(state)) == 3
+    for name, w in weights.items():
+        np.testing.assert_allclose(parameters[name], w, rtol=2e-5, atol=1e-5)
+
+
+def test_gradients_are_not_clipped_at_0():
+    free = make_optimizer(section(clip_norm=0.0), {"head": NAMES["head"]}, total_steps=10)
+    assert isinstance(free.transform.init({"head": jnp.ones((3, 5))})[0], optax.EmptyState)
+    big = {"head": jnp.full((3, 5), 1e6)}
+    _, state = free.transform.update(big, free.transform.init(big), big)
+    assert float(state[1].mu["head"][0, 0]) == pytest.approx(1e5)

@@ -1,0 +1,310 @@
+"""Places from the environment, and two real processes that stop, compare and fail together."""
+
+import io
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from xsake.errors import ArgumentError, UnsupportedError
+from xsake.training import processes
+from xsake.training.launch import Backoff, Rules, Surroundings, launch
+from xsake.training.processes import COORDINATOR, PROCESS, PROCESSES, Place, find_place
+from xsake.training.stopping import RESTART_ME
+
+OURS = {"XSAKE_COORDINATOR": "127.0.0.1:5000", "XSAKE_PROCESSES": "4", "XSAKE_PROCESS": "2"}
+SLURM = {
+    "SLURM_JOB_ID": "4097",
+    "SLURM_STEP_ID": "1",
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NODELIST": "node[012-013]",
+    "SLURM_PROCID": "3",
+}
+
+
+def test_without_a_word_a_process_is_alone():
+    assert find_place({}) == Place()
+    assert find_place({}).is_alone
+    assert find_place({"XSAKE_PROCESSES": "1", "XSAKE_PROCESS": "0"}).is_alone
+
+
+def test_a_place_comes_from_our_variables():
+    assert find_place(OURS) == Place(2, 4, "127.0.0.1:5000", "127.0.0.1")
+
+
+def test_arguments_come_before_variables_and_ours_before_those_of_slurm():
+    found = find_place({**SLURM, **OURS}, "10.0.0.1:77", process=1)
+    assert found == Place(1, 4, "10.0.0.1:77", "127.0.0.1")
+
+
+def test_a_place_comes_from_slurm():
+    assert find_place(SLURM) == Place(3, 8, "node012:61442", "127.0.0.1")
+    first = find_place({**SLURM, "SLURM_PROCID": "0", "XSAKE_BIND": "10.1.2.3"})
+    assert first == Place(0, 8, "node012:61442", "10.1.2.3")
+
+
+def test_slurm_tasks_on_one_machine_meet_on_its_loopback():
+    found = find_place({**SLURM, "SLURM_STEP_NUM_NODES": "1", "SLURM_PROCID": "0"})
+    assert found.coordinator == "127.0.0.1:61442"
+
+
+def test_a_batch_script_of_slurm_outside_of_srun_is_alone():
+    assert find_place({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"}).is_alone
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("login", "login"),
+        ("a1,b2", "a1"),
+        ("node[07]", "node07"),
+        ("node[003-015,020],other", "node003"),
+        ("rack[2-3]n[04,06]-gpu,x[1-2]", "rack2n04-gpu"),
+    ],
+)
+def test_the_first_machine_of_a_list_is_found(nodes, first):
+    found = find_place({**SLURM, "SLURM_STEP_NODELIST": nodes})
+    assert found.coordinator == f"{first}:61442"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"XSAKE_PROCESS": "4"}, "below the number"),
+        ({"XSAKE_PROCESS": ""}, "below the number"),
+        ({"XSAKE_PROCESS": "-1"}, "not a number"),
+        ({"XSAKE_PROCESSES": "two"}, "not a number"),
+        ({"XSAKE_PROCESSES": ""}, "number of processes is not known"),
+        ({"XSAKE_PROCESSES": "0"}, "below the number"),
+        ({"XSAKE_COORDINATOR": ""}, "a place to meet"),
+        ({"XSAKE_COORDINATOR": "127.0.0.1"}, "a place to meet"),
+        ({"XSAKE_COORDINATOR": "127.0.0.1:0"}, "a place to meet"),
+        ({"XSAKE_COORDINATOR": "127.0.0.1:99999"}, "a place to meet"),
+        ({"XSAKE_COORDINATOR": "http://host:80"}, "a place to meet"),
+        ({"XSAKE_BIND": "all"}, "not an IP address"),
+    ],
+)
+def test_places_that_make_no_sense_are_refused(change, message):
+    with pytest.raises(ArgumentError, match=message):
+        find_place({**OURS, **change})
+
+
+@pytest.mark.parametrize("host", ["10.0.0.7", "node012", "[fd00::1]"])
+def test_process_0_must_be_told_to_listen_to_other_machines(host):
+    variables = {**OURS, "XSAKE_COORDINATOR": f"{host}:5000", "XSAKE_PROCESS": "0"}
+    with pytest.raises(ArgumentError, match="cannot reach process 0") as caught:
+        find_place(variables)
+    assert "XSAKE_BIND" in str(caught.value)
+    assert find_place(variables, bind="0.0.0.0").bind == "0.0.0.0"
+    assert find_place({**variables, "XSAKE_PROCESS": "1"}).process == 1
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "localhost", "[::1]"])
+def test_the_loopback_has_several_names(host):
+    place = find_place({**OURS, "XSAKE_COORDINATOR": f"{host}:5000", "XSAKE_PROCESS": "0"})
+    assert place.bind == "127.0.0.1"
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from([*OURS, *SLURM, "XSAKE_BIND"]), st.text("01279.:-[], ab", max_size=8)
+    )
+)
+def test_whatever_the_environment_says_a_place_is_whole_or_refused(variables):
+    try:
+        place = find_place(variables)
+    except ArgumentError:
+        return
+    assert 0 <= place.process < place.processes
+    assert place.is_alone == (place.coordinator is None)
+
+
+def test_a_process_that_is_alone_starts_nothing(monkeypatch):
+    for name in os.environ:
+        if name.startswith(("XSAKE_", "SLURM_")):
+            monkeypatch.delenv(name)
+    assert processes.start() == Place()
+    assert processes.is_first()
+    processes.wait_for_all("here")
+    assert processes.gather(np.arange(3, dtype=np.int32)).tolist() == [[0, 1, 2]]
+    with pytest.raises(ZeroDivisionError), processes.failing_at_once():
+        _ = 1 / 0
+
+
+def test_numbers_that_would_lose_bits_are_not_gathered():
+    with pytest.raises(ArgumentError, match="lose bits"):
+        processes.gather(np.zeros(2))
+
+
+def test_processes_cannot_meet_once_a_device_is_in_use():
+    jax.devices()
+    with pytest.raises(UnsupportedError, match="process 0 of 2 cannot meet") as caught:
+        processes.start("127.0.0.1:5000", 2, 0)
+    assert "before any JAX calls" in str(caught.value)
+
+
+@pytest.mark.parametrize("wrong", [{"heartbeat_seconds": 0}, {"start_seconds": 0}])
+def test_times_that_make_no_sense_are_refused(wrong):
+    with pytest.raises(ArgumentError, match="must be positive"):
+        processes.start(**wrong)
+
+
+TOGETHER = """
+import json, os, signal, sys, time
+from pathlib import Path
+
+folder, rank = Path(sys.argv[1]), int(os.environ["XSAKE_PROCESS"])
+life = len(list(folder.glob(f"*.{rank}.json")))
+
+def tell(**facts):
+    path = folder / f"{life}.{rank}.json"
+    path.write_text(json.dumps(facts | {"time": time.time()}))
+
+if life == 2:
+    tell()
+    sys.exit(0)
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P
+from xsake.training import fingerprints, processes, stopping, stragglers
+
+def stop():
+    with stopping.StopRequest() as request:
+        for step in range(1, 2000):
+            time.sleep(0.02)
+            processes.gather(np.int32([step]))
+            if step == 5 and rank == 1:
+                os.kill(os.getpid(), signal.SIGINT)  # to one process only
+            if request.reached(step):
+                tell(step=step)
+                sys.exit(stopping.RESTART_ME)
+
+def compare():
+    mesh = jax.make_mesh((4,), ("all",))
+    same, parts = np.ones((2, 3), np.float32), []
+    for number, device in enumerate(jax.local_devices()):
+        part = same.copy()
+        part.view(np.uint32)[1, 1] ^= 8 * (rank == 1 and number == 0)
+        parts.append(jax.device_put(part, device))
+    shared = NamedSharding(mesh, P())
+    broken = jax.make_array_from_single_device_arrays(same.shape, shared, parts)
+    good = jax.device_put(same, shared)
+    tree = {"good": good, "bad": {"weight": broken}, "own": np.int32([rank])}
+    found = fingerprints.differences(tree)
+    watch = stragglers.StragglerWatch(every=2, rounds=2)
+    rounds = [watch.add(0.1 + 2 * rank, 3.0 - 2 * rank) for _ in range(4)]
+    processes.wait_for_all("end")
+    tell(
+        count=jax.process_count(), is_first=processes.is_first(),
+        gathered=processes.gather(np.float32([rank, 7])).tolist(),
+        found=[[each.leaf, each.processes, each.is_decided, str(each)] for each in found],
+        slow=rounds[-1].flagged,
+    )
+    if rank == 1:
+        raise ValueError("one of us fails")
+    processes.wait_for_all("that the other one never comes to")
+
+with processes.failing_at_once():
+    processes.start(heartbeat_seconds=100)
+    stop() if life == 0 else compare()
+"""
+
+
+def test_two_processes_stop_compare_fail_and_are_started_again(tmp_path):
+    out, err = io.StringIO(), io.StringIO()
+    variables = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    code = launch(
+        [sys.executable, "-c", TOGETHER, str(tmp_path)],
+        processes=2,
+        rules=Rules(most_restarts=1, backoff=Backoff(0.0), failure_grace_seconds=0.5),
+        surroundings=Surroundings(out, err, variables),
+    )
+    ended = time.time()
+    assert code == 0, err.getvalue()
+    told = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
+    assert len(told) == 6
+
+    # A stop of one process is a stop of both, after the same step, and asks for a restart.
+    assert told["0.0"]["step"] == told["0.1"]["step"] > 5
+    assert err.getvalue().count(f"asks for a restart, code {RESTART_ME}") == 2
+
+    for rank in (0, 1):
+        facts = told[f"1.{rank}"]
+        assert facts["count"] == 2
+        assert facts["is_first"] == (rank == 0)
+        assert facts["gathered"] == [[0, 7], [1, 7]]
+        assert facts["slow"] == [1]
+        (bad, owners, is_decided, words), own = facts["found"]
+        assert (bad, owners, is_decided) == ("bad.weight", [1], True)
+        assert words.endswith("against 3 copies that agree")
+        assert own[:3] == ["own", [0, 1], False]
+
+    # An error ends its process at once: the next life begins long before a heartbeat is missed.
+    assert "[launch] process 1 failed with code 1" in err.getvalue()
+    assert "ValueError: one of us fails" in err.getvalue()
+    assert ended - told["1.1"]["time"] < 90
+
+
+LOOP = """
+import os, sys, time
+import numpy as np
+from xsake.training import processes
+processes.start(heartbeat_seconds=int(sys.argv[1]))
+for step in range(100_000):
+    time.sleep(0.02)
+    processes.gather(np.int32([step]))
+    if step == 5:
+        print("together", flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("name", [signal.SIGKILL, signal.SIGSTOP])
+def test_who_is_left_ends_soon_after_another_has_died(victim, name, tmp_path):
+    heartbeat, pair = 8, []
+    words = tmp_path / "words"
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    with words.open("w") as file:
+        for rank in (0, 1):
+            place = {PROCESSES: "2", PROCESS: str(rank), COORDINATOR: address}
+            pair.append(
+                subprocess.Popen(
+                    [sys.executable, "-c", LOOP, str(heartbeat)],
+                    env={**os.environ, **place},
+                    stdout=subprocess.PIPE,
+                    stderr=file,
+                    text=True,
+                )
+            )
+    survivor = pair[1 - victim]
+    try:
+        for child in pair:
+            assert "together\n" in iter(child.stdout.readline, "")
+        pair[victim].send_signal(name)
+        began = time.monotonic()
+        while survivor.poll() is None and "Terminating process" not in words.read_text():
+            assert time.monotonic() - began < 60
+            time.sleep(0.05)
+        seconds = time.monotonic() - began
+        # It prints its stacks before it goes, which takes seconds on a busy machine.
+        assert survivor.wait(timeout=30) != 0
+    finally:
+        for child in pair:
+            child.kill()
+            child.wait()
+            child.stdout.close()
+    assert seconds < heartbeat + 2

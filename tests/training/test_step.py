@@ -1,0 +1,243 @@
+"""The step: it learns, gives the same bits again, and cuts its work without changing it."""
+
+import dataclasses
+import json
+import pathlib
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from tests.training.test_config import config
+from xsake.model import Decoder, DecoderConfig, Dense
+from xsake.training.optimizer import schedule
+from xsake.training.state import (
+    Definition,
+    abstract_state,
+    define,
+    digest,
+    first_state,
+    make_model,
+    make_state,
+    optimizer_of,
+    step_key,
+)
+from xsake.training.step import make_loss, make_step, next_token_loss
+
+SHORT = ("data.context=32", "model.logit_positions=16")
+RUN = config(*SHORT)
+TOKENS = (np.arange(33)[None] * np.arange(1, 9)[:, None] % 90).astype(np.int32)
+
+
+def compiled(run):
+    definition = define(run)
+    return make_step(run, definition, optimizer_of(run, definition), Dense())
+
+
+@pytest.fixture(scope="module")
+def step():
+    return compiled(RUN)
+
+
+@pytest.fixture(scope="module")
+def in_parts():
+    return compiled(config(*SHORT, "optimizer.accumulation=4"))
+
+
+@pytest.fixture(scope="module")
+def first():
+    return first_state(RUN)
+
+
+@pytest.fixture
+def state(first):
+    return jax.tree.map(jnp.copy, first)
+
+
+def trained(step, state, steps: int):
+    told = []
+    for _ in range(steps):
+        state, metrics = step(state, TOKENS)
+        told.append(metrics)
+    return state, told
+
+
+def test_the_loss_falls_and_every_number_is_told(step, state):
+    state, told = trained(step, state, 30)
+    losses = np.array([metrics.loss for metrics in told])
+    assert np.isfinite(losses).all() and abs(losses[0] - np.log(96)) < 1
+    assert losses[-1] < 0.1 * losses[0]
+    rate = schedule(RUN.optimizer, 100)
+    for count, metrics in enumerate(told):
+        assert float(metrics.learning_rate) == pytest.approx(float(rate(count)), rel=1e-6)
+        assert int(metrics.tokens) == 8 * 32 and not bool(metrics.is_skipped)
+        assert np.isfinite(metrics.gradient_norm) and metrics.gradient_norm > 0
+    assert int(state.step) == int(state.guard.accepted) == 30
+    assert step._cache_size() == 1
+
+
+def test_runs_give_the_same_bits(step, state):
+    other = jax.tree.map(jnp.copy, state)
+    found = digest(trained(step, state, 4)[0])
+    assert digest(trained(step, other, 4)[0]) == found
+    assert digest(trained(step, first_state(RUN), 4)[0]) == found
+    assert digest(trained(step, first_state(config(*SHORT, "run.seed=1")), 4)[0]) != found
+
+
+def test_a_stop_in_the_middle_changes_no_bit(step, state):
+    other = jax.tree.map(jnp.copy, state)
+    straight = digest(trained(step, state, 4)[0])
+    half = jax.device_get(trained(step, other, 2)[0])
+    assert digest(trained(step, jax.tree.map(jnp.asarray, half), 2)[0]) == straight
+
+
+@pytest.mark.parametrize("padded", [0, 20])
+def test_microbatches_are_one_large_batch(step, in_parts, state, padded):
+    tokens = np.array(TOKENS)
+    tokens[0, 33 - padded :] = -1  # one microbatch has fewer tokens than the others
+    other = jax.tree.map(jnp.copy, state)
+    (one, told), (four, told_in_parts) = step(state, tokens), in_parts(other, tokens)
+    assert int(told.tokens) == int(told_in_parts.tokens) == 256 - padded
+    for name in ("loss", "gradient_norm"):
+        ours, theirs = float(getattr(told, name)), float(getattr(told_in_parts, name))
+        assert np.isfinite(ours) and abs(ours - theirs) < 1e-6 * max(1, ours)
+    first_moments = zip(*(jax.tree.leaves(x.optimizer[1].mu) for x in (one, four)), strict=True)
+    for ours, theirs in first_moments:  # a tenth of the clipped gradients
+        assert np.isfinite(ours).all() and np.abs(ours - theirs).max() < 1e-6
+    assert int(four.optimizer[1].count) == 1
+
+
+def test_bfloat16_keeps_float32_weights_and_stays_finite(step, state):
+    run = config(*SHORT, 'model.compute="bfloat16"', "model.is_rematerialised=true")
+    low = compiled(run)
+    assert "bf16" in low.lower(state, TOKENS).as_text()
+    _, exact = trained(step, jax.tree.map(jnp.copy, state), 12)
+    state, told = trained(low, state, 12)
+    leaves = jax.tree.leaves((state.parameters, state.optimizer[1].mu, state.optimizer[1].nu))
+    assert all(leaf.dtype == jnp.float32 and np.isfinite(leaf).all() for leaf in leaves)
+    losses, expected = (np.array([metrics.loss for metrics in x]) for x in (told, exact))
+    assert np.isfinite(losses).all() and losses[-1] < 0.5 * losses[0]
+    assert np.abs(losses[0] - expected[0]) < 0.02 and np.abs(losses - expected).max() < 0.2
+
+
+@pytest.mark.parametrize("at_once", [1, 5, 16, 32, 100])
+def test_chunks_of_positions_change_no_loss(at_once):
+    model = Decoder(DecoderConfig.tiny(layers=1, logit_softcap=5.0), rngs=nnx.Rngs(0))
+    hidden = jax.random.normal(jax.random.key(1), (2, 32, 48))
+    targets = jnp.asarray(TOKENS[:2, 1:]).at[1, 20:].set(-1)
+
+    def plain(hidden):
+        log_p = jax.nn.log_softmax(model.logits(hidden))
+        found = jnp.take_along_axis(log_p, jnp.maximum(targets, 0)[..., None], -1)[..., 0]
+        return -jnp.where(targets >= 0, found, 0).sum()
+
+    chunked = lambda hidden: next_token_loss(model, hidden, targets, at_once)
+    (loss, count), slope = jax.value_and_grad(chunked, has_aux=True)(hidden)
+    expected, expected_slope = jax.value_and_grad(plain)(hidden)
+    assert int(count) == 32 + 20 and np.isfinite(loss)
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
+    np.testing.assert_allclose(slope, expected_slope, atol=1e-5)
+
+
+def test_logits_never_exist_whole():
+    loss_of = make_loss(RUN, define(RUN), Dense())
+    run = jax.make_jaxpr(jax.grad(lambda p, x: loss_of(p, x)[0]))
+    shapes = set(_shapes(run(abstract_state(RUN).parameters, TOKENS).jaxpr))
+    with_vocabulary = {shape for shape in shapes if 96 in shape}
+    assert (8, 16, 96) in with_vocabulary
+    assert max(map(np.prod, with_vocabulary)) == 8 * 16 * 96
+
+
+def _shapes(jaxpr):
+    for equation in jaxpr.eqns:
+        yield from (tuple(getattr(x.aval, "shape", ())) for x in equation.outvars)
+        for value in jax.tree.leaves(list(equation.params.values())):
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                yield from _shapes(inner)
+
+
+def test_a_state_copies_the_weights_and_is_used_up_by_a_step(step):
+    model = make_model(RUN, jax.random.key(3))
+    state = make_state(RUN, model, jax.random.key(4))
+    definition, given = Definition.of(model), jax.tree.leaves(state)
+    assert digest(definition.parameters(definition.merge(state.parameters))) == digest(
+        state.parameters
+    )
+    step(state, TOKENS)
+    assert all(leaf.is_deleted() for leaf in given)
+    assert np.isfinite(model(TOKENS[:1, :8])).all()
+
+
+def test_every_step_has_a_key_of_its_own(state):
+    later = dataclasses.replace(state, step=state.step + 1)
+    draws = [float(jax.random.uniform(step_key(x))) for x in (state, state, later)]
+    assert draws[0] == draws[1] != draws[2]
+
+
+def test_a_digest_tells_bits_types_shapes_and_names_apart():
+    one = {"a": np.zeros((2, 3), np.float32)}
+    others = [
+        {"b": one["a"]}, {"a": -one["a"]}, {"a": one["a"].T}, {"a": one["a"].view(np.int32)},
+        {"a": one["a"], "b": one["a"]},
+    ]  # fmt: skip
+    assert digest(one) == digest({"a": jnp.zeros((2, 3))})
+    assert len({digest(x) for x in [one, *others]}) == 6
+
+
+SHARDED = """
+import json, sys
+import jax, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from tests.training.test_step import RUN, SHORT, TOKENS
+from tests.training.test_config import config
+from xsake import BlockSparseAttention
+from xsake.model import Dense
+from xsake.model.sharding import sharding_of
+from xsake.training.state import Shardings, define, first_state, optimizer_of, state_shardings
+from xsake.training.step import make_step
+
+run = config(*SHORT, "mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2", "optimizer.accumulation=2")
+mesh = Mesh(np.array(jax.devices()).reshape(2, 2, 2), ("data", "fsdp", "tensor"))
+rules = {"vocab": "tensor", "q_heads": "tensor", "kv_heads": "tensor", "mlp": "tensor",
+         "embed": "fsdp"}
+place = lambda path, names, shape: sharding_of(path, names, shape, mesh, rules)
+everywhere = NamedSharding(mesh, PartitionSpec())
+shardings = Shardings(
+    state_shardings(run, place, everywhere), NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
+)
+state = jax.jit(lambda: first_state(run), out_shardings=shardings.state)()
+definition = define(run)
+attend = Dense(BlockSparseAttention(mesh=mesh))
+step = make_step(run, definition, optimizer_of(run, definition), attend, shardings)
+told = []
+for _ in range(3):
+    state, metrics = step(state, jax.device_put(TOKENS, shardings.tokens))
+    told.append([float(metrics.loss), float(metrics.gradient_norm)])
+query, moment = state.parameters["layers"]["mlp"]["up"], state.optimizer[1].mu["embedding"]
+print(json.dumps({
+    "told": told, "programs": step._cache_size(),
+    "up": [query.shape, query.addressable_shards[0].data.shape],
+    "moment": [moment.shape, moment.addressable_shards[0].data.shape],
+}))
+"""
+
+
+def test_a_step_on_eight_devices_is_the_step_on_one(step, state, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+    root = pathlib.Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", SHARDED], capture_output=True, text=True, check=False, cwd=root
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout)
+    assert found["up"] == [[2, 48, 64], [2, 24, 32]]
+    assert found["moment"] == [[96, 48], [48, 24]] and found["programs"] == 1
+    _, told = trained(step, state, 3)
+    expected = [[metrics.loss, metrics.gradient_norm] for metrics in told]
+    assert np.isfinite(found["told"]).all()
+    np.testing.assert_allclose(found["told"], np.array(expected), rtol=2e-5)

@@ -1,0 +1,105 @@
+"""Who is slow is flagged, who is not is not, in simulated runs with the jitter of real ones."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from xsake.errors import ArgumentError
+from xsake.training import stragglers
+from xsake.training.stragglers import StragglerWatch, judge
+
+
+def simulate(processes, steps, seed, *, sleeper=None):
+    """The rounds of a run: own times and waits of synchronous steps, in seconds.
+
+    Own times are a few per cent of a step, differ between processes, jitter, and now and then
+    one takes ten times as long; so does the common part, say for a checkpoint.
+    """
+    draw = np.random.default_rng(seed)
+    habits = draw.uniform(0.02, 0.08, processes)
+    last, rounds = None, []
+    for _ in range(steps // stragglers.EVERY):
+        shape = (stragglers.EVERY, processes)
+        own = habits * draw.lognormal(0, 0.3, shape) * np.where(draw.random(shape) < 0.01, 10, 1)
+        device = draw.lognormal(0, 0.05, shape[0]) * np.where(draw.random(shape[0]) < 0.01, 5, 1)
+        if sleeper is not None:
+            own[:, sleeper] += 2.0  # a step takes three times as long
+        whole = own.max(axis=1) + device
+        waiting = whole[:, None] - own
+        last = judge(own.mean(axis=0), waiting.mean(axis=0), last)
+        rounds.append(last)
+    return rounds
+
+
+@given(processes=st.integers(2, 32), seed=st.integers(0, 2**32))
+def test_a_thousand_clean_steps_flag_nobody(processes, seed):
+    rounds = simulate(processes, 1000, seed)
+    assert len(rounds) == 20
+    assert not any(found.flagged for found in rounds)
+    assert all(np.isfinite(found.skew) and found.skew < 1.5 for found in rounds)
+
+
+@given(processes=st.integers(2, 32), seed=st.integers(0, 2**32), data=st.data())
+def test_a_sleeper_is_flagged_alone_within_150_steps(processes, seed, data):
+    sleeper = data.draw(st.integers(0, processes - 1))
+    rounds = simulate(processes, 150, seed, sleeper=sleeper)
+    assert [found.flagged for found in rounds] == [(), (), (sleeper,)]
+    assert rounds[-1].skew > 2
+    assert f"process {sleeper} takes" in str(rounds[-1])
+    assert "3 times in a row" in str(rounds[-1])
+
+
+def test_equal_times_of_whole_steps_do_not_hide_who_the_others_wait_for():
+    own, waiting = np.array([0.1, 2.1]), np.array([3.0, 1.0])  # both steps take 3.1 s
+    assert judge(own, waiting, rounds=1).flagged == (1,)
+
+
+def test_one_good_round_makes_up_for_slow_ones():
+    still, slow, good = np.zeros(3), np.array([1.0, 1.0, 2.0]), np.ones(3)
+    last = None
+    for own in (slow, slow, good, slow, slow):
+        last = judge(own, still, last)
+        assert not last.flagged
+    assert judge(slow, still, last).flagged == (2,)
+
+
+def test_half_of_the_processes_can_be_slow():
+    own = np.array([1.0, 1.0, 2.0, 2.0])
+    assert judge(own, np.zeros(4), rounds=1).flagged == (2, 3)
+
+
+def test_no_time_at_all_is_not_slow():
+    found = judge(np.zeros(2), np.zeros(2), rounds=1)
+    assert (found.flagged, found.skew) == ((), 1.0)
+    assert "no process is slower" in str(found)
+
+
+def test_times_that_are_no_numbers_are_refused():
+    with pytest.raises(ArgumentError, match="times of steps"):
+        judge(np.array([1.0, np.nan]), np.zeros(2))
+
+
+@pytest.mark.parametrize("wrong", [{"every": 0}, {"rounds": 0}, {"ratio": 1.0}])
+def test_a_watch_that_could_not_find_anything_is_refused(wrong):
+    with pytest.raises(ArgumentError, match="stragglers cannot be found so"):
+        StragglerWatch(**wrong)
+
+
+def test_a_watch_speaks_every_so_many_steps(monkeypatch):
+    def with_a_fast_neighbour(mine):
+        assert mine.dtype == np.float32
+        return np.stack([mine, np.array([0.0, mine.sum()], np.float32)])
+
+    monkeypatch.setattr(stragglers, "gather", with_a_fast_neighbour)
+    watch = StragglerWatch(every=4, rounds=2)
+    found = [watch.add(3.0, 1.0) for _ in range(8)]
+    assert [step for step, spoken in enumerate(found, 1) if spoken] == [4, 8]
+    assert found[3].flagged == ()
+    assert found[7].flagged == (0,)
+    assert found[7].seconds == pytest.approx((4.0, 1.0))
+
+
+def test_a_process_that_is_alone_is_never_slow():
+    watch = StragglerWatch(every=1, rounds=1)
+    assert watch.add(5.0, 1.0).flagged == ()
