@@ -370,7 +370,7 @@ def resumed(
     return found
 
 
-def _profile_path(folder: Path, digest: str) -> Path:
+def _profile_path(folder: Path, digest: Any) -> Path:
     if not isinstance(digest, str) or not re.fullmatch("[0-9a-f]{64}", digest):
         raise ArgumentError("this is no digest of a profile", got=repr(digest)[:80])
     return folder / f"profile-{digest[:16]}.json"

@@ -267,7 +267,7 @@ def kept_mass(
         rows: numbers of query blocks.
         block: tokens of a query block.
     """
-    position = (rows[:, None] * block + np.arange(block, dtype=np.int32)).reshape(-1)
+    position = (rows[:, None] * block + np.arange(block, dtype=np.int32)[None]).reshape(-1)
     is_there = (position < q.shape[1])[None, :, None]
     position = jnp.minimum(position, q.shape[1] - 1)
     look = lambda mask: block_statistics(
