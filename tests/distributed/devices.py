@@ -1,5 +1,6 @@
-"""Runs code in fresh processes with eight simulated devices together, as strict as tests are."""
+"""Simulated devices: fake ones for meshes, and eight that compute, in processes of their own."""
 
+import dataclasses
 import os
 import socket
 import subprocess
@@ -19,6 +20,23 @@ import jax, jax.numpy as jnp, numpy as np
 jax.config.update("jax_numpy_rank_promotion", "raise")
 """
 COUNT = "--xla_force_host_platform_device_count="
+
+
+@dataclasses.dataclass(frozen=True)
+class FakeDevice:
+    """What a mesh wants to know of a device."""
+
+    id: int
+    process_index: int = 0
+    platform: str = "cpu"
+    device_kind: str = "cpu"
+    slice_index: int | None = None
+    coords: tuple[int, ...] = ()
+    core_on_chip: int = 0
+
+
+def machines(processes: int, each: int, **more) -> list[FakeDevice]:
+    return [FakeDevice(i, i // each, **more) for i in range(processes * each)]
 
 
 def run_on_eight_devices(code: str, last_words: str) -> str:

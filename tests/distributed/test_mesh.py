@@ -1,30 +1,12 @@
 """The mesh: sizes that fit or a clear error, neighbours that are near, and who reads which rows."""
 
-import dataclasses
-
 import jax
 import numpy as np
 import pytest
 
+from tests.distributed.devices import FakeDevice, machines
 from xsake.distributed.mesh import AXES, BatchShare, MeshShape, arranged, batch_share, make_mesh
 from xsake.errors import ArgumentError
-
-
-@dataclasses.dataclass(frozen=True)
-class FakeDevice:
-    """What a mesh wants to know of a device."""
-
-    id: int
-    process_index: int = 0
-    platform: str = "cpu"
-    device_kind: str = "cpu"
-    slice_index: int | None = None
-    coords: tuple[int, ...] = ()
-    core_on_chip: int = 0
-
-
-def machines(processes: int, each: int, **more) -> list[FakeDevice]:
-    return [FakeDevice(i, i // each, **more) for i in range(processes * each)]
 
 
 def tpu(slices: int = 1) -> list[FakeDevice]:

@@ -13,7 +13,8 @@ def tree(step: int):
     return {
         "step": jnp.int32(step),
         "parameters": {
-            "weights": jnp.asarray(rng.normal(size=(8, 16)), jnp.float32),
+            # Large enough to lie in a data file, where Orbax has no checksum.
+            "weights": jnp.asarray(rng.normal(size=(64, 64)), jnp.float32),
             "scale": jnp.asarray(rng.normal(size=16), jnp.bfloat16),
         },
         "optimizer": [jnp.asarray(rng.integers(0, 255, 40), jnp.uint8), None],

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.training.test_config import config
+from tests.training.test_guard import drawn_state
 from xsake import hads
 from xsake.errors import ArgumentError
 from xsake.masks import Causal, Sinks, Window
@@ -21,7 +22,7 @@ from xsake.training.attention import (
     plan_digest,
     resumed,
 )
-from xsake.training.state import define, first_state, optimizer_of, step_key
+from xsake.training.state import define, optimizer_of, step_key
 from xsake.training.step import kept_mass, make_loss, make_probe, make_step
 
 BLOCK, BUDGET = 8, 0.7
@@ -45,7 +46,7 @@ def definition():
 
 @pytest.fixture(scope="module")
 def first():
-    return first_state(RUN)
+    return drawn_state(RUN)
 
 
 @pytest.fixture(scope="module")

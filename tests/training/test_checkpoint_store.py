@@ -121,9 +121,9 @@ def test_fingerprints_alone_let_no_wrong_array_pass(folder, watcher, has_manifes
     if not has_manifest:
         (folder / "30" / manifests.NAME).unlink()
     files = [path for path in files_of(folder) if path.stat().st_size]
-    noticed = 0
-    for number in range(16):
-        path = files[number % len(files)]
+    largest = max(files, key=lambda path: path.stat().st_size)
+    reasons = []
+    for path in [*files, *[largest] * 6]:
         good = path.read_bytes()
         content = bytearray(good)
         content[drawn.randrange(len(content))] ^= 1 << drawn.randrange(8)
@@ -133,12 +133,12 @@ def test_fingerprints_alone_let_no_wrong_array_pass(folder, watcher, has_manifes
         restored = store.restore(LIKE)
         sample.assert_exact(restored, restored.step)
         if restored.step == 20:
-            noticed += 1
+            reasons.append(watcher.notices[-1].reason)
             watcher.notices[-1].path.rename(folder / "30")
         path.write_bytes(good)
         if not has_manifest:
             (folder / "30" / manifests.NAME).unlink(missing_ok=True)
-    assert noticed >= 4
+    assert reasons.count("fingerprint") >= 4 and "load" in reasons
 
 
 @pytest.mark.parametrize("damage", ["truncated", "empty", "deleted"])

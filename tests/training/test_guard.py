@@ -20,7 +20,7 @@ from xsake.training.guard import (
     judge,
     remembered,
 )
-from xsake.training.state import define, digest, first_state, optimizer_of
+from xsake.training.state import abstract_state, define, digest, optimizer_of
 from xsake.training.step import make_step
 
 RUN = config("model.decoder.layers=1", "data.context=16", "guard.window=4", "data.batch=2")
@@ -36,9 +36,21 @@ def step():
     return make_step(RUN, definition, optimizer_of(RUN, definition), Dense())
 
 
+def drawn_state(run):
+    """A state whose weights NumPy has drawn, which compiles nothing."""
+    rng = np.random.default_rng(0)
+    shapes = abstract_state(run)
+    draw = lambda x: rng.normal(size=x.shape) * 0.1 if x.ndim > 2 else np.ones(x.shape)
+    weights = jax.tree.map(draw, shapes.parameters)
+    weights["embedding"] = rng.normal(size=weights["embedding"].shape) * 0.1
+    zeros = jax.tree.map(lambda x: jnp.asarray(np.zeros(x.shape, x.dtype)), shapes)
+    weights = jax.tree.map(lambda x: jnp.asarray(x.astype(np.float32)), weights)
+    return dataclasses.replace(zeros, parameters=weights)
+
+
 @pytest.fixture(scope="module")
 def first():
-    return first_state(RUN)
+    return drawn_state(RUN)
 
 
 @pytest.fixture

@@ -117,6 +117,12 @@ class RunSection(Strict):
     log_every: Count = 10
     evaluate_every: Count = 0
     evaluation_batches: Positive = 8
+    check_replicas_every: Count = Field(
+        default=0, description="compares copies of parameters that should be equal, bit by bit"
+    )
+    hang_seconds: Annotated[float, Field(ge=0)] = Field(
+        default=0.0, description="a step that takes longer writes what every thread is doing"
+    )
 
 
 class TrainingConfig(Strict):

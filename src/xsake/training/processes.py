@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from xsake.errors import ArgumentError, UnsupportedError
+from xsake.errors import ArgumentError, UnsupportedError, XsakeError
 
 COORDINATOR, PROCESSES, PROCESS = "XSAKE_COORDINATOR", "XSAKE_PROCESSES", "XSAKE_PROCESS"
 BIND = "XSAKE_BIND"
@@ -190,7 +190,7 @@ def gather(values: np.ndarray) -> np.ndarray:
 
 @contextlib.contextmanager
 def failing_at_once() -> Iterator[None]:
-    """An error in the body ends this process at once, with code 1, if there are others.
+    """An error in the body ends this process at once, if there are others; see `exit_code`.
 
     Without it, Python's own end waits minutes for processes that in turn wait for this one. A
     regular exit, `SystemExit`, goes the regular way.
@@ -202,10 +202,20 @@ def failing_at_once() -> Iterator[None]:
     except BaseException as error:
         if not jax.distributed.is_initialized():
             raise
-        traceback.print_exc()
+        if isinstance(error, XsakeError):
+            print(error, file=sys.stderr)
+        else:
+            traceback.print_exc()
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(130 if isinstance(error, KeyboardInterrupt) else 1)
+        os._exit(exit_code(error))
+
+
+def exit_code(error: BaseException) -> int:
+    """2: the run cannot be made so, and starting it again will not help; 1: anything else."""
+    if isinstance(error, KeyboardInterrupt):
+        return 130
+    return 2 if isinstance(error, XsakeError) else 1
 
 
 def _number(

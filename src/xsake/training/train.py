@@ -153,17 +153,17 @@ class _Loop:
         """One step after the other; what a step says is looked at while the next one runs."""
         begin, end = int(state.step), self.config.run.steps
         told = _Teller(self.config, self.attention, self.metrics, self.watch, begin)
-        stragglers, waiting = StragglerWatch(), None
+        stragglers, waiting, done = StragglerWatch(), None, time.monotonic()
         for number in range(begin, end):
             with self.goodput.during("data"):
                 batch = next(self.loader)
+            step = self._step(number, state, batch)
+            waited = 0.0
             with self.goodput.step(number):
-                started = time.monotonic()
-                state, found = self._step(number, state)(state, self.devices.put(batch.tokens))
+                state, found = step(state, self.devices.put(batch.tokens))
                 if waiting is not None:
-                    self._look_at(*waiting, told)
+                    waited = self._look_at(*waiting, told)
                 waiting = number, batch, found
-                own = time.monotonic() - started
             if self._is_due(self.config.run.check_replicas_every, number):
                 self._require_equal_copies(state)
             is_over = self.stop.reached(number)
@@ -171,34 +171,42 @@ class _Loop:
                 self._look_at(*waiting, told)
                 waiting = None
                 self._save(state)
-            round_ = stragglers.add(own, 0.0)
-            if round_ is not None and round_.flagged:
-                told.note(str(round_))
+            done, before = time.monotonic(), done
+            compared = stragglers.add(done - before - waited, waited)
+            if compared is not None and compared.flagged:
+                told.note(str(compared))
             if is_over:
                 return self._ended(Ending.STOPPED)
             if self._is_due(self.config.run.evaluate_every, number):
                 with self.stop.patiently(), self.goodput.during("evaluation"):
-                    told.note(f"validation loss {self._validation_loss(state, number):.4f}")
+                    told.evaluated(number, self._validation_loss(state, number))
             self._probe(number, state, batch, told)
         return self._ended(Ending.DONE)
 
-    def _step(self, number: int, state: TrainState) -> Step:
+    def _step(self, number: int, state: TrainState, batch: Batch) -> Step:
         """The program of a step; new plans are made first where they are due."""
         if self.attention.is_calibration_due(number):
-            profile = _profiled(self.config, self.devices, state)
+            with self.stop.patiently(), self.goodput.during("init"):
+                profile = _profiled(self.config, self.devices, state)
             self.attention = self.attention.replanned(profile, self.config.model.decoder)
             self._steps.clear()
         level = self.attention.level(number)
         if level not in self._steps:
             definition = define(self.config)
-            self._steps[level] = make_step(
-                self.config, definition, optimizer_of(self.config, definition),
-                self.attention.attends[level], self.devices.shardings,
-            )  # fmt: skip
+            with self.stop.patiently(), self.goodput.during("init"):
+                step = make_step(
+                    self.config, definition, optimizer_of(self.config, definition),
+                    self.attention.attends[level], self.devices.shardings,
+                )  # fmt: skip
+                tokens = self.devices.put(batch.tokens)
+                self._steps[level] = step.lower(state, tokens).compile()
         return self._steps[level]
 
-    def _look_at(self, number: int, batch: Batch, found: Metrics, told: "_Teller") -> None:
+    def _look_at(self, number: int, batch: Batch, found: Metrics, told: "_Teller") -> float:
+        """Tell what a step found; how long it had to be waited for, in seconds."""
+        begin = time.monotonic()
         values = jax.device_get(found)
+        waited = time.monotonic() - begin
         told.step(number, batch, values, self.attention.budget(number))
         if is_hopeless(self.config.guard, int(values.skips)):
             raise HopelessError(
@@ -208,6 +216,7 @@ class _Loop:
                 fix=f"look at windows {batch.windows[:8].tolist()}, or lower the learning rate; "
                 "the newest checkpoint is from before",
             )
+        return waited
 
     def _save(self, state: TrainState) -> None:
         step = int(state.step)
@@ -281,6 +290,11 @@ class _Teller:
     def note(self, words: str) -> None:
         """Something that the next line says too."""
         self._note = f"{self._note}; {words}" if self._note else words
+
+    def evaluated(self, number: int, loss: float) -> None:
+        """The loss on other text after a step, nats per token."""
+        self._metrics.add(number, validation_loss=loss)
+        self.note(f"validation loss {loss:.4f}")
 
     def step(self, number: int, batch: Batch, found: Metrics, budget: float | None) -> None:
         """A step has been done."""

@@ -73,8 +73,8 @@ def fingerprints(found: dict[str, Any]) -> dict[str, int]:
     """A number of 32 bits for each array, which any single changed element changes.
 
     It is the sum over all words of the array's bits, each times an odd number that grows with its
-    place, modulo 2**32: it does not depend on how devices share the array, and two elements that
-    change places are noticed as well. It is computed where the array is.
+    place, modulo 2**32: it does not depend on how devices share the array, and parts that change
+    places are nearly always noticed as well. It is computed where the array is.
 
     Args:
         found: arrays by name; every process of a run calls this with the same ones.

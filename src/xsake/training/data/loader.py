@@ -116,6 +116,15 @@ class TokenLoader:
         """The epoch that the first window of the next batch belongs to, from 0."""
         return self._step * self._start.batch // len(self.windows)
 
+    def numbers(self, step: int) -> Int64[np.ndarray, " B"]:
+        """The windows of a step's whole batch, whichever process this is.
+
+        Args:
+            step: its number.
+        """
+        places = step * self._start.batch + np.arange(self._start.batch, dtype=np.int64)
+        return places_to_windows(places, windows=len(self.windows), seed=self._start.seed)
+
     def state(self) -> dict[str, Any]:
         """Where the loader is: after n batches, that batch n comes next. Plain JSON."""
         return self._start.model_copy(update={"step": self._step}).model_dump(mode="json")
