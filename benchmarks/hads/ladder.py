@@ -50,24 +50,29 @@ from xsake.model import LayerCall
 from xsake.model.tokenizer import Tokenizer
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
-BUDGETS = (0.05, 0.075, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5)
+BUDGETS = (0.05, 0.075, 0.092, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5)
 ALWAYS = AlwaysOn()
 SELECTORS = (Sampled(), Cumulant(), Antidiagonal(), Pooled())
 
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """Something that chooses blocks, under the name of its rows."""
+    """Something that chooses blocks, under the name of its rows.
+
+    With `spread=None` all blocks of the model compete, as they do for published rules of that
+    scope; no list of blocks has a fixed size then, so it is a yardstick and not a way to run.
+    """
 
     name: str
     policy: str
     selector: str | None = None
-    spread: Spread = Spread.ROW
+    spread: Spread | None = Spread.ROW
 
 
 # Ours; every other name of the ladder is a rule of `xsake.hads.rules`.
 ENTRIES = (
     Entry("hads", "kl", "sampled", Spread.LAYER),
+    Entry("hads, whole model", "kl", "sampled", None),
     Entry("hads, per head", "kl", "sampled", Spread.HEAD),
     Entry("hads, per row", "kl", "sampled", Spread.ROW),
     Entry("uniform, sampled", "uniform", "sampled", Spread.ROW),
@@ -113,7 +118,8 @@ class Ladder:
         }
         spreads = {entry.name: entry.spread for entry in ENTRIES}
         self.planned = {
-            key: Planned(plan, scope=spreads[key[0]]) for key, plan in self.plans.items()
+            key: Planned(plan, scope=spreads[key[0]] or Spread.LAYER)
+            for key, plan in self.plans.items()
         }
         self._masses = {s.name: self._masses_of(s.name) for s in SELECTORS}
 
@@ -178,11 +184,16 @@ class Ladder:
         ballot, names = Ballot(len(masses.by_row), self.n), []
         rankings = {name: [] for name in self.rules}
         chosen: dict[tuple[str, float], list] = {key: [] for key in self.plans}
+        estimates: dict[str, list] = {selector.name: [] for selector in SELECTORS}
         for scene in self._scenes(document, masses):
             for name, rule in self.rules.items():
                 rankings[name].append(rule.rank(scene).priority)
-            for key, layer in self._chosen(scene):
+            for name, estimate in self._estimates(scene).items():
+                estimates[name].append(estimate)
+            for key, layer in self._chosen(scene, estimates):
                 chosen[key].append(layer)
+        for key, whole in self._chosen_anywhere(estimates):
+            chosen[key] = [whole]
         for key, layers in chosen.items():
             ballot.add(np.concatenate(layers))
             names.append(key)
@@ -198,21 +209,37 @@ class Ladder:
             found.setdefault(name, {})[budget] = loss
         return found
 
-    def _chosen(self, scene: Scene):
+    def _estimates(self, scene: Scene) -> dict[str, jax.Array]:
+        """What our selectors think of one layer's blocks; the same at every budget."""
+        q, k = jnp.asarray(scene.q)[None], jnp.asarray(scene.k)[None]
+        return {name: masses(q, k, scene.layer) for name, masses in self._masses.items()}
+
+    def _chosen(self, scene: Scene, estimates: dict[str, list]):
         """What our plans choose in one layer, by the code that the model runs."""
         call = LayerCall(layer=scene.layer, mask=Causal(), scale=SCALE)
         q, k = jnp.asarray(scene.q)[None], jnp.asarray(scene.k)[None]
-        masses: dict[str, jax.Array] = {}  # the same at every budget
         for entry in ENTRIES:
             keys = [(entry.name, budget) for budget in self.budgets]
             if entry.selector is None:
                 found = [self.planned[key].chosen(q, k, call)[0] for key in keys]
-            else:
-                if entry.selector not in masses:
-                    masses[entry.selector] = self._masses[entry.selector](q, k, scene.layer)
+            elif entry.spread is not None:
                 counts = np.stack([self.planned[key].counts(self.n)[scene.layer] for key in keys])
-                found = _choices(masses[entry.selector], counts, entry.spread)
+                found = _choices(estimates[entry.selector][-1], counts, entry.spread)
+            else:
+                continue
             yield from zip(keys, np.asarray(found), strict=True)
+
+    def _chosen_anywhere(self, estimates: dict[str, list]):
+        """What is chosen where all layers share one budget: they count as heads of one layer."""
+        for entry in ENTRIES:
+            if entry.spread is None and entry.selector is not None:
+                keys = [(entry.name, budget) for budget in self.budgets]
+                masses = jnp.concatenate(estimates[entry.selector], axis=1)
+                counts = np.stack([self.planned[key].counts(self.n) for key in keys])
+                counts = counts.reshape(len(keys), -1, self.n)
+                yield from zip(
+                    keys, np.asarray(_choices(masses, counts, Spread.LAYER)), strict=True
+                )
 
     def _taken(self, rule: Rule, priority: np.ndarray) -> Iterator[np.ndarray]:
         """For each budget exactly as many blocks as it buys, in the rule's order."""
