@@ -1,7 +1,8 @@
 """What a model loses with each rule at equal effective cost: perplexity, divergence, far copies.
 
 python -m benchmarks.hads.end_to_end --context 4096 --tests 12     # after benchmarks.hads.capture
-python -m benchmarks.hads.end_to_end --context 8192 --tests 4 --no-far-copy
+python -m benchmarks.hads.end_to_end --context 8192 --block 128 --tests 4 --no-far-copy \\
+    --rules hads,sliding_window,a_shape,flexprefill
 
 Every layer sees what the sparse layers before it left: errors propagate. Answers are kept, so that
 a run that is stopped goes on; rows go to results/hads/end_to_end_<context>_<block>.jsonl.
@@ -72,8 +73,8 @@ class Course:
         plan = self.plan()
         self._read["hads"] = jax.jit(lambda m, t: m.hidden(t, attend=Planned(plan)))
         layers = model.config.layers
-        for name in RULES:
-            ruled = Ruled(ladder.rules[name], EFFECTIVE, block=ladder.block, layers=layers)
+        for name, rule in ladder.rules.items():
+            ruled = Ruled(rule, EFFECTIVE, block=ladder.block, layers=layers)
             self._read[name] = lambda m, t, ruled=ruled: m.hidden(t, attend=ruled)
         self._dense: tuple[str, jax.Array] | None = None
 
@@ -118,27 +119,27 @@ def main() -> None:
     parser.add_argument("--block", type=int, default=64)
     parser.add_argument("--tests", type=int, default=12, help="test documents, the first so many")
     parser.add_argument("--far-copy", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--first", action="store_true", help="only the rules that claims name")
+    parser.add_argument("--rules", help="names with commas; default: all but variants")
     asked = parser.parse_args()
     folder = directory()
     corpus = documents(Tokenizer.load(folder))
-    ladder = Ladder(asked.context, asked.block, corpus)
+    others = [name for name in RULES if name not in (*FIRST, *SKIPPED)]
+    groups = [asked.rules.split(",")] if asked.rules else [FIRST, others]
+    named = [name for group in groups for name in group if name != "hads"]
+    ladder = Ladder(asked.context, asked.block, corpus, named)
     ladder.prepare()
     course = Course(ladder, load(folder).model)
-    others = [name for name in RULES if name not in (*FIRST, *SKIPPED)]
     trials = questions(corpus, asked.context, asked.tests, has_copies=asked.far_copy)
     journal = Journal(CACHE / "end_to_end.jsonl")
     answers: dict[str, list[tuple[Asked, Entry]]] = {}
     plan_file = RESULTS / "hads" / f"plan_{asked.context}_{asked.block}.json"
     write_whole(plan_file, course.plan().to_json())
-    for group in (FIRST, () if asked.first else others):
+    for group in groups:
         for question in trials:
             for side in group:
                 entry = _answered(course, side, question.trial, journal)
                 answers.setdefault(side, []).append((question, entry))
-            print(f"{question.trial.label}: {' '.join(group)}", flush=True)
-            if group:
-                _write(ladder, answers, course)
+            _write(ladder, answers)
 
 
 def _answered(course: Course, side: str, trial: Trial, journal: Journal) -> Entry:
@@ -156,7 +157,7 @@ def _answered(course: Course, side: str, trial: Trial, journal: Journal) -> Entr
     return entry
 
 
-def _write(ladder: Ladder, answers: dict[str, list], course: Course) -> None:
+def _write(ladder: Ladder, answers: dict[str, list]) -> None:
     head = {"effective": EFFECTIVE, "environment": dataclasses.asdict(environment(own_checkout()))}
     rows = [head]
     for side, pairs in answers.items():

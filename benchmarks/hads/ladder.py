@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import jax
@@ -43,6 +43,7 @@ from xsake.hads.making import make_plan, policy_named
 from xsake.hads.plan import SparsityPlan
 from xsake.hads.profile import CalibratedModel, Profile
 from xsake.hads.rules import RULES, Rule, Scene, Scope
+from xsake.hads.rules.rule import LearnsNothing
 from xsake.hads.selectors import Antidiagonal, Cumulant, Pooled, Sampled
 from xsake.hads.shelf import Shelf
 from xsake.masks import Causal
@@ -93,19 +94,23 @@ class Ladder:
         context: tokens of every document.
         block: tokens of a block.
         corpus: all documents.
+        rules: names of the published rules that are compared.
     """
 
-    def __init__(self, context: int, block: int, corpus: list[Document]):
+    def __init__(
+        self, context: int, block: int, corpus: list[Document], rules: Iterable[str] = RULES
+    ):
         self.context, self.block, self.n = context, block, context // block
         self.calibration = [x for x in corpus if x.split == "calibration"]
-        self.rules = {name: make() for name, make in RULES.items()}
+        self.rules = {name: RULES[name]() for name in rules}
         least = ALWAYS.total(self.n) / visible_blocks(self.n)
         self.budgets = [budget for budget in BUDGETS if budget > least]
 
     def prepare(self) -> None:
         """Calibrate our policies and the rules that learn."""
         self.profile = self._profiled()
-        for document in self.calibration:
+        learners = [rule for rule in self.rules.values() if not isinstance(rule, LearnsNothing)]
+        for document in self.calibration if learners else ():
             begin = time.monotonic()
             self._watch(document)
             print(f"rules watched {document.name}: {time.monotonic() - begin:.0f} s", flush=True)
