@@ -19,7 +19,7 @@ import numpy as np
 
 from benchmarks.hads.capture import CACHE
 from benchmarks.hads.corpus import Document, documents
-from benchmarks.hads.ladder import RESULTS, Ladder
+from benchmarks.hads.ladder import ENTRIES, RESULTS, Ladder
 from benchmarks.hads.ruled import Ruled
 from benchmarks.smollm2 import directory
 from xsake.bench.environment import environment, own_checkout, source_digest
@@ -39,6 +39,7 @@ from xsake.model import Decoder, Dense
 from xsake.model.huggingface import load
 from xsake.model.tokenizer import Tokenizer
 
+OURS = tuple(entry for entry in ENTRIES if entry.name == "hads")
 EFFECTIVE = 0.3
 GAPS = (1024, 2048, 4096)
 SAMPLES = 2
@@ -126,7 +127,7 @@ def main() -> None:
     others = [name for name in RULES if name not in (*FIRST, *SKIPPED)]
     groups = [asked.rules.split(",")] if asked.rules else [FIRST, others]
     named = [name for group in groups for name in group if name != "hads"]
-    ladder = Ladder(asked.context, asked.block, corpus, named)
+    ladder = Ladder(asked.context, asked.block, corpus, named, OURS)
     ladder.prepare()
     course = Course(ladder, load(folder).model)
     trials = questions(corpus, asked.context, asked.tests, has_copies=asked.far_copy)

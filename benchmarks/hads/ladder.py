@@ -95,14 +95,23 @@ class Ladder:
         block: tokens of a block.
         corpus: all documents.
         rules: names of the published rules that are compared.
+        entries: ours; only their selectors are calibrated.
     """
 
     def __init__(
-        self, context: int, block: int, corpus: list[Document], rules: Iterable[str] = RULES
+        self,
+        context: int,
+        block: int,
+        corpus: list[Document],
+        rules: Iterable[str] = RULES,
+        entries: tuple[Entry, ...] = ENTRIES,
     ):
         self.context, self.block, self.n = context, block, context // block
         self.calibration = [x for x in corpus if x.split == "calibration"]
         self.rules = {name: RULES[name]() for name in rules}
+        self.entries = entries
+        named = {entry.selector or "sampled" for entry in entries}
+        self.selectors = tuple(x for x in SELECTORS if x.name in named)
         least = ALWAYS.total(self.n) / visible_blocks(self.n)
         self.budgets = [budget for budget in BUDGETS if budget > least]
 
@@ -118,19 +127,19 @@ class Ladder:
             rule.finish()
         self.plans = {
             (entry.name, budget): self._plan(entry, budget)
-            for entry in ENTRIES
+            for entry in self.entries
             for budget in self.budgets
         }
-        spreads = {entry.name: entry.spread for entry in ENTRIES}
+        spreads = {entry.name: entry.spread for entry in self.entries}
         self.planned = {
             key: Planned(plan, scope=spreads[key[0]] or Spread.LAYER)
             for key, plan in self.plans.items()
         }
-        self._masses = {s.name: self._masses_of(s.name) for s in SELECTORS}
+        self._masses = {s.name: self._masses_of(s.name) for s in self.selectors}
 
     def _masses_of(self, selector: str):
         """What a selector of ours estimates, compiled; the same at every budget."""
-        name = next(entry.name for entry in ENTRIES if entry.selector == selector)
+        name = next(entry.name for entry in self.entries if entry.selector == selector)
         planned = self.planned[name, self.budgets[-1]]
         look = lambda layer: LayerCall(layer=layer, mask=Causal(), scale=SCALE)
         return jax.jit(lambda q, k, layer: planned.masses(q, k, look(layer)))
@@ -151,7 +160,7 @@ class Ladder:
             q_heads=q.shape[2], kv_heads=k.shape[2], head_dim=k.shape[3],
         )  # fmt: skip
         return calibrate(
-            observe, model, readings, Settings(self.block, ALWAYS, SELECTORS),
+            observe, model, readings, Settings(self.block, ALWAYS, self.selectors),
             shelf=Shelf(CACHE / "masses"),
             watch=lambda p: print(f"calibrated {p.done} of {p.total}", flush=True),
         )  # fmt: skip
@@ -173,7 +182,7 @@ class Ladder:
                 rule.watch(scene)
 
     def _plan(self, entry: Entry, budget: float) -> SparsityPlan:
-        made = next(x for x in SELECTORS if x.name == (entry.selector or "sampled"))
+        made = next(x for x in self.selectors if x.name == (entry.selector or "sampled"))
         return make_plan(self.profile, policy_named(entry.policy), budget, made)
 
     def cost(self, name: str) -> float:
@@ -189,7 +198,7 @@ class Ladder:
         ballot, names = Ballot(len(masses.by_row), self.n), []
         rankings = {name: [] for name in self.rules}
         chosen: dict[tuple[str, float], list] = {key: [] for key in self.plans}
-        estimates: dict[str, list] = {selector.name: [] for selector in SELECTORS}
+        estimates: dict[str, list] = {selector.name: [] for selector in self.selectors}
         for scene in self._scenes(document, masses):
             for name, rule in self.rules.items():
                 rankings[name].append(rule.rank(scene).priority)
@@ -223,7 +232,7 @@ class Ladder:
         """What our plans choose in one layer, by the code that the model runs."""
         call = LayerCall(layer=scene.layer, mask=Causal(), scale=SCALE)
         q, k = jnp.asarray(scene.q)[None], jnp.asarray(scene.k)[None]
-        for entry in ENTRIES:
+        for entry in self.entries:
             keys = [(entry.name, budget) for budget in self.budgets]
             if entry.selector is None:
                 found = [self.planned[key].chosen(q, k, call)[0] for key in keys]
@@ -236,7 +245,7 @@ class Ladder:
 
     def _chosen_anywhere(self, estimates: dict[str, list]):
         """What is chosen where all layers share one budget: they count as heads of one layer."""
-        for entry in ENTRIES:
+        for entry in self.entries:
             if entry.spread is None and entry.selector is not None:
                 keys = [(entry.name, budget) for budget in self.budgets]
                 masses = jnp.concatenate(estimates[entry.selector], axis=1)
@@ -277,10 +286,12 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=4096)
     parser.add_argument("--block", type=int, default=64)
     parser.add_argument("--tests", type=int, default=24, help="test documents, the first so many")
+    parser.add_argument("--rules", help="names of published rules, with commas; default: all")
     asked = parser.parse_args()
     corpus = documents(Tokenizer.load(directory()))
     tests = [x for x in corpus if x.split == "test"][: asked.tests]
-    ladder = Ladder(asked.context, asked.block, corpus)
+    rules = asked.rules.split(",") if asked.rules else RULES
+    ladder = Ladder(asked.context, asked.block, corpus, rules)
     ladder.prepare()
     folder = RESULTS / "hads"
     folder.mkdir(exist_ok=True)
