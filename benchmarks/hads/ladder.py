@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.hads.capture import CACHE, SCALE, captured, replay
+from benchmarks.hads.capture import CACHE, SCALE, Replay, captured
 from benchmarks.hads.corpus import Document, documents
 from benchmarks.hads.losses import Ballot, Loss, Masses
 from benchmarks.smollm2 import directory
@@ -73,6 +73,7 @@ class Entry:
 # Ours; every other name of the ladder is a rule of `xsake.hads.rules`.
 ENTRIES = (
     Entry("hads", "kl", "sampled", Spread.LAYER),
+    Entry("hads, by effect", "effect", "sampled", Spread.ROW),
     Entry("hads, whole model", "kl", "sampled", None),
     Entry("hads, per head", "kl", "sampled", Spread.HEAD),
     Entry("hads, per row", "kl", "sampled", Spread.ROW),
@@ -96,6 +97,7 @@ class Ladder:
         corpus: all documents.
         rules: names of the published rules that are compared.
         entries: ours; only their selectors are calibrated.
+        effects: documents that tell what heads do to predictions.
     """
 
     def __init__(
@@ -105,11 +107,12 @@ class Ladder:
         corpus: list[Document],
         rules: Iterable[str] = RULES,
         entries: tuple[Entry, ...] = ENTRIES,
+        effects: int = 6,
     ):
         self.context, self.block, self.n = context, block, context // block
         self.calibration = [x for x in corpus if x.split == "calibration"]
         self.rules = {name: RULES[name]() for name in rules}
-        self.entries = entries
+        self.entries, self.effects = entries, effects
         named = {entry.selector or "sampled" for entry in entries}
         self.selectors = tuple(x for x in SELECTORS if x.name in named)
         least = ALWAYS.total(self.n) / visible_blocks(self.n)
@@ -146,21 +149,17 @@ class Ladder:
 
     def _profiled(self) -> Profile:
         readings = [Reading(d.name, d.tokens[: self.context]) for d in self.calibration]
-        by_tokens = {d.tokens[: self.context].tobytes(): d for d in self.calibration}
-
-        def observe(tokens, watch):
-            # A glance at the first tokens asks for a document by less than all of it.
-            asked = np.asarray(tokens)[0]
-            whole = next(x for x in by_tokens if x.startswith(asked.tobytes()))
-            return replay(by_tokens[whole], self.context)(tokens, watch)
-
         q, k = captured(self.calibration[0])
         model = CalibratedModel(
             name="smollm2-135m-instruct", digest="captured", layers=len(q),
             q_heads=q.shape[2], kv_heads=k.shape[2], head_dim=k.shape[3],
         )  # fmt: skip
+        asks = any(entry.policy == "effect" for entry in self.entries)
+        settings = Settings(
+            self.block, ALWAYS, self.selectors, effect_documents=self.effects if asks else 0
+        )
         return calibrate(
-            observe, model, readings, Settings(self.block, ALWAYS, self.selectors),
+            Replay(self.calibration, self.context), model, readings, settings,
             shelf=Shelf(CACHE / "masses"),
             watch=lambda p: print(f"calibrated {p.done} of {p.total}", flush=True),
         )  # fmt: skip
