@@ -27,6 +27,7 @@ def test_readme_quick_start_runs_in_a_fresh_interpreter(tmp_path):
     assert done.stdout
 
 
+@pytest.mark.timeout(1200)  # ten commands, each a new process that compiles
 def test_the_path_of_a_new_model_owner_can_be_walked(tmp_path):
     page = ROOT / "docs" / "models.md"
     steps = [[sys.executable, "-W", "error", "-c", "\n".join(code_blocks(page, "python"))]]

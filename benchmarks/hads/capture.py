@@ -37,19 +37,32 @@ def captured(document: Document) -> tuple[np.ndarray, np.ndarray]:
     return tuple(np.load(path, mmap_mode="r") for path in _paths(document))
 
 
-def replay(document: Document, tokens: int) -> Callable[[Any, Callable], Any]:
-    """An `Observe` that shows what was captured of a document; its tokens are not asked for."""
-    q, k = captured(document)
+class Replay:
+    """An `Observe` that shows what was captured; gradients are the model's own.
 
-    def observe(asked, watch):
-        length = min(asked.shape[1], tokens)
+    Args:
+        documents: that may be asked for, by their first tokens.
+        tokens: that are shown of each at most.
+    """
+
+    def __init__(self, documents: list[Document], tokens: int):
+        self._tokens = tokens
+        self._documents = {document.tokens[:tokens].tobytes(): document for document in documents}
+
+    def __call__(self, asked, watch: Callable) -> Any:
+        tokens = np.asarray(asked)[0]
+        whole = next(x for x in self._documents if x.startswith(tokens.tobytes()))
+        q, k = captured(self._documents[whole])
         seen = []
         for layer in range(len(q)):
-            own = [jnp.asarray(x[layer, :length])[None] for x in (q, k)]
+            own = [jnp.asarray(x[layer, : len(tokens)])[None] for x in (q, k)]
             seen.append(jax.tree.map(np.asarray, _watched(watch, *own, layer)))
         return jax.tree.map(lambda *x: np.stack(x), *seen)
 
-    return observe
+    @functools.cached_property
+    def slopes(self) -> Callable:
+        """See `xsake.hads.effect.Slopes`."""
+        return Observer(load(directory()).model).slopes
 
 
 @functools.partial(jax.jit, static_argnums=0)

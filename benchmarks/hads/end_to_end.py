@@ -1,7 +1,8 @@
 """What a model loses with each rule at equal effective cost: perplexity, divergence, far copies.
 
 python -m benchmarks.hads.end_to_end --context 4096 --tests 12     # after benchmarks.hads.capture
-python -m benchmarks.hads.end_to_end --context 8192 --tests 4 --no-far-copy
+python -m benchmarks.hads.end_to_end --context 8192 --block 128 --tests 4 --no-far-copy \\
+    --rules 'hads, by effect;sliding_window;a_shape;flexprefill'
 
 Every layer sees what the sparse layers before it left: errors propagate. Answers are kept, so that
 a run that is stopped goes on; rows go to results/hads/end_to_end_<context>_<block>.jsonl.
@@ -18,7 +19,8 @@ import numpy as np
 
 from benchmarks.hads.capture import CACHE
 from benchmarks.hads.corpus import Document, documents
-from benchmarks.hads.ladder import RESULTS, Ladder
+from benchmarks.hads.ladder import ENTRIES, RESULTS, Ladder
+from benchmarks.hads.ladder import Entry as Rung
 from benchmarks.hads.ruled import Ruled
 from benchmarks.smollm2 import directory
 from xsake.bench.environment import environment, own_checkout, source_digest
@@ -38,13 +40,15 @@ from xsake.model import Decoder, Dense
 from xsake.model.huggingface import load
 from xsake.model.tokenizer import Tokenizer
 
+OURS = tuple(entry for entry in ENTRIES if entry.name in ("hads", "hads, by effect"))
+BEST = "hads, by effect"
 EFFECTIVE = 0.3
 GAPS = (1024, 2048, 4096)
 SAMPLES = 2
 CHUNK = 256
 SOURCES = ("attention", "evaluation/score.py", "hads", "kernels", "layout", "masks", "model")
 # First those that the claims name, so that a run cut short has them.
-FIRST = ("hads", "sliding_window", "a_shape", "ada_kv", "sparge", "flexprefill", "minference",
+FIRST = (BEST, "hads", "sliding_window", "a_shape", "ada_kv", "sparge", "flexprefill", "minference",
          "xattention_16", "vertical_slash", "oracle_model")  # fmt: skip
 SKIPPED = ("oracle_rows", "entropy_original_literal", "xattention_8_top_k", "xattention_8_top_p",
            "xattention_16_top_k", "xattention_16_top_p")  # fmt: skip
@@ -69,17 +73,19 @@ class Course:
     def __init__(self, ladder: Ladder, model: Decoder):
         self.ladder, self.model = ladder, model
         self._read = {"dense": jax.jit(lambda m, t: m.hidden(t, attend=Dense()))}
-        plan = self.plan()
-        self._read["hads"] = jax.jit(lambda m, t: m.hidden(t, attend=Planned(plan)))
+        self.plans = {entry.name: self._plan(entry) for entry in OURS}
+        for name, plan in self.plans.items():
+            attend = Planned(plan)
+            self._read[name] = jax.jit(lambda m, t, attend=attend: m.hidden(t, attend=attend))
         layers = model.config.layers
-        for name in RULES:
-            ruled = Ruled(ladder.rules[name], EFFECTIVE, block=ladder.block, layers=layers)
+        for name, rule in ladder.rules.items():
+            ruled = Ruled(rule, EFFECTIVE, block=ladder.block, layers=layers)
             self._read[name] = lambda m, t, ruled=ruled: m.hidden(t, attend=ruled)
         self._dense: tuple[str, jax.Array] | None = None
 
-    def plan(self):
+    def _plan(self, entry: Rung):
         """Our plan: its blocks and its selector together cost what is asked."""
-        profile, policy = self.ladder.profile, policy_named("kl")
+        profile, policy = self.ladder.profile, policy_named(entry.policy)
         cost = make_plan(profile, policy, EFFECTIVE, Sampled()).selector.cost
         return make_plan(profile, policy, EFFECTIVE - cost, Sampled())
 
@@ -118,32 +124,36 @@ def main() -> None:
     parser.add_argument("--block", type=int, default=64)
     parser.add_argument("--tests", type=int, default=12, help="test documents, the first so many")
     parser.add_argument("--far-copy", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--first", action="store_true", help="only the rules that claims name")
+    parser.add_argument("--rules", help="names with semicolons; default: all but variants")
+    parser.add_argument("--effects", type=int, default=6, help="documents that tell effects")
     asked = parser.parse_args()
     folder = directory()
     corpus = documents(Tokenizer.load(folder))
-    ladder = Ladder(asked.context, asked.block, corpus)
+    others = [name for name in RULES if name not in (*FIRST, *SKIPPED)]
+    groups = [asked.rules.split(";")] if asked.rules else [FIRST, others]
+    named = [name for group in groups for name in group if name in RULES]
+    ladder = Ladder(asked.context, asked.block, corpus, named, OURS, asked.effects)
     ladder.prepare()
     course = Course(ladder, load(folder).model)
-    others = [name for name in RULES if name not in (*FIRST, *SKIPPED)]
     trials = questions(corpus, asked.context, asked.tests, has_copies=asked.far_copy)
     journal = Journal(CACHE / "end_to_end.jsonl")
     answers: dict[str, list[tuple[Asked, Entry]]] = {}
     plan_file = RESULTS / "hads" / f"plan_{asked.context}_{asked.block}.json"
-    write_whole(plan_file, course.plan().to_json())
-    for group in (FIRST, () if asked.first else others):
+    write_whole(plan_file, course.plans[BEST].to_json())
+    for group in groups:
         for question in trials:
             for side in group:
                 entry = _answered(course, side, question.trial, journal)
                 answers.setdefault(side, []).append((question, entry))
-            print(f"{question.trial.label}: {' '.join(group)}", flush=True)
-            if group:
-                _write(ladder, answers, course)
+            _write(ladder, answers)
 
 
 def _answered(course: Course, side: str, trial: Trial, journal: Journal) -> Entry:
     rules = course.ladder
-    base = [side, EFFECTIVE, rules.context, rules.block, course.plan().to_json()]
+    # A plan's file has a date; what it chooses does not.
+    plan = course.plans[side].model_dump(mode="json") if side in course.plans else {}
+    plan = {name: plan.get(name) for name in ("heads", "scope", "components", "selector")}
+    base = [side, EFFECTIVE, rules.context, rules.block, plan]
     text = json.dumps([*base, trial.digest, source_digest(*SOURCES)])
     key = hashlib.sha256(text.encode()).hexdigest()[:32]
     entry = journal.find(key)
@@ -156,7 +166,7 @@ def _answered(course: Course, side: str, trial: Trial, journal: Journal) -> Entr
     return entry
 
 
-def _write(ladder: Ladder, answers: dict[str, list], course: Course) -> None:
+def _write(ladder: Ladder, answers: dict[str, list]) -> None:
     head = {"effective": EFFECTIVE, "environment": dataclasses.asdict(environment(own_checkout()))}
     rows = [head]
     for side, pairs in answers.items():

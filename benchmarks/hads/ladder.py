@@ -13,14 +13,14 @@ import dataclasses
 import functools
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.hads.capture import CACHE, SCALE, captured, replay
+from benchmarks.hads.capture import CACHE, SCALE, Replay, captured
 from benchmarks.hads.corpus import Document, documents
 from benchmarks.hads.losses import Ballot, Loss, Masses
 from benchmarks.smollm2 import directory
@@ -43,6 +43,7 @@ from xsake.hads.making import make_plan, policy_named
 from xsake.hads.plan import SparsityPlan
 from xsake.hads.profile import CalibratedModel, Profile
 from xsake.hads.rules import RULES, Rule, Scene, Scope
+from xsake.hads.rules.rule import LearnsNothing
 from xsake.hads.selectors import Antidiagonal, Cumulant, Pooled, Sampled
 from xsake.hads.shelf import Shelf
 from xsake.masks import Causal
@@ -50,24 +51,30 @@ from xsake.model import LayerCall
 from xsake.model.tokenizer import Tokenizer
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
-BUDGETS = (0.05, 0.075, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5)
+BUDGETS = (0.05, 0.075, 0.092, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5)
 ALWAYS = AlwaysOn()
 SELECTORS = (Sampled(), Cumulant(), Antidiagonal(), Pooled())
 
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """Something that chooses blocks, under the name of its rows."""
+    """Something that chooses blocks, under the name of its rows.
+
+    With `spread=None` all blocks of the model compete, as they do for published rules of that
+    scope; no list of blocks has a fixed size then, so it is a yardstick and not a way to run.
+    """
 
     name: str
     policy: str
     selector: str | None = None
-    spread: Spread = Spread.ROW
+    spread: Spread | None = Spread.ROW
 
 
 # Ours; every other name of the ladder is a rule of `xsake.hads.rules`.
 ENTRIES = (
     Entry("hads", "kl", "sampled", Spread.LAYER),
+    Entry("hads, by effect", "effect", "sampled", Spread.ROW),
+    Entry("hads, whole model", "kl", "sampled", None),
     Entry("hads, per head", "kl", "sampled", Spread.HEAD),
     Entry("hads, per row", "kl", "sampled", Spread.ROW),
     Entry("uniform, sampled", "uniform", "sampled", Spread.ROW),
@@ -88,19 +95,34 @@ class Ladder:
         context: tokens of every document.
         block: tokens of a block.
         corpus: all documents.
+        rules: names of the published rules that are compared.
+        entries: ours; only their selectors are calibrated.
+        effects: documents that tell what heads do to predictions.
     """
 
-    def __init__(self, context: int, block: int, corpus: list[Document]):
+    def __init__(
+        self,
+        context: int,
+        block: int,
+        corpus: list[Document],
+        rules: Iterable[str] = RULES,
+        entries: tuple[Entry, ...] = ENTRIES,
+        effects: int = 6,
+    ):
         self.context, self.block, self.n = context, block, context // block
         self.calibration = [x for x in corpus if x.split == "calibration"]
-        self.rules = {name: make() for name, make in RULES.items()}
+        self.rules = {name: RULES[name]() for name in rules}
+        self.entries, self.effects = entries, effects
+        named = {entry.selector or "sampled" for entry in entries}
+        self.selectors = tuple(x for x in SELECTORS if x.name in named)
         least = ALWAYS.total(self.n) / visible_blocks(self.n)
         self.budgets = [budget for budget in BUDGETS if budget > least]
 
     def prepare(self) -> None:
         """Calibrate our policies and the rules that learn."""
         self.profile = self._profiled()
-        for document in self.calibration:
+        learners = [rule for rule in self.rules.values() if not isinstance(rule, LearnsNothing)]
+        for document in self.calibration if learners else ():
             begin = time.monotonic()
             self._watch(document)
             print(f"rules watched {document.name}: {time.monotonic() - begin:.0f} s", flush=True)
@@ -108,39 +130,36 @@ class Ladder:
             rule.finish()
         self.plans = {
             (entry.name, budget): self._plan(entry, budget)
-            for entry in ENTRIES
+            for entry in self.entries
             for budget in self.budgets
         }
-        spreads = {entry.name: entry.spread for entry in ENTRIES}
+        spreads = {entry.name: entry.spread for entry in self.entries}
         self.planned = {
-            key: Planned(plan, scope=spreads[key[0]]) for key, plan in self.plans.items()
+            key: Planned(plan, scope=spreads[key[0]] or Spread.LAYER)
+            for key, plan in self.plans.items()
         }
-        self._masses = {s.name: self._masses_of(s.name) for s in SELECTORS}
+        self._masses = {s.name: self._masses_of(s.name) for s in self.selectors}
 
     def _masses_of(self, selector: str):
         """What a selector of ours estimates, compiled; the same at every budget."""
-        name = next(entry.name for entry in ENTRIES if entry.selector == selector)
+        name = next(entry.name for entry in self.entries if entry.selector == selector)
         planned = self.planned[name, self.budgets[-1]]
         look = lambda layer: LayerCall(layer=layer, mask=Causal(), scale=SCALE)
         return jax.jit(lambda q, k, layer: planned.masses(q, k, look(layer)))
 
     def _profiled(self) -> Profile:
         readings = [Reading(d.name, d.tokens[: self.context]) for d in self.calibration]
-        by_tokens = {d.tokens[: self.context].tobytes(): d for d in self.calibration}
-
-        def observe(tokens, watch):
-            # A glance at the first tokens asks for a document by less than all of it.
-            asked = np.asarray(tokens)[0]
-            whole = next(x for x in by_tokens if x.startswith(asked.tobytes()))
-            return replay(by_tokens[whole], self.context)(tokens, watch)
-
         q, k = captured(self.calibration[0])
         model = CalibratedModel(
             name="smollm2-135m-instruct", digest="captured", layers=len(q),
             q_heads=q.shape[2], kv_heads=k.shape[2], head_dim=k.shape[3],
         )  # fmt: skip
+        asks = any(entry.policy == "effect" for entry in self.entries)
+        settings = Settings(
+            self.block, ALWAYS, self.selectors, effect_documents=self.effects if asks else 0
+        )
         return calibrate(
-            observe, model, readings, Settings(self.block, ALWAYS, SELECTORS),
+            Replay(self.calibration, self.context), model, readings, settings,
             shelf=Shelf(CACHE / "masses"),
             watch=lambda p: print(f"calibrated {p.done} of {p.total}", flush=True),
         )  # fmt: skip
@@ -162,7 +181,7 @@ class Ladder:
                 rule.watch(scene)
 
     def _plan(self, entry: Entry, budget: float) -> SparsityPlan:
-        made = next(x for x in SELECTORS if x.name == (entry.selector or "sampled"))
+        made = next(x for x in self.selectors if x.name == (entry.selector or "sampled"))
         return make_plan(self.profile, policy_named(entry.policy), budget, made)
 
     def cost(self, name: str) -> float:
@@ -178,11 +197,16 @@ class Ladder:
         ballot, names = Ballot(len(masses.by_row), self.n), []
         rankings = {name: [] for name in self.rules}
         chosen: dict[tuple[str, float], list] = {key: [] for key in self.plans}
+        estimates: dict[str, list] = {selector.name: [] for selector in self.selectors}
         for scene in self._scenes(document, masses):
             for name, rule in self.rules.items():
                 rankings[name].append(rule.rank(scene).priority)
-            for key, layer in self._chosen(scene):
+            for name, estimate in self._estimates(scene).items():
+                estimates[name].append(estimate)
+            for key, layer in self._chosen(scene, estimates):
                 chosen[key].append(layer)
+        for key, whole in self._chosen_anywhere(estimates):
+            chosen[key] = [whole]
         for key, layers in chosen.items():
             ballot.add(np.concatenate(layers))
             names.append(key)
@@ -198,21 +222,37 @@ class Ladder:
             found.setdefault(name, {})[budget] = loss
         return found
 
-    def _chosen(self, scene: Scene):
+    def _estimates(self, scene: Scene) -> dict[str, jax.Array]:
+        """What our selectors think of one layer's blocks; the same at every budget."""
+        q, k = jnp.asarray(scene.q)[None], jnp.asarray(scene.k)[None]
+        return {name: masses(q, k, scene.layer) for name, masses in self._masses.items()}
+
+    def _chosen(self, scene: Scene, estimates: dict[str, list]):
         """What our plans choose in one layer, by the code that the model runs."""
         call = LayerCall(layer=scene.layer, mask=Causal(), scale=SCALE)
         q, k = jnp.asarray(scene.q)[None], jnp.asarray(scene.k)[None]
-        masses: dict[str, jax.Array] = {}  # the same at every budget
-        for entry in ENTRIES:
+        for entry in self.entries:
             keys = [(entry.name, budget) for budget in self.budgets]
             if entry.selector is None:
                 found = [self.planned[key].chosen(q, k, call)[0] for key in keys]
-            else:
-                if entry.selector not in masses:
-                    masses[entry.selector] = self._masses[entry.selector](q, k, scene.layer)
+            elif entry.spread is not None:
                 counts = np.stack([self.planned[key].counts(self.n)[scene.layer] for key in keys])
-                found = _choices(masses[entry.selector], counts, entry.spread)
+                found = _choices(estimates[entry.selector][-1], counts, entry.spread)
+            else:
+                continue
             yield from zip(keys, np.asarray(found), strict=True)
+
+    def _chosen_anywhere(self, estimates: dict[str, list]):
+        """What is chosen where all layers share one budget: they count as heads of one layer."""
+        for entry in self.entries:
+            if entry.spread is None and entry.selector is not None:
+                keys = [(entry.name, budget) for budget in self.budgets]
+                masses = jnp.concatenate(estimates[entry.selector], axis=1)
+                counts = np.stack([self.planned[key].counts(self.n) for key in keys])
+                counts = counts.reshape(len(keys), -1, self.n)
+                yield from zip(
+                    keys, np.asarray(_choices(masses, counts, Spread.LAYER)), strict=True
+                )
 
     def _taken(self, rule: Rule, priority: np.ndarray) -> Iterator[np.ndarray]:
         """For each budget exactly as many blocks as it buys, in the rule's order."""
@@ -245,10 +285,12 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=4096)
     parser.add_argument("--block", type=int, default=64)
     parser.add_argument("--tests", type=int, default=24, help="test documents, the first so many")
+    parser.add_argument("--rules", help="names of published rules, with commas; default: all")
     asked = parser.parse_args()
     corpus = documents(Tokenizer.load(directory()))
     tests = [x for x in corpus if x.split == "test"][: asked.tests]
-    ladder = Ladder(asked.context, asked.block, corpus)
+    rules = asked.rules.split(",") if asked.rules else RULES
+    ladder = Ladder(asked.context, asked.block, corpus, rules)
     ladder.prepare()
     folder = RESULTS / "hads"
     folder.mkdir(exist_ok=True)

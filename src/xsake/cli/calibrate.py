@@ -13,6 +13,9 @@ from xsake.cli.subject import evaluation_library, subject_of
 from xsake.errors import ArgumentError
 
 DEFAULT_BUDGET = 0.3
+EFFECT_DOCUMENTS = 6  # gradients take three times as long as reading
+_POLICY = "effect, kl, mass, uniform, entropy_budget, static, ..."
+_SELECTOR = "sampled, cumulant, antidiagonal or pooled."
 _TEXT = "A .txt, .raw or .jsonl file, or a folder of .txt files; may be given several times."
 
 
@@ -24,16 +27,12 @@ def run_calibrate(
         str | None,
         typer.Option(help="Computed blocks; default 30%, or what the policy finds by itself."),
     ] = None,
-    policy: Annotated[
-        str, typer.Option(help="kl, mass, uniform, entropy_budget, static, ...")
-    ] = "kl",
+    policy: Annotated[str, typer.Option(help=_POLICY)] = "effect",
     setting: Annotated[
         list[str] | None,
         typer.Option("--set", help="A setting of the policy, such as eps=0.05 or p=0.9."),
     ] = None,
-    selector: Annotated[
-        str, typer.Option(help="sampled, cumulant, antidiagonal or pooled.")
-    ] = "sampled",
+    selector: Annotated[str, typer.Option(help=_SELECTOR)] = "sampled",
     block: Annotated[int, typer.Option(min=1, help="Tokens of a block.")] = 64,
     documents: Annotated[
         int, typer.Option(min=1, help="Only the first so many that are long enough.")
@@ -70,7 +69,12 @@ def run_calibrate(
         scorer = hads.selector_named(selector)
         with DocumentScreen(console, "loading, cutting texts, compiling") as screen:
             task = CalibrationTask.of(model, text, context, documents, devices, dtype)
-            settings = hads.Settings(block=block, selectors=(scorer,), at_once=devices)
+            settings = hads.Settings(
+                block=block,
+                selectors=(scorer,),
+                effect_documents=EFFECT_DOCUMENTS if policy == "effect" else 0,
+                at_once=devices,
+            )
             _require_possible(chosen, share, task.model.heads, context, settings)
             shelf = hads.Shelf(out.with_suffix(".masses"), fresh=fresh)
             found = hads.calibrate(

@@ -31,13 +31,14 @@ class Planned:
 
     Args:
         plan: how many blocks heads get, and how they are chosen.
-        scope: what shares a budget at run time. With `ROW` a row's choice depends on nothing that
-            comes after it; wider scopes look at the whole sequence, as prefill may.
+        scope: what shares a budget at run time; None: as the plan says. With `ROW` a row's choice
+            depends on nothing that comes after it; wider scopes look at the whole sequence, as
+            prefill may.
         operator: implementation, mesh; its block sizes serve dense steps.
     """
 
     plan: SparsityPlan
-    scope: Scope = Scope.LAYER
+    scope: Scope | None = None
     operator: BlockSparseAttention = BlockSparseAttention()
 
     def __call__(self, q, k, v, call: Any):
@@ -101,7 +102,8 @@ class Planned:
     def choice(self, masses: Float[Array, "B Hq Nq Nk"], call: Any) -> Bool[Array, "B Hq Nq Nk"]:
         """The blocks that the plan buys, given what they are thought to weigh."""
         counts = jnp.asarray(self.counts(masses.shape[-1]))[call.layer]
-        return choose(masses, counts, always=self.plan.always, scope=self.scope)
+        scope = self.plan.scope if self.scope is None else self.scope
+        return choose(masses, counts, always=self.plan.always, scope=scope)
 
     def counts(self, n: int) -> Int[np.ndarray, "L Hq Nq"]:
         """The blocks that each row of a sequence of `n` blocks is given."""

@@ -9,12 +9,13 @@ from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Float, Int
 
 from xsake.bench.environment import environment, own_checkout, source_digest
 from xsake.errors import ArgumentError
 from xsake.hads import fit
 from xsake.hads.budget import AlwaysOn
+from xsake.hads.effect import tap_effects
 from xsake.hads.measure import LayerMasses, Moments, Observe, watch_masses, watch_moments
 from xsake.hads.profile import CalibratedModel, CalibrationDocument, Profile
 from xsake.hads.selectors import Sampled, Selector
@@ -22,7 +23,16 @@ from xsake.hads.shelf import DocumentMasses, Shelf
 from xsake.layout.grid import blocks_of
 
 # What decides a number.
-SOURCES = ("hads/measure.py", "hads/selectors", "attention", "kernels", "layout", "masks", "model")
+SOURCES = (
+    "hads/effect.py",
+    "hads/measure.py",
+    "hads/selectors",
+    "attention",
+    "kernels",
+    "layout",
+    "masks",
+    "model",
+)
 GLANCE = 1024  # tokens of a document that tell which components matter
 
 
@@ -46,12 +56,15 @@ class Settings:
         block: tokens of a query block and of a kv block.
         always: blocks that every head computes.
         selectors: whose estimates are compared with the truth.
+        effect_documents: the first so many, by their digests, also tell what heads do to the
+            model's predictions, which takes gradients: three to four times the time. 0: none.
         at_once: documents that the model reads at a time: how many devices share the work.
     """
 
     block: int = 64
     always: AlwaysOn = AlwaysOn()
     selectors: tuple[Selector, ...] = (Sampled(),)
+    effect_documents: int = 0
     at_once: int = 1
 
 
@@ -60,7 +73,7 @@ class Progress:
     """A document has been measured: told to whoever watches.
 
     Args:
-        done, total: documents.
+        done, total: documents, those counted twice that are read again for effects.
         label: the last one.
         is_new: measured now, not known from before.
         elapsed_seconds: since the start.
@@ -90,7 +103,8 @@ def calibrate(
     is: documents are summed up in the order of their digests.
 
     Args:
-        observe: lets the model read tokens; see `xsake.model.Observer` and `hads.observer`.
+        observe: lets the model read tokens; see `xsake.model.Observer` and `hads.observer`. To
+            measure effects it needs `slopes` as well, of the type `effect.Slopes`.
         model: which model it is.
         readings: the documents, of equal length.
         settings: what is measured.
@@ -101,8 +115,14 @@ def calibrate(
     shelf = Shelf() if shelf is None else shelf
     components = _components(observe, readings, settings)
     keys = [_key(model, reading, settings, components) for reading in readings]
-    _measure(observe, readings, keys, settings, components, shelf, watch)
-    return _profile(model, readings, keys, settings, components, shelf)
+    chosen = readings[: settings.effect_documents]
+    course = Course(len(readings) + len(chosen), watch)
+    _measure(observe, readings, keys, settings, components, shelf, course)
+    weights = _corrections(model, keys, settings, shelf)
+    effects = {}
+    if chosen:
+        effects = _effects(observe, model, chosen, settings, components, weights, shelf, course)
+    return _profile(model, readings, keys, settings, components, weights, effects, shelf)
 
 
 def _checked(readings: Sequence[Reading], settings: Settings) -> Sequence[Reading]:
@@ -167,25 +187,115 @@ def _key(model: CalibratedModel, reading: Reading, settings: Settings, component
     }, sort_keys=True)  # fmt: skip
 
 
-def _measure(observe, readings, keys, settings: Settings, components, shelf: Shelf, watch) -> None:
+class Course:
+    """How far the work is.
+
+    Args:
+        total: documents to come.
+        watch: told about every document.
+    """
+
+    def __init__(self, total: int, watch: Callable[[Progress], None]):
+        self._total, self._watch = total, watch
+        self._done, self._new, self._spent = 0, 0, 0.0
+
+    def known(self, count: int) -> None:
+        """So many need not be measured."""
+        if count:
+            self._done += count
+            self._watch(Progress(self._done, self._total, "earlier runs", False, self._spent, None))
+
+    def measured(self, names: Sequence[str], seconds: float) -> None:
+        """So long took these documents."""
+        self._done, self._new = self._done + len(names), self._new + len(names)
+        self._spent += seconds
+        to_go = self._spent / self._new * (self._total - self._done)
+        self._watch(Progress(self._done, self._total, names[-1], True, self._spent, to_go))
+
+
+def _in_batches(readings, keys, at_once: int, shelf: Shelf, course: Course, measure) -> None:
+    """`measure(tokens, own)` for documents that the shelf does not know; `own` are their places."""
+    missing = [i for i, key in enumerate(keys) if key not in shelf]
+    course.known(len(keys) - len(missing))
+    for batch in _batches(len(missing), at_once):
+        begin = time.monotonic()
+        places = [missing[i] for i in batch]
+        own = list(dict.fromkeys(places))
+        tokens = jax.numpy.asarray(np.stack([readings[i].tokens for i in places]))
+        measure(tokens, places, own)
+        course.measured([readings[i].name for i in own], time.monotonic() - begin)
+
+
+def _measure(
+    observe, readings, keys, settings: Settings, components, shelf: Shelf, course: Course
+) -> None:
     selectors = {selector.name: selector for selector in settings.selectors}
     look = watch_masses(settings.block, selectors, components)
-    missing = [i for i, key in enumerate(keys) if key not in shelf]
-    known = len(keys) - len(missing)
-    if known:
-        watch(Progress(known, len(keys), "earlier runs", False, 0.0, None))
-    start, done = time.monotonic(), 0
-    for batch in _batches(len(missing), settings.at_once):
-        own = [missing[i] for i in dict.fromkeys(batch)]
-        tokens = np.stack([readings[missing[i]].tokens for i in batch])
-        found: LayerMasses = observe(jax.numpy.asarray(tokens), look)
+
+    def measure(tokens, places, own) -> None:
+        found: LayerMasses = observe(tokens, look)
         for place, index in enumerate(own):
             shelf.put(keys[index], document_of(found, place))
-            done += 1
-        elapsed = time.monotonic() - start
-        to_go = elapsed / done * (len(missing) - done)
-        label = readings[own[-1]].name
-        watch(Progress(known + done, len(keys), label, True, elapsed, to_go))
+
+    _in_batches(readings, keys, settings.at_once, shelf, course, measure)
+
+
+def _corrections(
+    model: CalibratedModel, keys, settings: Settings, shelf: Shelf
+) -> dict[str, Float[np.ndarray, "X 3"]]:
+    """The weights of each selector's estimates."""
+    n = shelf.get(keys[0]).true.shape[-1]
+    found = {s.name: fit.Correction(model.heads, n, settings.always) for s in settings.selectors}
+    for key in keys:
+        document = shelf.get(key)
+        for name, correction in found.items():
+            correction.add(document.true, document.estimates[name])
+    return {name: correction.weights() for name, correction in found.items()}
+
+
+def _effects(
+    observe,
+    model: CalibratedModel,
+    readings,
+    settings: Settings,
+    components,
+    weights,
+    shelf,
+    course,
+) -> dict[str, Float[np.ndarray, "X levels"]]:
+    """What heads do to predictions, mean over documents, by selector."""
+    _require_slopes(observe)
+    heads = (model.layers, model.q_heads)
+    shaped = {name: each.reshape(*heads, -1) for name, each in weights.items()}
+    selectors = {selector.name: selector for selector in settings.selectors}
+    tap = tap_effects(selectors, shaped, components, settings.block, settings.always)
+    by = [source_digest("hads/effect.py"), repr(settings.always)]
+    by += [hashlib.sha256(each.tobytes()).hexdigest() for each in weights.values()]
+    keys = [f"effects {by} {_key(model, x, settings, components)}" for x in readings]
+    levels = blocks_of(len(readings[0].tokens), settings.block) + 1
+
+    def measure(tokens, places, own) -> None:
+        seeds = np.array([int(readings[i].sha256[:7], 16) for i in places], np.int32)
+        shape = (model.layers, len(places), model.q_heads, levels)
+        zeros = {name: jax.numpy.zeros(shape, jax.numpy.float32) for name in selectors}
+        found = jax.tree.map(np.asarray, observe.slopes(tokens, seeds, tap, zeros))
+        for place, index in enumerate(own):
+            each = {name: x[:, place].reshape(-1, levels) for name, x in found.items()}
+            shelf.put_effects(keys[index], each)
+
+    _in_batches(readings, keys, settings.at_once, shelf, course, measure)
+    parts = [shelf.effects(key) for key in keys]
+    return {name: np.mean([x[name].astype(np.float64) for x in parts], axis=0) for name in weights}
+
+
+def _require_slopes(observe) -> None:
+    if not hasattr(observe, "slopes"):
+        raise ArgumentError(
+            "this model cannot tell what heads do to its predictions",
+            got=f"{type(observe).__name__} without `slopes`",
+            expected="xsake.model.Observer, hads.observer, or an object with `slopes`",
+            fix="calibrate with Settings(effect_documents=0)",
+        )
 
 
 def document_of(found: LayerMasses, place: int) -> DocumentMasses:
@@ -196,17 +306,11 @@ def document_of(found: LayerMasses, place: int) -> DocumentMasses:
 
 
 def _profile(
-    model: CalibratedModel, readings, keys, settings: Settings, components, shelf: Shelf
+    model: CalibratedModel, readings, keys, settings, components, weights, effects, shelf: Shelf
 ) -> Profile:
     context = len(readings[0].tokens)
-    n, always, count = blocks_of(context, settings.block), settings.always, len(keys)
+    always, count = settings.always, len(keys)
     names = [selector.name for selector in settings.selectors]
-    corrections = {name: fit.Correction(model.heads, n, always) for name in names}
-    for key in keys:
-        document = shelf.get(key)
-        for name in names:
-            corrections[name].add(document.true, document.estimates[name])
-    weights = {name: correction.weights() for name, correction in corrections.items()}
     summaries, entropy = [], 0.0
     curves: dict[str, Any] = dict.fromkeys(("oracle", *names), 0.0)
     for key in keys:
@@ -237,6 +341,7 @@ def _profile(
         environment=environment(own_checkout()),
         entropy=shaped(entropy),
         curves={name: shaped(values) for name, values in curves.items()},
+        effects={name: shaped(values) for name, values in effects.items()},
         selector_weights={name: shaped(values) for name, values in weights.items()},
         components=components,
         **mean,

@@ -17,6 +17,7 @@ from xsake.hads.budget import (
     shared_out,
     visible_blocks,
 )
+from xsake.hads.choose import Scope
 from xsake.hads.fields import PRINTABLE, Always, Number, Positive, Share, Strict
 from xsake.hads.plan_parts import (
     Calibration,
@@ -31,7 +32,7 @@ from xsake.hads.plan_parts import (
     selector_of,
     settings_of,
 )
-from xsake.hads.policy import Original, Policy, with_curve
+from xsake.hads.policy import Effect, Original, Policy, with_curve
 from xsake.hads.profile import CalibratedModel, Profile
 from xsake.layout.grid import blocks_of
 
@@ -52,6 +53,9 @@ class SparsityPlan(Strict):
     always: Always = Field(description="blocks that every head computes")
     budget: Share = Field(description="computed / visible blocks, as asked, or as it came out")
     selector: Selector
+    scope: Scope = Field(
+        default=Scope.LAYER, description="what shares a budget at run time: row, head or layer"
+    )
     effective_budget: Annotated[Number, Field(ge=0)] = Field(
         description="computed / visible blocks + cost of the selector for the heads that need it"
     )
@@ -104,6 +108,7 @@ class SparsityPlan(Strict):
             always=policy.always if isinstance(policy, Original) else profile.always,
             budget=share if budget is None else budget,
             selector=selector,
+            scope=Scope.ROW if isinstance(policy, Effect) else Scope.LAYER,
             effective_budget=effective,
             components=() if is_free else profile.components.tolist(),
             heads=heads,

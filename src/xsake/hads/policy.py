@@ -119,6 +119,33 @@ class KL:
 
 
 @dataclasses.dataclass(frozen=True)
+class Effect:
+    """The least change of the model's predictions, by the measured effect of each head.
+
+    Args:
+        curve: as for `KL`.
+        floor: as for `KL`.
+    """
+
+    curve: str | None = None
+    floor: int | None = None
+    name: ClassVar[str] = "effect"
+
+    def plan_shares(self, profile: Profile, budget: float | None) -> Totals:
+        total = _total(profile, budget, profile.always)
+        if not profile.effects:
+            raise ArgumentError(
+                "the profile does not say what heads do to predictions",
+                got="no effects",
+                fix="calibrate with Settings(effect_documents=6), or use the policy kl",
+            )
+        losses = _named(profile.effects, self.curve)
+        # More blocks of a row may do more harm by chance; nobody has to take them.
+        losses = np.minimum.accumulate(losses, axis=-1)
+        return allocate.water_fill(losses, total, profile.always, floor=self.floor)
+
+
+@dataclasses.dataclass(frozen=True)
 class Mass:
     """The most kept mass over heads, `exp(-curve)`: a starved head is not worth more than others.
 
@@ -200,7 +227,7 @@ class Bounded:
 
 POLICIES: dict[str, type[Policy]] = {
     kind.name: kind
-    for kind in (Uniform, Entropy, Original, EntropyBudget, Mass, KL, TopP, Static, Bounded)
+    for kind in (Effect, KL, Mass, Uniform, Entropy, EntropyBudget, TopP, Static, Bounded, Original)
 }
 """Policies by name."""
 
@@ -220,21 +247,27 @@ def kept_by_entropy(entropy: Float[np.ndarray, "L Hq"]) -> Float[np.ndarray, "L 
 
 def curve_of(profile: Profile, name: str | None) -> Float[np.ndarray, "L Hq levels"]:
     """The curves of a selector; without a name those of the only one."""
-    if name is None and len(profile.curves) == 1:
-        return next(iter(profile.curves.values()))
-    if name not in profile.curves:
+    return _named(profile.curves, name)
+
+
+def _named(
+    curves: dict[str, Float[np.ndarray, "L Hq levels"]], name: str | None
+) -> Float[np.ndarray, "L Hq levels"]:
+    if name is None and len(curves) == 1:
+        return next(iter(curves.values()))
+    if name not in curves:
         raise ArgumentError(
             "the profile has no curves of that selector",
             got=repr(name),
-            expected=f"one of {sorted(profile.curves)}",
+            expected=f"one of {sorted(curves)}",
             fix="name a selector that was calibrated, or calibrate again with it",
         )
-    return profile.curves[name]
+    return curves[name]
 
 
 def with_curve(policy: Policy, selector: str) -> Policy:
     """The policy with the curves of a selector, if it needs curves and names none."""
-    if isinstance(policy, KL | Mass | TopP | Bounded) and policy.curve is None:
+    if isinstance(policy, Effect | KL | Mass | TopP | Bounded) and policy.curve is None:
         return dataclasses.replace(policy, curve=selector)
     return policy
 

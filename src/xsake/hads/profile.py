@@ -91,6 +91,11 @@ class Profile(Strict):
         description="by selector, [k 0..n]: mean of -log(kept mass) over all queries when every row"
         " keeps its always-on blocks and the selector's best, max(always-on, k) in all"
     )
+    effects: dict[Text, PerHeadRow] = Field(
+        default_factory=dict,
+        description="by selector, [k 0..n]: nats per token of KL(dense || sparse) of the model's"
+        " predictions that the head alone would cause, to second order; empty if not measured",
+    )
     selector_weights: dict[Text, PerHeadRow] = Field(description="by selector, any number of each")
 
     @model_validator(mode="after")
@@ -111,6 +116,10 @@ class Profile(Strict):
             _require_shape(f"curve {name!r}", curve, (*heads, self.n + 1))
             if curve.min() < -NOISE or np.diff(curve).max() > NOISE:
                 raise ValueError(f"the curve {name!r} is negative somewhere, or rises")
+        for name, effect in self.effects.items():
+            _require_shape(f"effect {name!r}", effect, (*heads, self.n + 1))
+            if effect.min() < 0:
+                raise ValueError(f"the effect {name!r} is negative somewhere")
         _require_shape("components", self.components, (*heads_of_keys, self.model.head_dim))
         if (np.sort(self.components) != np.arange(self.model.head_dim)).any():
             raise ValueError("components that are not each there once")

@@ -44,6 +44,27 @@ class Shelf:
         """Keep a document; it is on the disk when this returns."""
         arrays = {"entropy": masses.entropy.astype(np.float32), "true": _packed(masses.true)}
         arrays |= {f"estimate {name}": _packed(m) for name, m in masses.estimates.items()}
+        self._put(key, arrays)
+
+    def get(self, key: str) -> DocumentMasses:
+        """A document that was put."""
+        arrays = self._get(key)
+        marked = [name for name in arrays if name.startswith("estimate ")]
+        return DocumentMasses(
+            arrays["entropy"],
+            _unpacked(arrays["true"]),
+            {name.removeprefix("estimate "): _unpacked(arrays[name]) for name in marked},
+        )
+
+    def put_effects(self, key: str, effects: dict[str, Float[np.ndarray, "X levels"]]) -> None:
+        """Keep a document's effects, by selector."""
+        self._put(key, {name: each.astype(np.float32) for name, each in effects.items()})
+
+    def effects(self, key: str) -> dict[str, Float[np.ndarray, "X levels"]]:
+        """Effects that were put."""
+        return self._get(key)
+
+    def _put(self, key: str, arrays: dict[str, np.ndarray]) -> None:
         if self._folder is None:
             self._memory[key] = arrays
             return
@@ -58,16 +79,10 @@ class Shelf:
                 fix="name another place with -o",
             ) from error
 
-    def get(self, key: str) -> DocumentMasses:
-        """A document that was put."""
+    def _get(self, key: str) -> dict[str, np.ndarray]:
         arrays = self._memory.get(key) if self._folder is None else _arrays(self._path(key))
         assert arrays is not None, "asked for a document that was never put"
-        marked = [name for name in arrays if name.startswith("estimate ")]
-        return DocumentMasses(
-            arrays["entropy"],
-            _unpacked(arrays["true"]),
-            {name.removeprefix("estimate "): _unpacked(arrays[name]) for name in marked},
-        )
+        return arrays
 
     def _path(self, key: str) -> Path:
         assert self._folder is not None

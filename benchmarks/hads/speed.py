@@ -1,0 +1,81 @@
+"""Attention of all layers of SmolLM2 at 8192 tokens: by a plan, choosing included, and dense.
+
+python -m benchmarks.hads.speed             # needs the model and results/hads/plan_8192_128.json
+python -m benchmarks.hads.speed --rounds 5
+"""
+
+import time
+import uuid
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.experiment import RESULTS, Outcome, Settings, command, plain_row
+from benchmarks.hads.corpus import documents
+from benchmarks.smollm2 import directory
+from xsake.bench import Claim, Ratio, Shape, Side, Spread, interleave, judge, pair_ratio
+from xsake.bench.rows import Timing
+from xsake.hads import Planned, SparsityPlan
+from xsake.masks import Causal
+from xsake.model import Attend, Dense, LayerCall
+from xsake.model.huggingface import load
+from xsake.model.observer import Observer
+from xsake.model.tokenizer import Tokenizer
+
+PLAN = RESULTS / "hads" / "plan_8192_128.json"
+LIMIT = 0.45
+DENSE, PLANNED = "dense", "plan"
+
+
+def measure(settings: Settings) -> Outcome:
+    """Both sides over all layers, interleaved, on what the model really feeds them."""
+    folder, plan = directory(peers_dir=settings.peers_dir), SparsityPlan.load(PLAN)
+    (tokens,) = settings.choose([8192])
+    text = next(x for x in documents(Tokenizer.load(folder)) if x.split == "test")
+    keep = lambda q, k, v, call: (q, k, v)
+    seen = Observer(load(folder).model)(jnp.asarray(text.tokens[None, :tokens]), keep)
+    attends = {DENSE: Dense(), PLANNED: Planned(plan)}
+    runs = {name: _attention_of_all(attend, seen) for name, attend in attends.items()}
+    sides = [Side(name, run) for name, run in runs.items()]
+    times = interleave(sides, rounds=settings.rounds, warmup=1)
+    q, k = seen[0], seen[1]
+    shape = Shape(q_tokens=tokens, kv_tokens=tokens, q_heads=q.shape[3], kv_heads=k.shape[3],
+                  head_dim=q.shape[4])  # fmt: skip
+    ratio = pair_ratio(times[PLANNED], times[DENSE])
+    run, rows = uuid.uuid4().hex[:12], []
+    for name in attends:
+        ratios = () if name == DENSE else (Ratio(baseline=DENSE, **vars(ratio)),)
+        rows.append(plain_row(
+            "attention by a plan", run, shape, settings, side=name,
+            implementation=f"{type(attends[name]).__name__}, {len(q)} layers", mask="causal",
+            layout="causal" if name == DENSE else plan.summary,
+            budget=1.0 if name == DENSE else plan.budget,
+            block_q=plan.block, block_kv=plan.block, repeats=settings.rounds,
+            seconds=Timing(**vars(Spread.of(times[name]))), ratios=ratios,
+        ))  # fmt: skip
+    topic = f"attention of {len(q)} layers by a plan, {tokens} tokens"
+    promise = f"<= {LIMIT:.2f}x of dense XSAKE's time"
+    return rows, [Claim(topic, promise, ratio.describe(), judge(ratio, LIMIT))]
+
+
+def _attention_of_all(attend: Attend, seen):
+    """A function that runs every layer's attention once and returns the seconds."""
+
+    @jax.jit
+    def attention(q, k, v, layer):
+        return attend(q, k, v, LayerCall(layer=layer, mask=Causal(), scale=q.shape[-1] ** -0.5))
+
+    def run() -> float:
+        total = 0.0
+        for layer in range(len(seen[0])):
+            own = jax.block_until_ready([x[layer] for x in seen])
+            begin = time.perf_counter()
+            jax.block_until_ready(attention(*own, jnp.asarray(layer)))
+            total += time.perf_counter() - begin
+        return total
+
+    return run
+
+
+if __name__ == "__main__":
+    command("hads/speed", measure, __doc__)
