@@ -21,6 +21,7 @@ from xsake.training.attention import (
     make_attention,
     plan_digest,
     resumed,
+    set_profile_aside,
 )
 from xsake.training.state import define, optimizer_of, step_key
 from xsake.training.step import kept_mass, make_loss, make_probe, make_step
@@ -230,6 +231,23 @@ def test_a_checkpoint_finds_its_plan_again(attention, tmp_path):
             resumed(SECTION, DECODER, record | {"profile": digest}, tmp_path, step=99)
     with pytest.raises(ArgumentError, match="cannot be read"):
         resumed(SECTION, DECODER, record, tmp_path / "elsewhere", step=99)
+
+
+def test_a_profile_that_was_cut_is_set_aside_and_one_that_is_made_again_takes_its_place(
+    profile, attention, tmp_path
+):
+    record = attention.record(99)
+    attention.save(tmp_path)
+    (path,) = tmp_path.iterdir()
+    whole = path.read_bytes()
+    path.write_bytes(whole[:100])
+    with pytest.raises(ArgumentError):
+        resumed(SECTION, DECODER, record, tmp_path, step=99)
+    found = resumed(SECTION, DECODER, record, tmp_path, step=99, profile=profile)
+    set_profile_aside(tmp_path, record["profile"])
+    found.save(tmp_path)
+    assert path.read_bytes() == whole
+    assert (tmp_path / f"{path.name}.damaged").read_bytes() == whole[:100]
 
 
 def test_a_plan_from_a_file_is_used_as_it_is_and_made_again_alike(profile, attention, tmp_path):

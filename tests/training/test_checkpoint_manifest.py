@@ -171,11 +171,21 @@ def test_hostile_manifests_are_refused(data):
 def test_a_digest_that_fits_does_not_excuse_fields_that_do_not():
     document = json.loads(manifests.sealed(record()))
     del document["digest"]
-    for change in ({"step": "7"}, {"step": -1}, {"format": 2}, {"unknown": 1}, {"leaves": {}}):
+    for change in ({"step": "7"}, {"step": -1}, {"unknown": 1}, {"leaves": {}}):
         changed = document | change
         changed["digest"] = manifests._digest_of(manifests._canonical(changed))
         with pytest.raises(ArgumentError, match="not a manifest as it was written"):
             manifests.unsealed(manifests.Record, json.dumps(changed).encode())
+
+
+def test_a_format_of_another_version_is_no_damage():
+    document = json.loads(manifests.sealed(record()))
+    del document["digest"]
+    document["format"] = 2
+    document["digest"] = manifests._digest_of(manifests._canonical(document))
+    with pytest.raises(CheckpointError, match="format 2, written by") as raised:
+        manifests.unsealed(manifests.Record, json.dumps(document).encode())
+    assert not isinstance(raised.value, DamagedError)
 
 
 @pytest.mark.parametrize(

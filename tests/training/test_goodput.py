@@ -52,6 +52,20 @@ def walk(recorder, clocks, steps, seconds=2.0):
             clocks.take(seconds)
 
 
+def test_waiting_for_the_last_step_is_a_part_of_it_and_no_step_of_its_own(clocks, path):
+    with clocks.recorder(path) as recorder:
+        walk(recorder, clocks, range(3))
+        with recorder.rest_of_step():
+            clocks.take(5)
+    assert report(path).seconds["step"] == pytest.approx(3 * 2 + 5)
+    with clocks.recorder(path) as recorder:
+        walk(recorder, clocks, [2])
+        with recorder.rest_of_step():
+            clocks.take(4)
+    found = report(path)
+    assert found.seconds["recompute"] == pytest.approx(2 + 4) and found.lost_steps == 1
+
+
 def test_every_kind_gets_its_seconds(clocks, path):
     with clocks.recorder(path) as recorder:
         clocks.take(5)  # init

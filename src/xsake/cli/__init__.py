@@ -11,10 +11,13 @@ import xsake
 from xsake.cli import doctor
 from xsake.cli.calibrate import run_calibrate
 from xsake.cli.certify import run_certify
+from xsake.cli.data import data_app
 from xsake.cli.evaluate import run_evaluate
 from xsake.cli.generate import run_generate
+from xsake.cli.launch import run_launch
 from xsake.cli.plan import plan_app
 from xsake.cli.report import run_report
+from xsake.cli.train import run_train
 
 __all__ = ["app"]
 
@@ -23,7 +26,10 @@ app.command("calibrate")(run_calibrate)
 app.command("certify")(run_certify)
 app.command("evaluate")(run_evaluate)
 app.command("generate")(run_generate)
+app.command("launch", context_settings={"allow_interspersed_args": False})(run_launch)
 app.command("report")(run_report)
+app.command("train")(run_train)
+app.add_typer(data_app, name="data")
 app.add_typer(plan_app, name="plan")
 
 

@@ -346,6 +346,7 @@ def resumed(
     *,
     step: int,
     operator: BlockSparseAttention = BlockSparseAttention(),  # noqa: B008 (frozen)
+    profile: hads.Profile | None = None,
 ) -> TrainingAttention:
     """The attention that a checkpoint was made with; raises if it cannot be had again.
 
@@ -356,9 +357,11 @@ def resumed(
         folder: where profiles were saved.
         step: of the checkpoint.
         operator: implementation, mesh.
+        profile: instead of the one that was saved.
     """
     known = record.get("profile")
-    profile = None if known is None else hads.Profile.load(_profile_path(folder, known))
+    if profile is None and known is not None:
+        profile = hads.Profile.load(_profile_path(folder, known))
     found = make_attention(section, decoder, profile=profile, operator=operator)
     if found.record(step) != record:
         raise ArgumentError(
@@ -368,6 +371,13 @@ def resumed(
             fix="use the plan and the settings of the interrupted run, or start a new one",
         )
     return found
+
+
+def set_profile_aside(folder: Path, digest: str) -> None:
+    """Rename the file of a profile that cannot be read, so that `save` writes it again."""
+    path = _profile_path(folder, digest)
+    if path.exists():
+        path.replace(path.with_name(f"{path.name}.damaged"))
 
 
 def _profile_path(folder: Path, digest: Any) -> Path:

@@ -114,6 +114,7 @@ class Recorder:
         self._mark = self._written = clock()
         self._spent: dict[Spent, float] = collections.defaultdict(float)
         self._last_step: int | None = None
+        self._step_kind: Spent = "step"
         self._done_before, self._redone = -1, 0
         self._file: _GrowingFile | None = None
         self._has_warned = False
@@ -160,11 +161,18 @@ class Recorder:
             number: of the step; it counts as done when the body ends without an error.
         """
         is_redone = number <= self._done_before
-        with self.during("recompute" if is_redone else "step"):
+        self._step_kind = "recompute" if is_redone else "step"
+        with self.during(self._step_kind):
             self._kinds[0] = "other"
             yield
             self._last_step = number
             self._redone += is_redone
+
+    @contextlib.contextmanager
+    def rest_of_step(self) -> Iterator[None]:
+        """The body waits for results of the last step, which belong to its time."""
+        with self.during(self._step_kind):
+            yield
 
     def flush(self) -> None:
         """Write down what has been spent so far."""

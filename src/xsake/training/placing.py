@@ -13,8 +13,8 @@ from xsake.distributed import (
     ContextParallel,
     MeshShape,
     NamedShape,
-    batch_share,
     batch_sharding,
+    batch_share,
     make_mesh,
     sharding_of,
 )
@@ -47,7 +47,9 @@ class Devices:
         place = lambda path, names, shape: sharding_of(NamedShape(path, names, shape), mesh)
         state = state_shardings(config, place, NamedSharding(mesh, PartitionSpec()))
         operator = (
-            ContextParallel(mesh=mesh) if config.mesh.context > 1 else BlockSparseAttention(mesh=mesh)
+            ContextParallel(mesh=mesh)
+            if config.mesh.context > 1
+            else BlockSparseAttention(mesh=mesh)
         )
         return cls(mesh, Shardings(state, batch_sharding(mesh)), operator)
 

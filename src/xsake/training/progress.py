@@ -1,14 +1,21 @@
 """What a run tells while it goes: a line of JSON per step in a file, and progress for a screen."""
 
+import collections
 import json
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from xsake.bench.whole_file import write_whole
 from xsake.errors import ArgumentError
+from xsake.training.checkpoints import CheckpointStore, SaveFailure
+from xsake.training.checkpoints.events import log_failure
+
+_MOST_LINES = 100_000  # that wait for room on the disk
+_UNFINISHED = b"~\n"  # ends a line that was not written whole, so that it never counts
 
 
 @dataclass(frozen=True)
@@ -46,12 +53,16 @@ Watch = Callable[[Progress], None]
 class MetricsFile:
     """A line of JSON per step, in a file that grows; a run that goes back drops what it redoes.
 
+    A full disk does not stop a run: what cannot be written is written later.
+
     Args:
         path: None writes nothing, for all processes but the first.
     """
 
     def __init__(self, path: Path | None):
         self._path = path
+        self._waiting: collections.deque[bytes] = collections.deque(maxlen=_MOST_LINES)
+        self._is_torn = self._has_warned = False
 
     def go_back_to(self, step: int) -> None:
         """Drop the lines of this step and of all that come after it, and any unfinished one."""
@@ -64,8 +75,50 @@ class MetricsFile:
         """One more line; a reader may see it at once."""
         if self._path is None:
             return
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(_line({"step": step, **values}))
+        self._waiting.append(_line({"step": step, **values}).encode())
+        try:
+            with self._path.open("ab", buffering=0) as file:
+                while self._waiting:
+                    self._write(file, self._waiting[0])
+                    self._waiting.popleft()
+        except OSError as error:
+            if not self._has_warned:
+                self._has_warned = True
+                message = f"metrics cannot be written for now: {error.strerror}"
+                warnings.warn(message, RuntimeWarning, stacklevel=2)
+
+    def _write(self, file: IO[bytes], line: bytes) -> None:
+        left = _UNFINISHED + line if self._is_torn else line
+        while left:
+            written = file.write(left)
+            self._is_torn = written < len(left)
+            left = left[written:]
+
+
+class SaveAlarm:
+    """Rings while saves fail: how many did since the last one that did not."""
+
+    def __init__(self) -> None:
+        self._failures, self._last = 0, -1
+
+    def ring(self, failure: SaveFailure) -> None:
+        """A save has failed; told by the thread that saves.
+
+        Args:
+            failure: what the store says about it.
+        """
+        self._failures, self._last = self._failures + 1, failure.step
+        log_failure(failure)
+
+    def count(self, store: CheckpointStore) -> int:
+        """Saves that failed, 0 again as soon as a later step is there.
+
+        Args:
+            store: that saves.
+        """
+        if self._failures and max(store.steps(), default=-1) > self._last:
+            self._failures = 0
+        return self._failures
 
 
 def _line(values: dict[str, Any]) -> str:

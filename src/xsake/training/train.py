@@ -3,6 +3,9 @@
 import contextlib
 import dataclasses
 import enum
+import json
+import logging
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -13,19 +16,28 @@ import numpy as np
 from xsake.bench.whole_file import write_whole
 from xsake.errors import ArgumentError, CheckpointError
 from xsake.training import processes
-from xsake.training.attention import TrainingAttention, calibrated, make_attention, resumed
-from xsake.training.checkpoints import CheckpointStore, run_lock
+from xsake.training.attention import (
+    TrainingAttention,
+    calibrated,
+    make_attention,
+    resumed,
+    set_profile_aside,
+)
+from xsake.training.checkpoints import CheckpointStore, Restored, run_lock
+from xsake.training.checkpoints.folders import quarantined
 from xsake.training.config import TrainingConfig
 from xsake.training.data import Batch, TokenLoader
 from xsake.training.fingerprints import differences
 from xsake.training.goodput import Recorder
 from xsake.training.guard import is_hopeless
 from xsake.training.placing import Devices
-from xsake.training.progress import MetricsFile, Progress, Watch
+from xsake.training.progress import MetricsFile, Progress, SaveAlarm, Watch
 from xsake.training.state import TrainState, define, optimizer_of, step_key
 from xsake.training.step import Metrics, Step, make_loss, make_probe, make_step
 from xsake.training.stopping import StopRequest
 from xsake.training.stragglers import StragglerWatch
+
+_LOG = logging.getLogger(__name__)
 
 
 class Ending(enum.StrEnum):
@@ -63,14 +75,18 @@ def train(config: TrainingConfig, *, watch: Watch = lambda _: None) -> Ending:
         devices = Devices.of(config)
         loader = devices.loader(config)
         stack.callback(loader.close)
-        saved = config.checkpoint
-        store = CheckpointStore(folder / "steps", keep=saved.keep, verify=saved.verify)
+        saved, alarm = config.checkpoint, SaveAlarm()
+        store = CheckpointStore(
+            folder / "steps", keep=saved.keep, verify=saved.verify, on_failure=alarm.ring
+        )
         stack.callback(store.close)
         with goodput.during("restore"):
             state, attention = _begin(config, devices, store, loader)
         metrics = MetricsFile(folder / "metrics.jsonl" if is_first else None)
         metrics.go_back_to(int(state.step))
-        loop = _Loop(config, devices, store, loader, goodput, stop, metrics, watch, attention)
+        loop = _Loop(
+            config, devices, store, loader, goodput, stop, metrics, watch, attention, alarm
+        )
         return loop.run(state)
 
 
@@ -100,22 +116,41 @@ def _require_same_run(config: TrainingConfig, folder: Path) -> None:
 def _begin(
     config: TrainingConfig, devices: Devices, store: CheckpointStore, loader: TokenLoader
 ) -> tuple[TrainState, TrainingAttention]:
-    """The newest sound checkpoint, or the first state."""
+    """The newest sound checkpoint, or the first state where none was ever saved."""
     section, decoder = config.attention, config.model.decoder
-    profiles = config.checkpoint.folder / "profiles"
-    if store.steps():
+    # Where all steps were set aside, restoring says so: a fresh start would hide what was lost.
+    if store.steps() or quarantined(config.checkpoint.folder / "steps"):
         found = store.restore(devices.like(config))
         loader.restore(found.extra["data"])
-        attention = resumed(
-            section, decoder, found.extra["attention"], profiles,
-            step=found.step, operator=devices.operator,
-        )  # fmt: skip
-        return found.tree, attention
+        return found.tree, _attention_again(config, devices, found)
     state, profile = devices.first_state(config), None
     if section.needs_calibration:
         profile = _profiled(config, devices, state)
     attention = make_attention(section, decoder, profile=profile, operator=devices.operator)
     return state, attention
+
+
+def _attention_again(
+    config: TrainingConfig, devices: Devices, found: Restored
+) -> TrainingAttention:
+    """The attention of a checkpoint; a profile that is damaged is made again, if it can be."""
+    section, record = config.attention, found.extra["attention"]
+    profiles = config.checkpoint.folder / "profiles"
+    again = lambda profile: resumed(
+        section, config.model.decoder, record, profiles,
+        step=found.step, operator=devices.operator, profile=profile,
+    )  # fmt: skip
+    try:
+        return again(None)
+    except ArgumentError as error:
+        # Weights of later steps, that a recalibration would have looked at, are gone.
+        if not section.needs_calibration or section.recalibrate_every:
+            raise
+        _LOG.warning("the profile of the run is made again, it cannot be used: %s", error.got)
+    attention = again(_profiled(config, devices, devices.first_state(config)))
+    if processes.is_first():
+        set_profile_aside(profiles, record["profile"])
+    return attention
 
 
 def _profiled(config: TrainingConfig, devices: Devices, state: TrainState):
@@ -147,7 +182,9 @@ class _Loop:
     metrics: MetricsFile
     watch: Watch
     attention: TrainingAttention
+    alarm: SaveAlarm
     _steps: dict[int, Step] = dataclasses.field(default_factory=dict)
+    _refused: list[int] = dataclasses.field(default_factory=list)
 
     def run(self, state: TrainState) -> Ending:
         """One step after the other; what a step says is looked at while the next one runs."""
@@ -168,7 +205,8 @@ class _Loop:
                 self._require_equal_copies(state)
             is_over = self.stop.reached(number)
             if is_over or number + 1 == end or self._is_due(self.config.checkpoint.every, number):
-                self._look_at(*waiting, told)
+                with self.goodput.rest_of_step():
+                    self._look_at(*waiting, told)
                 waiting = None
                 self._save(state)
             done, before = time.monotonic(), done
@@ -176,12 +214,12 @@ class _Loop:
             if compared is not None and compared.flagged:
                 told.note(str(compared))
             if is_over:
-                return self._ended(Ending.STOPPED)
+                return self._ended(Ending.STOPPED, number + 1)
             if self._is_due(self.config.run.evaluate_every, number):
                 with self.stop.patiently(), self.goodput.during("evaluation"):
                     told.evaluated(number, self._validation_loss(state, number))
             self._probe(number, state, batch, told)
-        return self._ended(Ending.DONE)
+        return self._ended(Ending.DONE, end)
 
     def _step(self, number: int, state: TrainState, batch: Batch) -> Step:
         """The program of a step; new plans are made first where they are due."""
@@ -207,16 +245,36 @@ class _Loop:
         begin = time.monotonic()
         values = jax.device_get(found)
         waited = time.monotonic() - begin
-        told.step(number, batch, values, self.attention.budget(number))
+        failed = self.alarm.count(self.store) if processes.is_first() else 0
+        windows = self.loader.numbers(number).tolist()  # of all processes
+        told.step(number, windows, values, self.attention.budget(number), failed)
+        self._refused = [*self._refused, number] if values.is_skipped else []
         if is_hopeless(self.config.guard, int(values.skips)):
+            self._tell_refused(values)
             raise HopelessError(
                 f"{int(values.skips)} updates in a row were refused, the last at step {number}",
                 got=f"loss {float(values.loss)}, gradient norm {float(values.gradient_norm)}",
                 expected="finite numbers without sudden spikes",
                 fix=f"look at windows {batch.windows[:8].tolist()}, or lower the learning rate; "
-                "the newest checkpoint is from before",
+                "the newest checkpoint is from before, and refused.json has what to replay",
             )
         return waited
+
+    def _tell_refused(self, values: Metrics) -> None:
+        """What is needed to see it again: the same command goes on from the checkpoint."""
+        if not processes.is_first():
+            return
+        numbers = {"loss": float(values.loss), "gradient_norm": float(values.gradient_norm)}
+        told = {
+            "step": self._refused[-1],
+            "steps": self._refused,
+            "windows": [self.loader.numbers(step).tolist() for step in self._refused],
+            "data_seed": self.config.data.seed,
+            "checkpoint": max(self.store.steps(), default=None),
+            "config": self.config.digest,
+            **{name: value if math.isfinite(value) else None for name, value in numbers.items()},
+        }
+        write_whole(self.config.checkpoint.folder / "refused.json", json.dumps(told) + "\n")
 
     def _save(self, state: TrainState) -> None:
         step = int(state.step)
@@ -226,11 +284,13 @@ class _Loop:
             extra = {"data": self.loader.state(), "attention": self.attention.record(step)}
             self.store.save(step, state, extra)
 
-    def _ended(self, ending: Ending) -> Ending:
+    def _ended(self, ending: Ending, step: int) -> Ending:
         with self.goodput.during("save"):
             try:
                 self.store.wait()
             except CheckpointError as error:
+                if step in self.store.steps():
+                    return ending  # it tells of earlier saves, and so did the log
                 raise ArgumentError(
                     "the last state could not be saved", got=str(error).splitlines()[0],
                     fix="make room, then start the same command again",
@@ -296,7 +356,14 @@ class _Teller:
         self._metrics.add(number, validation_loss=loss)
         self.note(f"validation loss {loss:.4f}")
 
-    def step(self, number: int, batch: Batch, found: Metrics, budget: float | None) -> None:
+    def step(
+        self,
+        number: int,
+        windows: list[int],
+        found: Metrics,
+        budget: float | None,
+        failed_saves: int,
+    ) -> None:
         """A step has been done."""
         run = self._config.run
         values = {
@@ -305,8 +372,10 @@ class _Teller:
             "learning_rate": float(found.learning_rate),
             "is_skipped": bool(found.is_skipped),
         }
-        windows = batch.windows.tolist()
-        self._metrics.add(number, **values, budget=budget, windows=windows, note=self._note)
+        self._metrics.add(
+            number, **values, budget=budget, failed_saves=failed_saves, windows=windows,
+            note=self._note,
+        )  # fmt: skip
         self._tokens += int(found.tokens)
         is_last = number + 1 == run.steps
         if not is_last and (not run.log_every or (number + 1) % run.log_every):

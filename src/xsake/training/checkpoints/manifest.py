@@ -17,11 +17,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
-from xsake.errors import ArgumentError
+from xsake.errors import ArgumentError, CheckpointError
 from xsake.hads import json_file
 from xsake.training.checkpoints.damage import DamagedError, of_system
 
 NAME = "MANIFEST.json"
+FORMAT = 1
 MOST_BYTES = 2**26
 MOST_PARTS = 2**21  # arrays, objects or strings
 MOST_STEP = 2**31 - 1  # a training state counts its steps with 32 bits
@@ -103,6 +104,8 @@ def sealed(value: Record) -> str:
 def unsealed[Kind: Record](kind: type[Kind], data: bytes) -> Kind:
     """What `sealed` wrote, or an `ArgumentError`: every changed character is noticed.
 
+    What another version sealed in a format of its own is a `CheckpointError`, and no damage.
+
     Args:
         kind: `Record` or `Manifest`.
         data: the text; nothing of it is trusted.
@@ -116,6 +119,13 @@ def unsealed[Kind: Record](kind: type[Kind], data: bytes) -> Kind:
         raise json_file.refusal(what, str(error)) from error
     if digest != _digest_of(text):
         raise json_file.refusal(what, "its digest is not that of its content")
+    if document.get("format") != FORMAT:  # it is sound: whoever wrote it can read it
+        raise CheckpointError(
+            "a checkpoint has a format that this version of XSAKE does not know",
+            got=f"format {document.get('format')!r}, written by {document.get('versions')}"[:300],
+            expected=f"format {FORMAT}",
+            fix="use the version that wrote it; the step was left as it is",
+        )
     try:
         return kind.model_validate_json(text)
     except ValidationError as error:

@@ -1,0 +1,1 @@
+"""Faults put into real training runs, and what the runs make of them."""

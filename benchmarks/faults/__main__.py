@@ -1,0 +1,87 @@
+"""Puts faults into real training runs, one after the other, and measures what comes of them.
+
+python -m benchmarks.faults                 # all of them, about a quarter of an hour
+python -m benchmarks.faults --only F6,F7
+python -m benchmarks.faults --quick         # six of them, fewer trials, in one process; not kept
+"""
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from rich.console import Console
+
+from benchmarks.experiment import RESULTS
+from benchmarks.faults.numbers import NUMBERS
+from benchmarks.faults.processes import PROCESSES
+from benchmarks.faults.results import Fault, save, table
+from benchmarks.faults.runs import Ground, prepare
+from benchmarks.faults.saves import SAVES
+from benchmarks.faults.surroundings import SURROUNDINGS
+from benchmarks.peers.client import ROOT
+from xsake.bench import environment
+
+FAULTS: dict[str, Callable[[Ground, bool], Fault]] = dict(
+    sorted((SAVES | PROCESSES | NUMBERS | SURROUNDINGS).items(), key=lambda pair: int(pair[0][1:]))
+)
+QUICK = ("F2", "F3", "F4", "F11", "F13", "F16")
+
+
+def measure(number: str, ground: Ground, *, is_quick: bool = False) -> Fault:
+    """Put one fault into runs, and time it.
+
+    Args:
+        number: such as F7.
+        ground: where runs live.
+        is_quick: fewer trials.
+    """
+    begin = time.monotonic()
+    fault = FAULTS[number](ground, is_quick)
+    fault.wall_seconds = time.monotonic() - begin
+    return fault
+
+
+def main() -> int:
+    """Measure what is asked for; 0 when every gate is met."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=_Plain)
+    parser.add_argument("--only", help="numbers with commas between them, such as F6,F7")
+    parser.add_argument("--quick", action="store_true", help="a part, with fewer trials")
+    parser.add_argument("--out", type=Path, help="file of the results")
+    parser.add_argument("--folder", type=Path, help="for the runs, which stay there; made anew")
+    given = parser.parse_args()
+    numbers = given.only.upper().split(",") if given.only else [*(QUICK if given.quick else FAULTS)]
+    if unknown := [number for number in numbers if number not in FAULTS]:
+        parser.error(f"there is no {', '.join(unknown)}; there are {', '.join(FAULTS)}")
+    out = given.out or (None if given.quick or given.only else RESULTS / "faults.json")
+    with tempfile.TemporaryDirectory(prefix="xsake-faults-") as temporary:
+        return _measured(numbers, given.folder or Path(temporary), out, is_quick=given.quick)
+
+
+def _measured(numbers: list[str], folder: Path, out: Path | None, *, is_quick: bool) -> int:
+    console, where, done = Console(), environment(ROOT), []
+    ground = prepare(folder.absolute(), is_inside=is_quick)
+    for number in numbers:
+        fault = measure(number, ground, is_quick=is_quick)
+        done.append(fault)
+        word = "met" if fault.is_met else "NOT MET"
+        told = f"{number} {fault.name}: {fault.passes}/{len(fault.trials)}, {word}"
+        console.print(f"{told}, {fault.wall_seconds:.0f} s", highlight=False)
+        for trial in fault.trials:
+            for problem in trial.problems:
+                console.print(f"  {trial.label}: {problem}", style="red", markup=False)
+        if out is not None:
+            save(out, done, where, is_quick=is_quick)
+    console.print(table(done))
+    console.print(f"{sum(fault.wall_seconds for fault in done):.0f} s in all")
+    return 0 if all(fault.is_met for fault in done) else 1
+
+
+class _Plain(argparse.RawDescriptionHelpFormatter):
+    """Keeps the lines of the description."""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,169 @@
+"""What a fault was met with: trials, their times, and whether the gate holds."""
+
+import contextlib
+import json
+import math
+import subprocess
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from xsake.bench import Environment
+from xsake.bench.whole_file import write_whole
+from xsake.errors import XsakeError
+
+NO_TIMES = "nothing"
+
+
+class FaultError(Exception):
+    """A run did not do what the trial waited for."""
+
+
+@dataclass
+class Trial:
+    """One injection.
+
+    Args:
+        label: which one it is.
+        problems: everything that was not as the gate wants it; empty: it has passed.
+        seconds: how long what the gate times took; None if that was not reached.
+    """
+
+    label: str
+    problems: list[str] = field(default_factory=list)
+    seconds: float | None = None
+
+    def require(self, is_so: bool, otherwise: object) -> None:
+        """One of the things that the gate wants.
+
+        Args:
+            is_so: whether it is so.
+            otherwise: what to tell if it is not.
+        """
+        if not is_so:
+            self.problems.append(str(otherwise))
+
+
+@dataclass
+class Fault:
+    """A fault, its gate and all trials of it.
+
+    Args:
+        number: such as F7.
+        name: of the fault.
+        gate: when the fault counts as survived, in words.
+        timed: what the seconds of a trial are.
+        trials: one injection each.
+        figures: whatever else was measured.
+        wall_seconds: of the whole.
+    """
+
+    number: str
+    name: str
+    gate: str
+    timed: str = NO_TIMES
+    trials: list[Trial] = field(default_factory=list)
+    figures: dict[str, Any] = field(default_factory=dict)
+    wall_seconds: float = 0.0
+
+    @contextlib.contextmanager
+    def trial(self, label: str) -> Iterator[Trial]:
+        """One injection; a run that does not do what is waited for fails the trial, not us.
+
+        Args:
+            label: which one it is.
+        """
+        made = Trial(label)
+        self.trials.append(made)
+        try:
+            yield made
+        except (FaultError, XsakeError, subprocess.SubprocessError, OSError, LookupError) as error:
+            made.problems.append(f"{type(error).__name__}: {error}"[:2000])
+
+    @property
+    def passes(self) -> int:
+        """Trials without a problem."""
+        return sum(not trial.problems for trial in self.trials)
+
+    @property
+    def is_met(self) -> bool:
+        """Whether every trial has passed, and there was one."""
+        return bool(self.trials) and self.passes == len(self.trials)
+
+    def seconds(self, share: float) -> float | None:
+        """A quantile of the trials' times, the next higher one; None without any.
+
+        Args:
+            share: of the trials, 0.5 or 0.95.
+        """
+        times = sorted(trial.seconds for trial in self.trials if trial.seconds is not None)
+        return times[max(0, math.ceil(share * len(times)) - 1)] if times else None
+
+    def row(self) -> dict[str, Any]:
+        """As it is published."""
+        return {
+            "fault": self.number,
+            "name": self.name,
+            "gate": self.gate,
+            "is_met": self.is_met,
+            "n": len(self.trials),
+            "passes": self.passes,
+            "timed": self.timed,
+            "seconds_p50": _rounded(self.seconds(0.5)),
+            "seconds_p95": _rounded(self.seconds(0.95)),
+            "wall_seconds": _rounded(self.wall_seconds),
+            "figures": self.figures,
+            "problems": [
+                {"trial": trial.label, "problems": trial.problems}
+                for trial in self.trials
+                if trial.problems
+            ],
+        }
+
+
+def save(path: Path, faults: list[Fault], where: Environment, *, is_quick: bool) -> None:
+    """Write all results, whole or not at all.
+
+    Args:
+        path: the file; what it had is replaced.
+        faults: measured so far.
+        where: and with what.
+        is_quick: fewer trials than what is published.
+    """
+    document = {
+        "environment": asdict(where),
+        "is_quick": is_quick,
+        "wall_seconds": _rounded(sum(fault.wall_seconds for fault in faults)),
+        "faults": [fault.row() for fault in faults],
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, json.dumps(document, indent=1) + "\n")
+
+
+def table(faults: list[Fault]) -> Table:
+    """The results for the screen."""
+    drawn = Table(title="Faults", title_justify="left")
+    for name in ("", "fault", "gate", "passed", "p50", "p95", "timed", "figures"):
+        drawn.add_column(name, justify="right" if name in ("passed", "p50", "p95") else "left")
+    for fault in faults:
+        drawn.add_row(
+            f"[{'green' if fault.is_met else 'red'}]{fault.number}",
+            fault.name,
+            fault.gate,
+            f"{fault.passes}/{len(fault.trials)}",
+            *(_shown(fault.seconds(share)) for share in (0.5, 0.95)),
+            "" if fault.timed == NO_TIMES else fault.timed,
+            ", ".join(f"{name} {value}" for name, value in fault.figures.items()),
+        )
+    return drawn
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 3)
+
+
+def _shown(seconds: float | None) -> str:
+    return "" if seconds is None else f"{seconds:.2f} s"

@@ -1,0 +1,110 @@
+"""What is compiled: a Llama of 8B parameters on 256 chips, by target, mesh and attention."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from xsake.errors import ArgumentError
+from xsake.model.config import DecoderConfig, LayerKind, Rope
+from xsake.training.config import MeshSection, TrainingConfig
+
+CONTEXT = 32768
+BLOCK = 512
+WINDOW, SINKS = 1024, 64
+MASK = f"window({WINDOW - 1}, 0) | sinks({SINKS})"
+
+LLAMA_8B = DecoderConfig(
+    vocab_size=128256, width=4096, mlp_width=14336, layers=32, q_heads=32, kv_heads=8,
+    head_dim=128, context=CONTEXT, is_tied=False,
+    kinds=(LayerKind(rope=Rope(base=500000.0)),),
+)  # fmt: skip
+
+TOPOLOGIES = {"v5p": "v5p:8x8x4", "v5e": "v5e:16x16"}
+"""256 chips of each, in libtpu's words."""
+
+Attention = Literal["dense", "mask"]
+Positive = Annotated[int, Field(ge=1)]
+
+
+class ScaleCase(BaseModel):
+    """One program.
+
+    Attributes:
+        chip: a key of `TOPOLOGIES`.
+        attention: all visible blocks, or those of `MASK`.
+        mesh: of all chips.
+        batch: sequences of one update.
+        accumulation: microbatches of one update.
+        block: tokens of a block.
+        logit_positions: positions of each sequence whose logits exist at once.
+        exchange: how context shards get at keys; used where `mesh.context` is above 1.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    chip: Literal["v5p", "v5e"]
+    attention: Attention
+    mesh: MeshSection
+    batch: Positive
+    accumulation: Positive = 1
+    context: Positive = CONTEXT
+    block: Positive = BLOCK
+    logit_positions: Positive = 256
+    exchange: Literal["gather", "ring"] = "gather"
+    decoder: DecoderConfig = LLAMA_8B
+    topology: str
+
+    @property
+    def name(self) -> str:
+        """Of the file that keeps the outcome."""
+        axes = "_".join(f"{axis}{n}" for axis, n in self.mesh.model_dump().items() if n > 1)
+        parts = f"_in{self.accumulation}" if self.accumulation > 1 else ""
+        return f"{self.chip}_{self.attention}_{axes}_batch{self.batch}{parts}"
+
+    @property
+    def config(self) -> TrainingConfig:
+        """The run that the step belongs to; its folders are never looked at."""
+        attention: dict[str, Any] = {"kind": self.attention}
+        if self.attention == "mask":
+            attention["mask"] = MASK
+        return TrainingConfig.of({
+            "model": {
+                "decoder": self.decoder.model_dump(),
+                "compute": "bfloat16",
+                "is_rematerialised": True,
+                "logit_positions": self.logit_positions,
+            },
+            "data": {"folder": "corpus", "context": self.context, "batch": self.batch},
+            "optimizer": {"peak_learning_rate": 3e-4, "accumulation": self.accumulation},
+            "attention": attention,
+            "mesh": self.mesh.model_dump(),
+            "checkpoint": {"folder": "checkpoints"},
+            "run": {"name": self.name, "steps": 1000},
+        })  # fmt: skip
+
+
+def case_of(
+    target: str, attention: Attention, mesh: dict[str, int], batch: int, **changes: Any
+) -> ScaleCase:
+    """A case of the 8B shape.
+
+    Args:
+        target: chip and number of chips, such as "v5p-256".
+        attention: of the layers.
+        mesh: devices of each axis.
+        batch: sequences of one update.
+        changes: of the other fields.
+
+    Example:
+        >>> case_of("v5e-256", "mask", {"fsdp": 32, "tensor": 8}, 32).name
+        'v5e_mask_fsdp32_tensor8_batch32'
+    """
+    chip, _, chips = target.partition("-")
+    if chip not in TOPOLOGIES or chips != "256":
+        raise ArgumentError(
+            "there is no such target",
+            got=repr(target),
+            expected=" or ".join(f"{name}-256" for name in TOPOLOGIES),
+        )
+    fields = {"chip": chip, "attention": attention, "mesh": mesh, "batch": batch}
+    return ScaleCase.model_validate(fields | {"topology": TOPOLOGIES[chip]} | changes)

@@ -1,0 +1,179 @@
+"""Compiles the train step of a case with libtpu, no TPU at hand, and writes down what it says."""
+
+import dataclasses
+import json
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from benchmarks.scale import hlo
+from benchmarks.scale.cases import ScaleCase
+from xsake.attention import BlockSparseAttention
+from xsake.bench.environment import (
+    environment,
+    installed_versions,
+    own_checkout,
+    source_digest,
+)
+from xsake.bench.whole_file import write_whole
+from xsake.certify.tpu import TARGETS
+from xsake.distributed import (
+    ContextParallel,
+    MeshShape,
+    NamedShape,
+    batch_sharding,
+    make_mesh,
+    sharding_of,
+)
+from xsake.errors import ArgumentError
+from xsake.training.attention import make_attention
+from xsake.training.state import Shardings, abstract_state, define, optimizer_of, state_shardings
+from xsake.training.step import make_step
+
+RESULTS = Path(__file__).parents[1] / "results" / "scale"
+NOTES = {
+    "memory": "bytes of one device, from the compiler's buffer assignment; nothing was allocated",
+    "collectives": "of one device and one step; bytes without padding, loops as often as they run",
+    "compiler_cost": "as the compiler counts: a loop's body once, kernels as they say themselves",
+    "seconds": "of the compiler on this machine's two shared cores; no device ran anything",
+}
+_MOST_WORDS = 4000
+
+
+def compiled_case(case: ScaleCase, text_file: Path | None = None) -> dict[str, Any]:
+    """Compile one case; a refusal is an outcome too, in the compiler's own words.
+
+    Args:
+        case: what to compile.
+        text_file: where to leave the compiled program as text; None: nowhere.
+    """
+    mesh = topology_mesh(case)
+    seconds: dict[str, float] = {}
+    start = time.perf_counter()
+    traced = traced_step(case, mesh)
+    seconds["trace"] = round(time.perf_counter() - start, 1)
+    start = time.perf_counter()
+    lowered = traced.lower(lowering_platforms=("tpu",))
+    seconds["lower"] = round(time.perf_counter() - start, 1)
+    start = time.perf_counter()
+    try:
+        compiled = lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        seconds["compile"] = round(time.perf_counter() - start, 1)
+        return {"verdict": "refused", "message": str(error)[:_MOST_WORDS], "seconds": seconds}
+    seconds["compile"] = round(time.perf_counter() - start, 1)
+    text = compiled.as_text() or ""
+    if text_file is not None:
+        text_file.write_text(text, encoding="utf-8")
+    return {
+        "verdict": "compiled",
+        "message": None,
+        "seconds": seconds,
+        "memory": memory_of(compiled, case),
+        "kernels": len(re.findall(r'custom_call_target="tpu_custom_call"', text)),
+        "loop_rounds": hlo.loop_rounds(text),
+        "collectives": [dataclasses.asdict(one) for one in hlo.collectives(text)],
+        "compiler_cost": _cost(compiled),
+    }
+
+
+def topology_mesh(case: ScaleCase) -> Mesh:
+    """The mesh of a case over devices that only libtpu knows."""
+    from jax.experimental import topologies
+
+    if not installed_versions(("libtpu",)):
+        raise ArgumentError(
+            "the compiler for TPUs is not installed",
+            expected="the package libtpu that belongs to this jax",
+            fix='run pip install "jax[tpu]" in an environment of its own',
+        )
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=case.topology).devices
+    return make_mesh(MeshShape(**case.mesh.model_dump()), devices)
+
+
+def traced_step(case: ScaleCase, mesh: Mesh):
+    """The step of `xsake.training` on abstract arrays, placed as `xsake.training.placing` does."""
+    config = case.config
+    place = lambda path, names, shape: sharding_of(NamedShape(path, names, shape), mesh)
+    placed = state_shardings(config, place, NamedSharding(mesh, PartitionSpec()))
+    shardings = Shardings(placed, batch_sharding(mesh))
+    definition = define(config)
+    attention = make_attention(
+        config.attention, config.model.decoder, operator=_operator(case, mesh)
+    )
+    optimizer = optimizer_of(config, definition)
+    step = make_step(config, definition, optimizer, attention.attend(0), shardings)
+    state = jax.tree.map(
+        lambda x, own: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=own),
+        abstract_state(config),
+        placed,
+    )
+    shape = (case.batch, case.context + 1)
+    tokens = jax.ShapeDtypeStruct(shape, "int32", sharding=shardings.tokens)
+    return step.trace(state, tokens)
+
+
+def _operator(case: ScaleCase, mesh: Mesh) -> BlockSparseAttention:
+    settings: dict[str, Any] = {
+        "mesh": mesh,
+        "block_q": case.block,
+        "block_kv": case.block,
+        "implementation": "mosaic_tpu",
+    }
+    if case.mesh.context > 1:
+        return ContextParallel(exchange=case.exchange, **settings)
+    return BlockSparseAttention(**settings)
+
+
+def memory_of(compiled: Any, case: ScaleCase) -> dict[str, int | bool]:
+    """What one device needs, and whether the chip has it."""
+    said = compiled.memory_analysis()
+    found = {
+        "arguments": int(said.argument_size_in_bytes),
+        "outputs": int(said.output_size_in_bytes),
+        "shared_by_both": int(said.alias_size_in_bytes),
+        "temporaries": int(said.temp_size_in_bytes),
+        "program": int(said.generated_code_size_in_bytes),
+        "peak": int(getattr(said, "peak_memory_in_bytes", 0)),
+    }
+    needed = (
+        found["arguments"] + found["outputs"] - found["shared_by_both"]
+        + found["temporaries"] + found["program"]
+    )  # fmt: skip
+    limit = TARGETS[case.chip].peak.hbm_bytes
+    return found | {"needed": needed, "limit": limit, "fits": needed <= limit}
+
+
+def _cost(compiled: Any) -> dict[str, float]:
+    said = compiled.cost_analysis() or {}
+    wanted = {"flops": "flops", "bytes accessed": "bytes"}
+    return {name: float(said[key]) for key, name in wanted.items() if key in said}
+
+
+def record(case: ScaleCase, outcome: dict[str, Any], command: str) -> dict[str, Any]:
+    """An outcome with its case and circumstances, as it is kept."""
+    here = environment(own_checkout())
+    return {
+        "case": case.model_dump(mode="json") | {"name": case.name},
+        **outcome,
+        "notes": NOTES,
+        "command": command,
+        "made_at": here.utc,
+        "commit": here.commit,
+        "dirty": here.dirty,
+        "source": source_digest(),
+        "versions": here.versions | installed_versions(("flax", "optax", "libtpu")),
+        "host": {"processor": here.cpu, "cores": here.cores, "load_average": here.load_average},
+    }
+
+
+def write(document: dict[str, Any], folder: Path = RESULTS) -> Path:
+    """Keep an outcome in a file of its own."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{document['case']['name']}.json"
+    write_whole(path, json.dumps(document, indent=1) + "\n")
+    return path

@@ -1,0 +1,100 @@
+"""The tables of docs/scale.md, from the arithmetic and the kept outcomes.
+
+python -m benchmarks.scale.page
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.scale import arithmetic
+from benchmarks.scale.cases import BLOCK, LLAMA_8B, SINKS, WINDOW
+from benchmarks.scale.compiling import RESULTS
+from xsake.bench.whole_file import write_whole
+from xsake.certify.tpu import TARGETS
+from xsake.errors import ArgumentError
+
+PAGE = Path(__file__).parents[2] / "docs" / "scale.md"
+BUDGET = 0.25
+_TERA, _GIGA = 1e12, 1e9
+
+
+def context_table() -> str:
+    """Cost of a token by context: flops, and chip seconds of a million tokens at peak."""
+    rows = [
+        "| context | weights | dense | window | plan 25% | dense / window | dense / plan |"
+        " v5p dense | v5p plan | v5e dense | v5e plan |",
+        "|---" * 11 + "|",
+    ]
+    for context in arithmetic.CONTEXTS:
+        dense = arithmetic.dense_cost(LLAMA_8B, context, BLOCK)
+        window = arithmetic.window_cost(LLAMA_8B, context, BLOCK, window=WINDOW, sinks=SINKS)
+        plan = arithmetic.planned_cost(LLAMA_8B, context, BLOCK, BUDGET)
+        flops = (dense.weights, dense.total, window.total, plan.total)
+        cells = [f"{context:,}", *(f"{x / _GIGA:.1f}" for x in flops)]
+        cells += [f"{dense.total / other.total:.2f}" for other in (window, plan)]
+        for chip in ("v5p", "v5e"):
+            peak = TARGETS[chip].peak.bf16_flops_per_second
+            least = (arithmetic.least_chip_seconds(one.total, peak) for one in (dense, plan))
+            cells += [f"{seconds:,.0f}" for seconds in least]
+        rows.append("| " + " | ".join(cells) + " |")
+    return "\n".join(rows) + "\n"
+
+
+def outcome_table(paths: Sequence[Path]) -> str:
+    """What the compiler said about each case; bytes in units of 10^9."""
+    rows = [
+        "| case | verdict | needed / limit | arguments | temporaries | collectives: kind x runs, GB"
+        " | compile s |",
+        "|---" * 7 + "|",
+    ]
+    for path in paths:
+        outcome = json.loads(path.read_text(encoding="utf-8"))
+        rows.append("| " + " | ".join(_cells(path.stem, outcome)) + " |")
+    return "\n".join(rows) + "\n"
+
+
+def _cells(name: str, outcome: dict) -> list[str]:
+    seconds = f"{outcome['seconds']['compile']:.0f}"
+    if outcome["verdict"] != "compiled":
+        return [name, outcome["verdict"], "", "", "", "", seconds]
+    memory = outcome["memory"]
+    giga = lambda key: f"{memory[key] / _GIGA:.2f}"
+    moved = ", ".join(
+        f"{one['kind']} of {one['group'] or 2} x {one['runs']}, {one['bytes'] / _GIGA:.2f}"
+        for one in outcome["collectives"]
+        if one["bytes"] >= 1e7
+    )
+    verdict = "fits" if memory["fits"] else "does not fit"
+    needed = f"{giga('needed')} / {giga('limit')}"
+    return [name, verdict, needed, giga("arguments"), giga("temporaries"), moved, seconds]
+
+
+def filled(text: str, tables: dict[str, str]) -> str:
+    """A page with the tables between their marks, whatever was there.
+
+    Args:
+        text: of the page.
+        tables: by the name of their mark.
+
+    Example:
+        >>> filled("<!-- a -->\\nold\\n<!-- /a -->", {"a": "new\\n"})
+        '<!-- a -->\\nnew\\n<!-- /a -->'
+    """
+    for name, table in tables.items():
+        marks = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
+        if not marks.search(text):
+            raise ArgumentError("the page has no place for a table", expected=f"<!-- {name} -->")
+        text = marks.sub(lambda found, table=table: found[1] + table + found[2], text)
+    return text
+
+
+def tables() -> dict[str, str]:
+    """All tables of the page, by the name of their mark."""
+    outcomes = outcome_table(sorted(RESULTS.glob("*.json")))
+    return {"contexts": context_table(), "outcomes": outcomes}
+
+
+if __name__ == "__main__":
+    write_whole(PAGE, filled(PAGE.read_text(encoding="utf-8"), tables()))
