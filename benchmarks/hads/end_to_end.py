@@ -13,6 +13,7 @@ import dataclasses
 import hashlib
 import json
 import time
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -46,7 +47,11 @@ EFFECTIVE = 0.3
 GAPS = (1024, 2048, 4096)
 SAMPLES = 2
 CHUNK = 256
-SOURCES = ("attention", "evaluation/score.py", "hads", "kernels", "layout", "masks", "model")
+SOURCES = (
+    "attention", "evaluation/score.py", "hads/attend.py", "hads/budget.py", "hads/choose.py",
+    "hads/measure.py", "hads/plan.py", "hads/rules", "hads/selectors", "kernels", "layout", "masks",
+    "model",
+)  # fmt: skip
 # First those that the claims name, so that a run cut short has them.
 FIRST = (BEST, "hads", "sliding_window", "a_shape", "ada_kv", "sparge", "flexprefill", "minference",
          "xattention_16", "vertical_slash", "oracle_model")  # fmt: skip
@@ -167,19 +172,27 @@ def _answered(course: Course, side: str, trial: Trial, journal: Journal) -> Entr
 
 
 def _write(ladder: Ladder, answers: dict[str, list]) -> None:
-    head = {"effective": EFFECTIVE, "environment": dataclasses.asdict(environment(own_checkout()))}
-    rows = [head]
+    """The rows of these rules, beside those that earlier runs left of others."""
+    here = environment(own_checkout())
+    path = RESULTS / "hads" / f"end_to_end_{ladder.context}_{ladder.block}.jsonl"
+    rows = []
     for side, pairs in answers.items():
         windows = [(a.trial, e) for a, e in pairs if a.gap is None]
-        cost = ladder.cost(side)
         rows.append({
             "context": ladder.context, "block": ladder.block, "rule": side,
-            "budget": round(EFFECTIVE - cost, 6), "effective": EFFECTIVE,
-            **_of_windows(windows), "far_copy": _of_copies(pairs),
+            "budget": round(EFFECTIVE - ladder.cost(side), 6), "effective": EFFECTIVE,
+            **_of_windows(windows), "far_copy": _of_copies(pairs), "commit": here.commit,
         })  # fmt: skip
-    text = "".join(json.dumps(row) + "\n" for row in rows)
-    name = f"end_to_end_{ladder.context}_{ladder.block}.jsonl"
-    write_whole(RESULTS / "hads" / name, text)
+    head = {"effective": EFFECTIVE, "environment": dataclasses.asdict(here)}
+    rows += [row for row in _known(path) if row["rule"] not in answers]
+    write_whole(path, "".join(json.dumps(row) + "\n" for row in [head, *rows]))
+
+
+def _known(path: Path) -> list[dict]:
+    if not path.exists():
+        return []
+    head, *rows = map(json.loads, path.read_text().splitlines())
+    return [{"commit": head["environment"]["commit"], **row} for row in rows]
 
 
 def _of_windows(windows: list[tuple[Trial, Entry]]) -> dict:

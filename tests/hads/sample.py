@@ -46,5 +46,6 @@ def profile(
         offset_mass=rng.dirichlet(np.full(n, 0.3), each),
         column_mass=rng.dirichlet(np.full(n, 0.3), each),
         curves={"pooled": curve, "oracle": curve * 0.8},
+        effects={"pooled": np.square(curve) * rng.gamma(0.5, size=(*each, 1))},
         selector_weights={"pooled": rng.normal(size=(*each, weights))},
     )

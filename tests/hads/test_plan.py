@@ -20,6 +20,7 @@ from xsake.hads.plan import SparsityPlan
 from xsake.hads.policy import (
     KL,
     Bounded,
+    Effect,
     Entropy,
     EntropyBudget,
     Mass,
@@ -32,6 +33,7 @@ from xsake.hads.policy import (
 from xsake.hads.schema import schema_text
 
 POLICIES = (
+    Effect(),
     Uniform(),
     Entropy(),
     EntropyBudget(),

@@ -12,6 +12,7 @@ from xsake.hads.policy import (
     KL,
     POLICIES,
     Bounded,
+    Effect,
     Entropy,
     EntropyBudget,
     Mass,
@@ -27,6 +28,7 @@ WITH_BUDGET = (
     EntropyBudget(),
     Original(),
     Mass(curve="pooled"),
+    Effect(),
     KL(curve="pooled"),
     KL(curve="oracle", floor=0),
     Static(),
@@ -145,3 +147,16 @@ def test_curves_must_be_those_of_a_calibrated_selector(curve):
 def test_impossible_settings_are_refused(make):
     with pytest.raises(ArgumentError, match="share"):
         make()
+
+
+def test_heads_that_predictions_do_not_heed_get_their_floor():
+    found = profile(n=16)
+    effects = found.effects["pooled"] * np.array([[1, 1, 0], [1, 1, 1]])[..., None]
+    deaf = found.model_copy(update={"effects": {"pooled": effects}})
+    totals = Effect().plan_shares(deaf, 0.5)
+    assert totals[0, 2] == totals.min() == level_totals(np.array([4]), 16, found.always)[0]
+
+
+def test_effects_that_nobody_measured_are_missed():
+    with pytest.raises(ArgumentError, match="predictions"):
+        Effect().plan_shares(profile().model_copy(update={"effects": {}}), 0.5)

@@ -275,7 +275,7 @@ def _effects(
     levels = blocks_of(len(readings[0].tokens), settings.block) + 1
 
     def measure(tokens, places, own) -> None:
-        seeds = np.array([int(readings[i].sha256[:7], 16) for i in places], np.int32)
+        seeds = jax.numpy.asarray([int(readings[i].sha256[:7], 16) for i in places])
         shape = (model.layers, len(places), model.q_heads, levels)
         zeros = {name: jax.numpy.zeros(shape, jax.numpy.float32) for name in selectors}
         found = jax.tree.map(np.asarray, observe.slopes(tokens, seeds, tap, zeros))

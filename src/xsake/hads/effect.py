@@ -48,14 +48,14 @@ def tap_effects(
         block: tokens of a query block and of a kv block.
         always: kept in any case.
     """
-    weights = {name: jnp.asarray(each, jnp.float32) for name, each in weights.items()}
-    components = jnp.asarray(components)
+    corrections = {name: jnp.asarray(each, jnp.float32) for name, each in weights.items()}
+    ordered = jnp.asarray(components)
 
     def effects(q, k, v, layer, slope, look: Look):
         found = {}
         for name, selector in selectors.items():
-            estimate = selector.masses(q, k, look, read(selector, components[layer]))
-            order = _order(mixed(estimate, weights[name][layer]), always)
+            estimate = selector.masses(q, k, look, read(selector, ordered[layer]))
+            order = _order(mixed(estimate, corrections[name][layer]), always)
             found[name] = head_effects(q, k, v, slope, order, look, always)
         return found
 
@@ -70,9 +70,9 @@ def tap_effects(
             return out, (q, k, v, layer)
 
         def backward(kept, slope):
-            q, k, v, _ = kept
+            q, k, v, layer = kept
             nothing = (jnp.zeros_like(x) for x in (q, k, v))
-            return slope, *nothing, None, effects(*kept, slope, look)
+            return slope, *nothing, None, effects(q, k, v, layer, slope, look)
 
         through.defvjp(forward, backward)
         own = {name: each[call.layer] for name, each in zeros.items()}

@@ -55,13 +55,19 @@ class Figures:
         curves = self.curves(name)
         return None if curves is None else loss_at(curves, self.plan.blocks, self.plan.always)
 
+    def effects(self) -> Float[np.ndarray, "L Hq"] | None:
+        """KL of the model's predictions that each head causes alone, if that was measured."""
+        known = {} if self.profile is None else self.profile.effects
+        effects = known.get(self.plan.selector.name)
+        return None if effects is None else loss_at(effects, self.plan.blocks, self.plan.always)
+
     def measured(self) -> dict[str, Float[np.ndarray, "L Hq"]]:
         """Numbers of each head that the files have, by name."""
         found = {"share": self.shares}
         if self.profile is not None:
             names = ("entropy", "outside", "need90")
             found |= {name: getattr(self.profile, name) for name in names}
-        losses = {"kl": self.losses(), "kl_oracle": self.losses(ORACLE)}
+        losses = {"kl": self.losses(), "kl_oracle": self.losses(ORACLE), "effect": self.effects()}
         return found | {name: array for name, array in losses.items() if array is not None}
 
     def to_dict(self) -> dict[str, Any]:

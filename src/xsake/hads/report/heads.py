@@ -94,6 +94,7 @@ def _layer(figures: Figures, measured: dict[str, np.ndarray], layer: int) -> Mar
     names = {
         "share": "share of blocks", "entropy": "entropy, nats", "outside": "mass outside always-on",
         "need90": "blocks for 90 % of mass", "kl": "KL, nats", "kl_oracle": "KL, best blocks",
+        "effect": "KL of predictions, 0.001 nats",
     }  # fmt: skip
     known = [name for name in names if name in measured]
     rows = (
@@ -117,6 +118,8 @@ def _kind(head: HeadPlan) -> str:
 
 
 def _told(name: str, value: float) -> str:
+    if name == "effect":
+        return f"{1000 * value:.3f}"
     return f"{value:.1%}" if name in ("share", "outside", "need90") else f"{value:.4f}"
 
 

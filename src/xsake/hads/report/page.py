@@ -97,6 +97,12 @@ def _sentences(figures: Figures) -> Iterator[str]:
         yield "No profile was given, so nothing is said about what the heads keep."
     else:
         yield "What its blocks keep was not calibrated: no selector chooses them."
+    effects = figures.effects()
+    if effects is not None:
+        yield (
+            f"By the slopes of the model's own predictions, those change by a KL of"
+            f" {effects.sum():.4f} nats per token: each head alone, to second order, all added up."
+        )
     yield (
         "That is attention alone, with dense inputs in every layer; what the model then says is"
         " measured by xsake evaluate --plan."
