@@ -1,4 +1,4 @@
-"""`xsake train`: its arguments, its progress line and its exit codes; the work is done elsewhere."""
+"""`xsake train`: its arguments, progress line and exit codes; the work is done elsewhere."""
 
 from pathlib import Path
 from typing import Annotated, Any

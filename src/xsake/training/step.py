@@ -53,8 +53,8 @@ def make_step(
     optimizer: Optimizer,
     attend: Attend,
     shardings: Shardings | None = None,
-) -> Step:
-    """A compiled step; every attention needs one of its own, and new inputs compile nothing.
+) -> jax.stages.Wrapped:
+    """A jitted `Step`; every attention needs one of its own, and new inputs compile nothing.
 
     One step is one update, however many microbatches its gradients are summed over. The model
     draws nothing at random; what does, takes `step_key(state)`, so that resuming changes nothing.
