@@ -32,9 +32,12 @@ def quick(monkeypatch):
 
 @pytest.fixture
 def invoke(checkpoint, texts, tmp_path):
-    def call(*arguments, verb="calibrate", name="plan.json"):
+    def call(*arguments, verb="calibrate", name="plan.json", is_default=False):
+        """Runs the command; by the policy that needs no gradients, unless told."""
         always = ["--text", texts, "--context", 96, "-o", tmp_path / name]
         always += ["--block", tiny.BLOCK] if verb == "calibrate" else []
+        if verb == "calibrate" and "--policy" not in arguments and not is_default:
+            always += ["--policy", "kl"]
         command = [verb, checkpoint, *always, *arguments]
         return CliRunner().invoke(cli.app, list(map(str, command)), env={"COLUMNS": "160"})
 
@@ -42,17 +45,18 @@ def invoke(checkpoint, texts, tmp_path):
 
 
 def test_a_checkpoint_is_calibrated_and_its_plan_evaluated(invoke, tmp_path):
-    done = invoke("--budget", "60%", "--documents", 1)
+    done = invoke("--budget", "60%", "--documents", 1, is_default=True)
     assert done.exit_code == 0, done.output
     plan = SparsityPlan.load(tmp_path / "plan.json")
     profile = Profile.load(tmp_path / "plan.profile.json")
     assert plan.calibration.profile == profile.digest
-    assert (plan.budget, plan.policy.name, plan.selector.name) == (0.6, "kl", "sampled")
+    assert (plan.budget, plan.policy.name, plan.selector.name) == (0.6, "effect", "sampled")
     assert (plan.n, plan.calibration.documents) == (12, 1)
     assert plan.blocks.sum() == round(0.6 * 2 * 78)
     assert profile.documents[0].name.startswith("texts.txt#1")
     assert np.isfinite(profile.entropy).all() and profile.entropy.min() > 0
-    assert "1 of 1: texts.txt#1" in done.output and plan.summary in done.output
+    assert profile.effects["sampled"].shape == profile.curves["sampled"].shape
+    assert "2 of 2: texts.txt#1" in done.output and plan.summary in done.output
     assert f"written to {tmp_path / 'plan.json'}" in " ".join(done.output.split())
 
     flags = ("--plan", tmp_path / "plan.json", "--no-far-copy", "--documents", 1)

@@ -31,6 +31,7 @@ def quick(monkeypatch):
 
 def calibrate(checkpoint, texts, out):
     command = ["calibrate", checkpoint, "--text", texts, "--context", 96, "--block", tiny.BLOCK]
+    command += ["--policy", "kl"]
     command += ["--budget", "60%", "-o", out]
     done = CliRunner().invoke(cli.app, list(map(str, command)))
     assert done.exit_code == 0, done.output

@@ -69,12 +69,8 @@ def run_calibrate(
         scorer = hads.selector_named(selector)
         with DocumentScreen(console, "loading, cutting texts, compiling") as screen:
             task = CalibrationTask.of(model, text, context, documents, devices, dtype)
-            settings = hads.Settings(
-                block=block,
-                selectors=(scorer,),
-                effect_documents=EFFECT_DOCUMENTS if policy == "effect" else 0,
-                at_once=devices,
-            )
+            effects = EFFECT_DOCUMENTS if policy == "effect" else 0
+            settings = hads.Settings(block, hads.AlwaysOn(), (scorer,), effects, devices)
             _require_possible(chosen, share, task.model.heads, context, settings)
             shelf = hads.Shelf(out.with_suffix(".masses"), fresh=fresh)
             found = hads.calibrate(

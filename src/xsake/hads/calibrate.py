@@ -112,6 +112,8 @@ def calibrate(
         watch: told about every document.
     """
     readings = sorted(_checked(readings, settings), key=lambda reading: reading.sha256)
+    if settings.effect_documents:
+        _require_slopes(observe)
     shelf = Shelf() if shelf is None else shelf
     components = _components(observe, readings, settings)
     keys = [_key(model, reading, settings, components) for reading in readings]
@@ -264,7 +266,6 @@ def _effects(
     course,
 ) -> dict[str, Float[np.ndarray, "X levels"]]:
     """What heads do to predictions, mean over documents, by selector."""
-    _require_slopes(observe)
     heads = (model.layers, model.q_heads)
     shaped = {name: each.reshape(*heads, -1) for name, each in weights.items()}
     selectors = {selector.name: selector for selector in settings.selectors}
