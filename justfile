@@ -59,6 +59,10 @@ ci:
 bench *args:
     python -m benchmarks.must_show {{ args }}
 
+# put faults into real training runs; writes benchmarks/results/faults.json
+faults *args:
+    python -m benchmarks.faults {{ args }}
+
 # make the golden checkpoints of tests/model again, with transformers in its own environment
 golden *args:
     python -m benchmarks.golden {{ args }} make
