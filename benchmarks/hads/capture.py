@@ -42,11 +42,10 @@ class Replay:
 
     Args:
         documents: that may be asked for, by their first tokens.
-        tokens: that are shown of each at most.
+        tokens: of each, that may be asked for.
     """
 
     def __init__(self, documents: list[Document], tokens: int):
-        self._tokens = tokens
         self._documents = {document.tokens[:tokens].tobytes(): document for document in documents}
 
     def __call__(self, asked, watch: Callable) -> Any:

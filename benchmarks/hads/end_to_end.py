@@ -41,8 +41,8 @@ from xsake.model import Decoder, Dense
 from xsake.model.huggingface import load
 from xsake.model.tokenizer import Tokenizer
 
-OURS = tuple(entry for entry in ENTRIES if entry.name in ("hads", "hads, by effect"))
 BEST = "hads, by effect"
+OURS = tuple(entry for entry in ENTRIES if entry.name in ("hads", BEST))
 EFFECTIVE = 0.3
 GAPS = (1024, 2048, 4096)
 SAMPLES = 2

@@ -23,16 +23,7 @@ from xsake.hads.shelf import DocumentMasses, Shelf
 from xsake.layout.grid import blocks_of
 
 # What decides a number.
-SOURCES = (
-    "hads/effect.py",
-    "hads/measure.py",
-    "hads/selectors",
-    "attention",
-    "kernels",
-    "layout",
-    "masks",
-    "model",
-)
+SOURCES = ("hads/measure.py", "hads/selectors", "attention", "kernels", "layout", "masks", "model")
 GLANCE = 1024  # tokens of a document that tell which components matter
 
 
@@ -120,7 +111,8 @@ def calibrate(
     chosen = readings[: settings.effect_documents]
     course = Course(len(readings) + len(chosen), watch)
     _measure(observe, readings, keys, settings, components, shelf, course)
-    weights = _corrections(model, keys, settings, shelf)
+    n = blocks_of(len(readings[0].tokens), settings.block)
+    weights = _corrections(model, keys, n, settings, shelf)
     effects = {}
     if chosen:
         effects = _effects(observe, model, chosen, settings, components, weights, shelf, course)
@@ -216,7 +208,11 @@ class Course:
 
 
 def _in_batches(readings, keys, at_once: int, shelf: Shelf, course: Course, measure) -> None:
-    """`measure(tokens, own)` for documents that the shelf does not know; `own` are their places."""
+    """`measure(tokens, places, own)` for documents that the shelf does not know.
+
+    `places` are those of the rows of `tokens`, the last one repeated to fill a batch; `own` are the
+    same without repetition.
+    """
     missing = [i for i, key in enumerate(keys) if key not in shelf]
     course.known(len(keys) - len(missing))
     for batch in _batches(len(missing), at_once):
@@ -243,10 +239,9 @@ def _measure(
 
 
 def _corrections(
-    model: CalibratedModel, keys, settings: Settings, shelf: Shelf
+    model: CalibratedModel, keys, n: int, settings: Settings, shelf: Shelf
 ) -> dict[str, Float[np.ndarray, "X 3"]]:
     """The weights of each selector's estimates."""
-    n = shelf.get(keys[0]).true.shape[-1]
     found = {s.name: fit.Correction(model.heads, n, settings.always) for s in settings.selectors}
     for key in keys:
         document = shelf.get(key)
