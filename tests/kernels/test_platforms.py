@@ -9,6 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh, PartitionSpec
 
+import xsake
 from xsake.errors import ArgumentError, UnsupportedError
 from xsake.kernels.platforms import Refusal, by_platform
 
@@ -235,3 +236,10 @@ def test_traced_arrays_must_be_operands():
 def test_it_says_that_it_has_no_derivative():
     with pytest.raises(UnsupportedError, match="no derivative of its own"):
         jax.grad(lambda x: affine(x).sum())(X)
+
+
+def test_a_call_runs_where_jit_is_disabled():
+    q = jnp.ones((1, 8, 2, 4))
+    with jax.disable_jit():
+        found = xsake.attention(q, q, q, mask=xsake.masks.Causal())
+    np.testing.assert_array_equal(found, xsake.attention(q, q, q, mask=xsake.masks.Causal()))

@@ -14,8 +14,6 @@ from xsake.errors import ArgumentError
 from xsake.masks import Causal, Sinks, Window
 from xsake.model import Dense, LayerCall, Masked
 from xsake.training.attention import (
-    Annealing,
-    AttentionSection,
     Selected,
     calibrated,
     make_attention,
@@ -23,6 +21,7 @@ from xsake.training.attention import (
     resumed,
     set_profile_aside,
 )
+from xsake.training.attention_section import Annealing, AttentionSection
 from xsake.training.state import define, optimizer_of, step_key
 from xsake.training.step import kept_mass, make_loss, make_probe, make_step
 

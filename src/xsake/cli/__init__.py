@@ -13,6 +13,7 @@ from xsake.cli.calibrate import run_calibrate
 from xsake.cli.certify import run_certify
 from xsake.cli.data import data_app
 from xsake.cli.evaluate import run_evaluate
+from xsake.cli.export import run_export
 from xsake.cli.generate import run_generate
 from xsake.cli.launch import run_launch
 from xsake.cli.plan import plan_app
@@ -25,6 +26,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="
 app.command("calibrate")(run_calibrate)
 app.command("certify")(run_certify)
 app.command("evaluate")(run_evaluate)
+app.command("export")(run_export)
 app.command("generate")(run_generate)
 app.command("launch", context_settings={"allow_interspersed_args": False})(run_launch)
 app.command("report")(run_report)

@@ -1,5 +1,6 @@
 """The plan: how many blocks each head computes, and which; a small file that people share."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -130,6 +131,30 @@ class SparsityPlan(Strict):
         if self.effective_budget != effective_budget(self.heads, share, self.selector):
             raise ValueError("effective_budget is not what blocks and selector cost")
         return self
+
+    def reordered(self, kv_order: Sequence[Sequence[int]]) -> "SparsityPlan":
+        """The plan of the same model with its heads in another order.
+
+        Args:
+            kv_order: by layer, the kv head that comes to each place, with its query heads.
+        """
+        if [sorted(order) for order in kv_order] != [
+            list(range(self.model.kv_heads)) for _ in range(self.model.layers)
+        ]:
+            raise ArgumentError(
+                "this is no order of the model's kv heads",
+                got=f"{len(kv_order)} layers, {kv_order[0] if kv_order else 'none'} ...",
+                expected=f"{self.model.layers} layers, each of 0..{self.model.kv_heads - 1} once",
+            )
+        group = self.model.q_heads // self.model.kv_heads
+        pairs = zip(self.heads, kv_order, strict=True)
+        heads = tuple(
+            tuple(layer[kv * group + i] for kv in order for i in range(group))
+            for layer, order in pairs
+        )
+        pairs = zip(self.components, kv_order, strict=True) if self.components else ()
+        components = tuple(tuple(layer[kv] for kv in order) for layer, order in pairs)
+        return self.model_copy(update={"heads": heads, "components": components})
 
     @property
     def n(self) -> int:

@@ -155,7 +155,11 @@ def _call(*operands, **static):
     return dispatch_p.bind(*operands, **static)
 
 
-dispatch_p.def_impl(_call)
+@dispatch_p.def_impl
+def _compute(*operands, **static):
+    # A primitive is compiled even where `jax.disable_jit` has everything else run step by step.
+    with jax.disable_jit(False):
+        return _call(*operands, **static)
 
 
 @dispatch_p.def_effectful_abstract_eval

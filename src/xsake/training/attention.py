@@ -11,127 +11,24 @@ import hashlib
 import json
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jaxtyping import Array, Int
-from pydantic import Field, model_validator
 
 from xsake import hads, masks
 from xsake.attention import BlockSparseAttention
 from xsake.errors import ArgumentError
 from xsake.hads.attend import selector_of
 from xsake.hads.choose import Scope
-from xsake.hads.fields import Count, Number, Positive, Strict
+from xsake.hads.policy import Effect
 from xsake.model import Attend, Decoder, DecoderConfig, Dense, LayerCall, Masked
 from xsake.model.observer import Observer
+from xsake.training.attention_section import AttentionSection
 
-Budget = Annotated[Number, Field(gt=0, le=1)]
-
-
-class Annealing(Strict):
-    """From many blocks to the budget, in few levels, since each is a program of its own."""
-
-    start_step: Count = 0
-    steps: Positive = Field(description="after which the budget is reached")
-    start_budget: Budget = Field(default=1.0, description="1: dense attention")
-    levels: Annotated[Positive, Field(ge=2, le=16)] = Field(
-        default=4, description="budgets, the first and the last included"
-    )
-
-    def budgets(self, last: float) -> tuple[float, ...]:
-        """The budgets of all levels, evenly spaced.
-
-        Example:
-            >>> Annealing(steps=100, levels=3).budgets(0.25)
-            (1.0, 0.625, 0.25)
-        """
-        return tuple(round(float(x), 6) for x in np.linspace(self.start_budget, last, self.levels))
-
-    def level(self, step: int) -> int:
-        """The level of a step; its budget is never below the straight line between the ends.
-
-        Example:
-            >>> annealing = Annealing(start_step=10, steps=100, levels=3)
-            >>> [annealing.level(step) for step in (0, 59, 60, 109, 110, 999)]
-            [0, 0, 1, 1, 2, 2]
-        """
-        passed = max(step - self.start_step, 0) * (self.levels - 1) // self.steps
-        return min(passed, self.levels - 1)
-
-
-class AttentionSection(Strict):
-    """How layers look at each other while the model is trained."""
-
-    kind: Literal["dense", "mask", "plan"] = "dense"
-    mask: str | None = Field(default=None, description="such as window(255, 0) | sinks(4)")
-    plan: Path | None = Field(default=None, description="file of a plan that was made before")
-    profile: Path | None = Field(
-        default=None, description="plans are made of it; None: of a calibration at the start"
-    )
-    budget: Budget | None = Field(default=None, description="computed / visible blocks")
-    policy: Literal["kl", "mass", "uniform", "entropy_budget", "static"] = "kl"
-    selector: Literal["sampled", "cumulant", "antidiagonal", "pooled"] = "sampled"
-    block: Annotated[Positive, Field(le=2**16)] = Field(default=64, description="tokens")
-    scope: Scope = Field(
-        default=Scope.ROW,
-        description="what shares a budget; row: no row's choice depends on later rows",
-    )
-    annealing: Annealing | None = None
-    probe_every: Count = 0
-    probe_rows: Positive = Field(default=4, description="query blocks that a probe looks at")
-    recalibrate_every: Count = 0
-    calibration_windows: Positive = Field(default=4, description="sequences that it reads")
-
-    @model_validator(mode="after")
-    def _consistent(self) -> "AttentionSection":
-        _require_used(self)
-        if self.kind == "mask":
-            masks.parse(self.mask or "")
-        if self.kind == "plan" and (self.plan is None) == (self.budget is None):
-            raise ArgumentError(
-                "attention by a plan needs a plan, or a budget to make one for",
-                got=f"attention.plan={self.plan}, attention.budget={self.budget}",
-                expected="one of the two; a plan has its own budget",
-            )
-        if self.annealing and self.budget and self.annealing.start_budget <= self.budget:
-            raise ArgumentError(
-                "annealing goes from more blocks to fewer",
-                got=f"start_budget={self.annealing.start_budget}, budget={self.budget}",
-                expected="a start_budget above the budget",
-            )
-        return self
-
-    @property
-    def needs_calibration(self) -> bool:
-        """Whether the run has to begin with one."""
-        return self.kind == "plan" and self.plan is None and self.profile is None
-
-
-def _require_used(section: AttentionSection) -> None:
-    """Raise if something is set that this kind of attention does not look at."""
-    fields = AttentionSection.model_fields
-    made = {"profile", "budget", "policy", "selector", "block", "annealing"}
-    used = {
-        "dense": {"kind"},
-        "mask": {"kind", "mask", "probe_every", "probe_rows"},
-        "plan": set(fields) - {"mask"} - (made if section.plan else set()),
-    }[section.kind]
-    idle = [x for x in fields if x not in used and getattr(section, x) != fields[x].default]
-    if idle:
-        beside = " beside attention.plan" if section.plan and section.kind == "plan" else ""
-        raise ArgumentError(
-            f"attention of the kind {section.kind!r} does not use a setting that is there",
-            got=", ".join(f"attention.{name}" for name in idle) + beside,
-            expected="only " + ", ".join(name for name in fields if name in used),
-            fix="leave it out, or change attention.kind",
-        )
-    if section.kind == "mask" and not section.mask:
-        raise ArgumentError(
-            "attention of the kind 'mask' needs a mask",
-            expected="attention.mask, such as window(255, 0) | sinks(4)",
-        )
+KvOrder = tuple[tuple[int, ...], ...]
+"""The kv head that stands at each place, by layer, as JSON keeps it."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -196,6 +93,7 @@ class TrainingAttention:
         plans: by level; None where there is none.
         profile: what the plans were made of, if it is known.
         operator: implementation, mesh.
+        kv_order: in which the plans have the heads of the profile; None: as they were measured.
     """
 
     section: AttentionSection
@@ -203,6 +101,7 @@ class TrainingAttention:
     plans: tuple[hads.SparsityPlan | None, ...]
     profile: hads.Profile | None = None
     operator: BlockSparseAttention = BlockSparseAttention()
+    kv_order: KvOrder | None = None
 
     def level(self, step: int) -> int:
         """Which of the programs a step runs."""
@@ -237,18 +136,24 @@ class TrainingAttention:
         return bool(every) and step > 0 and step % every == 0
 
     def replanned(self, profile: hads.Profile, decoder: DecoderConfig) -> "TrainingAttention":
-        """The same with plans made of another profile: the programs are compiled anew."""
+        """The same with plans made of another profile: the programs are compiled anew.
+
+        It is one of the weights of now, whose heads are in the order that they have now.
+        """
         return make_attention(self.section, decoder, profile=profile, operator=self.operator)
 
     def record(self, step: int) -> dict[str, Any]:
         """What a checkpoint has to say about it, for `resumed`."""
         plan = self.plans[self.level(step)]
-        return {
+        said: dict[str, Any] = {
             "kind": self.section.kind,
             "budget": self.budget(step),
             "plan": None if plan is None else plan_digest(plan),
             "profile": None if self.profile is None else self.profile.digest,
         }
+        if self.kv_order is not None:
+            said["kv_order"] = [list(layer) for layer in self.kv_order]
+        return said
 
     def save(self, folder: Path) -> None:
         """Keep the profile in a folder under its digest, so that `resumed` finds it."""
@@ -264,6 +169,7 @@ def make_attention(
     *,
     profile: hads.Profile | None = None,
     operator: BlockSparseAttention = BlockSparseAttention(),  # noqa: B008 (frozen)
+    kv_order: KvOrder | None = None,
 ) -> TrainingAttention:
     """The attention of a run.
 
@@ -272,6 +178,7 @@ def make_attention(
         decoder: the model that attends.
         profile: plans are made of it rather than of what the settings name.
         operator: implementation, mesh; its block sizes serve dense attention and masks.
+        kv_order: in which the plans have the heads of the profile; None: as they were measured.
     """
     if section.kind != "plan":
         kept = Dense(operator)
@@ -291,12 +198,15 @@ def make_attention(
             expected="a profile",
             fix="calibrate the first weights: see `calibrated`",
         )
+    if kv_order is not None:
+        plans = tuple(None if plan is None else plan.reordered(kv_order) for plan in plans)
     return TrainingAttention(
         section,
         tuple(_attend_of(plan, section.scope, decoder, operator) for plan in plans),
         plans,
         profile,
         operator,
+        kv_order,
     )
 
 
@@ -334,7 +244,10 @@ def calibrated(
     )  # fmt: skip
     rows = np.unique(np.asarray(windows, np.int32), axis=0)
     readings = [hads.Reading(f"window#{i}", row) for i, row in enumerate(rows)]
-    settings = hads.Settings(block=recipe.block, selectors=(recipe.selector,))
+    settings = hads.Settings(
+        block=recipe.block, selectors=(recipe.selector,),
+        effect_documents=len(readings) if isinstance(recipe.policy, Effect) else 0,
+    )  # fmt: skip
     return hads.calibrate(Observer(model, attend=attend), identity, readings, settings)
 
 
@@ -359,10 +272,11 @@ def resumed(
         operator: implementation, mesh.
         profile: instead of the one that was saved.
     """
-    known = record.get("profile")
+    known, order = record.get("profile"), record.get("kv_order")
     if profile is None and known is not None:
         profile = hads.Profile.load(_profile_path(folder, known))
-    found = make_attention(section, decoder, profile=profile, operator=operator)
+    order = None if order is None else tuple(map(tuple, order))
+    found = make_attention(section, decoder, profile=profile, operator=operator, kv_order=order)
     if found.record(step) != record:
         raise ArgumentError(
             "the attention is not the one that the checkpoint was made with",

@@ -19,7 +19,7 @@ from xsake.hads.budget import AlwaysOn, total_blocks
 from xsake.hads.fields import Count, Positive, Strict
 from xsake.layout.grid import blocks_of
 from xsake.model.config import DecoderConfig, LayerKind, Llama3Scaling, Rope
-from xsake.training.attention import AttentionSection
+from xsake.training.attention_section import AttentionSection
 from xsake.training.guard import GuardSection
 from xsake.training.optimizer import OptimizerSection
 

@@ -1,6 +1,6 @@
 """Where a run's arrays lie: one device, or a mesh that all its processes make together."""
 
-from dataclasses import dataclass
+import dataclasses
 from typing import Any
 
 import jax
@@ -18,12 +18,20 @@ from xsake.distributed import (
     make_mesh,
     sharding_of,
 )
+from xsake.training.balanced import KvOrder, with_heads_in
 from xsake.training.config import TrainingConfig
 from xsake.training.data import TokenLoader
-from xsake.training.state import Shardings, TrainState, abstract_state, first_state, state_shardings
+from xsake.training.state import (
+    Shardings,
+    TrainState,
+    abstract_state,
+    define,
+    first_state,
+    state_shardings,
+)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Devices:
     """The devices of a run and what lies where.
 
@@ -53,10 +61,24 @@ class Devices:
         )
         return cls(mesh, Shardings(state, batch_sharding(mesh)), operator)
 
-    def first_state(self, config: TrainingConfig) -> TrainState:
-        """The state before the first step, drawn where it lies."""
+    def first_state(self, config: TrainingConfig, kv_order: KvOrder | None = None) -> TrainState:
+        """The state before the first step, drawn where it lies.
+
+        Args:
+            config: the run.
+            kv_order: in which the weights have the heads that were drawn; None: in their own.
+        """
+
+        def drawn() -> TrainState:
+            state = first_state(config)
+            if kv_order is None:
+                return state
+            # Moments are zero before the first step, whatever the order.
+            moved = with_heads_in(kv_order, state.parameters, define(config).names)
+            return dataclasses.replace(state, parameters=moved)
+
         where = None if self.shardings is None else self.shardings.state
-        return jax.jit(lambda: first_state(config), out_shardings=where)()
+        return jax.jit(drawn, out_shardings=where)()
 
     def like(self, config: TrainingConfig) -> TrainState:
         """Shapes, dtypes and places of the state, as a checkpoint is restored into."""

@@ -16,15 +16,9 @@ import numpy as np
 from xsake.bench.whole_file import write_whole
 from xsake.errors import ArgumentError, CheckpointError
 from xsake.training import processes
-from xsake.training.attention import (
-    TrainingAttention,
-    calibrated,
-    make_attention,
-    resumed,
-    set_profile_aside,
-)
-from xsake.training.checkpoints import CheckpointStore, Restored, run_lock
-from xsake.training.checkpoints.folders import quarantined
+from xsake.training.attention import KvOrder, TrainingAttention
+from xsake.training.beginning import begin, profiled
+from xsake.training.checkpoints import CheckpointStore, run_lock
 from xsake.training.config import TrainingConfig
 from xsake.training.data import Batch, TokenLoader
 from xsake.training.fingerprints import differences
@@ -80,14 +74,15 @@ def train(config: TrainingConfig, *, watch: Watch = lambda _: None) -> Ending:
             folder / "steps", keep=saved.keep, verify=saved.verify, on_failure=alarm.ring
         )
         stack.callback(store.close)
-        with goodput.during("restore"):
-            state, attention = _begin(config, devices, store, loader)
+        with goodput.during("restore" if store.steps() else "init"):
+            first = begin(config, devices, store, loader)
         metrics = MetricsFile(folder / "metrics.jsonl" if is_first else None)
-        metrics.go_back_to(int(state.step))
+        metrics.go_back_to(int(first.state.step))
         loop = _Loop(
-            config, devices, store, loader, goodput, stop, metrics, watch, attention, alarm
-        )
-        return loop.run(state)
+            config, devices, store, loader, goodput, stop, metrics, watch, first.attention, alarm,
+            first.kv_order,
+        )  # fmt: skip
+        return loop.run(first.state)
 
 
 def _require_same_run(config: TrainingConfig, folder: Path) -> None:
@@ -113,62 +108,6 @@ def _require_same_run(config: TrainingConfig, folder: Path) -> None:
     write_whole(path, text)
 
 
-def _begin(
-    config: TrainingConfig, devices: Devices, store: CheckpointStore, loader: TokenLoader
-) -> tuple[TrainState, TrainingAttention]:
-    """The newest sound checkpoint, or the first state where none was ever saved."""
-    section, decoder = config.attention, config.model.decoder
-    # Where all steps were set aside, restoring says so: a fresh start would hide what was lost.
-    if store.steps() or quarantined(config.checkpoint.folder / "steps"):
-        found = store.restore(devices.like(config))
-        loader.restore(found.extra["data"])
-        return found.tree, _attention_again(config, devices, found)
-    state, profile = devices.first_state(config), None
-    if section.needs_calibration:
-        profile = _profiled(config, devices, state)
-    attention = make_attention(section, decoder, profile=profile, operator=devices.operator)
-    return state, attention
-
-
-def _attention_again(
-    config: TrainingConfig, devices: Devices, found: Restored
-) -> TrainingAttention:
-    """The attention of a checkpoint; a profile that is damaged is made again, if it can be."""
-    section, record = config.attention, found.extra["attention"]
-    profiles = config.checkpoint.folder / "profiles"
-    again = lambda profile: resumed(
-        section, config.model.decoder, record, profiles,
-        step=found.step, operator=devices.operator, profile=profile,
-    )  # fmt: skip
-    try:
-        return again(None)
-    except ArgumentError as error:
-        # Weights of later steps, that a recalibration would have looked at, are gone.
-        if not section.needs_calibration or section.recalibrate_every:
-            raise
-        _LOG.warning("the profile of the run is made again, it cannot be used: %s", error.got)
-    attention = again(_profiled(config, devices, devices.first_state(config)))
-    if processes.is_first():
-        set_profile_aside(profiles, record["profile"])
-    return attention
-
-
-def _profiled(config: TrainingConfig, devices: Devices, state: TrainState):
-    """What heads look at with the weights of now, on windows that belong to this step alone."""
-    step, section = int(state.step), config.attention
-    with contextlib.closing(devices.loader(config, prefetch=0)) as reader:
-        # Every process reads the same windows: those of the batch that comes next.
-        windows = _rows(reader, step, section.calibration_windows)
-    model = define(config).merge(state.parameters)
-    name = f"{config.digest[:16]} at step {step}"
-    return calibrated(section, model, windows, name=config.run.name, digest=name)
-
-
-def _rows(reader: TokenLoader, step: int, count: int) -> np.ndarray:
-    numbers = reader.numbers(step)[:count]
-    return reader.windows.read(numbers)[:, :-1]
-
-
 @dataclasses.dataclass(eq=False)
 class _Loop:
     """What the loop needs, and the programs that it has compiled."""
@@ -183,6 +122,7 @@ class _Loop:
     watch: Watch
     attention: TrainingAttention
     alarm: SaveAlarm
+    kv_order: KvOrder | None = None
     _steps: dict[int, Step] = dataclasses.field(default_factory=dict)
     _refused: list[int] = dataclasses.field(default_factory=list)
 
@@ -225,7 +165,7 @@ class _Loop:
         """The program of a step; new plans are made first where they are due."""
         if self.attention.is_calibration_due(number):
             with self.stop.patiently(), self.goodput.during("init"):
-                profile = _profiled(self.config, self.devices, state)
+                profile = profiled(self.config, self.devices, state)
             self.attention = self.attention.replanned(profile, self.config.model.decoder)
             self._steps.clear()
         level = self.attention.level(number)
@@ -281,7 +221,12 @@ class _Loop:
         with self.stop.patiently(), self.goodput.during("save"):
             if processes.is_first():
                 self.attention.save(self.config.checkpoint.folder / "profiles")
-            extra = {"data": self.loader.state(), "attention": self.attention.record(step)}
+            extra: dict[str, Any] = {
+                "data": self.loader.state(),
+                "attention": self.attention.record(step),
+            }
+            if self.kv_order is not None:
+                extra["kv_order"] = [list(layer) for layer in self.kv_order]
             self.store.save(step, state, extra)
 
     def _ended(self, ending: Ending, step: int) -> Ending:

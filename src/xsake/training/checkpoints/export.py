@@ -9,7 +9,9 @@ from flax import nnx
 from xsake.errors import CheckpointError
 from xsake.model import Decoder, DecoderConfig, huggingface
 from xsake.model.huggingface.configs import TokenIds
+from xsake.training.balanced import with_heads_in
 from xsake.training.checkpoints.store import CheckpointStore
+from xsake.training.state import Definition
 
 
 def export_checkpoint(
@@ -52,8 +54,9 @@ def export_checkpoint(
             expected="parameters alone",
         )
     restored = store.restore(state, step, part=part)
+    model = nnx.merge(graph, restored.tree, rest)
     huggingface.export(
-        nnx.merge(graph, restored.tree, rest),
+        _in_own_order(model, restored.extra.get("kv_order")),
         directory,
         family=family,
         token_ids=token_ids,
@@ -61,3 +64,12 @@ def export_checkpoint(
         is_replacing=is_replacing,
     )
     return restored.step
+
+
+def _in_own_order(model: Decoder, kv_order: list[list[int]] | None) -> Decoder:
+    """The model with its heads where the plan of the run's calibration has them."""
+    if kv_order is None:
+        return model
+    definition = Definition.of(model)
+    parameters = definition.parameters(model)
+    return definition.merge(with_heads_in(kv_order, parameters, definition.names, is_undone=True))

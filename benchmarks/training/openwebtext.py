@@ -1,0 +1,194 @@
+"""A small GPT on OpenWebText with dense attention, HADS plans and a window at equal cost.
+
+python -m benchmarks.training.openwebtext --folder RUNS         # nine runs; a stopped one goes on
+python -m benchmarks.training.openwebtext --folder RUNS --draw  # rows and plot of what is there
+
+Every side of a seed starts from the same weights and reads the same windows in the same order; the
+validation loss is that of the attention that was trained. Rows go to
+results/training/openwebtext.jsonl, one per run and evaluation.
+"""
+
+import argparse
+import dataclasses
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.hads.corpus import TEXTS
+from xsake.bench.environment import environment, own_checkout
+from xsake.bench.whole_file import write_whole
+from xsake.hads.budget import visible_blocks
+from xsake.hads.selectors import Sampled
+from xsake.training.config import TrainingConfig
+from xsake.training.data.building import Settings, build
+from xsake.training.data.vocabulary import NewTokenizer
+from xsake.training.train import Ending, train
+
+RESULTS = Path(__file__).resolve().parents[1] / "results" / "training"
+CONTEXT, BLOCK, HEAD_DIM = 1024, 32, 32
+WINDOW_BLOCKS = 5  # that a row of the window touches
+SIDES = ("dense", "hads", "window")
+SEEDS = (0, 1, 2)
+DECODER = {
+    "vocab_size": 8192, "width": 128, "mlp_width": 384, "layers": 4, "q_heads": 4, "kv_heads": 4,
+    "head_dim": HEAD_DIM, "context": CONTEXT,
+}  # fmt: skip
+
+
+def window_share() -> float:
+    """Blocks of the window / visible blocks: what every sparse side may spend, choosing included.
+
+    Example:
+        >>> round(window_share(), 4)
+        0.2841
+    """
+    n = CONTEXT // BLOCK
+    return sum(min(row + 1, WINDOW_BLOCKS) for row in range(n)) / visible_blocks(n)
+
+
+def attention_of(side: str, steps: int) -> dict[str, Any]:
+    """The section of a side's configuration."""
+    if side == "dense":
+        return {}
+    if side == "window":
+        return {"kind": "mask", "mask": f"window({(WINDOW_BLOCKS - 1) * BLOCK}, 0)"}
+    budget = window_share() - Sampled().cost(CONTEXT, BLOCK, HEAD_DIM)
+    return {
+        "kind": "plan", "budget": round(budget, 6), "block": BLOCK, "policy": "kl",
+        "recalibrate_every": steps // 4, "calibration_windows": 4,
+    }  # fmt: skip
+
+
+def config_of(folder: Path, side: str, seed: int, steps: int, batch: int) -> TrainingConfig:
+    """One run."""
+    return TrainingConfig.of({
+        "model": {"decoder": DECODER, "compute": "float32"},
+        "data": {"folder": str(folder / "data"), "context": CONTEXT, "batch": batch, "seed": seed},
+        "optimizer": {"peak_learning_rate": 3e-3, "warmup_steps": steps // 20},
+        "attention": attention_of(side, steps),
+        "checkpoint": {"folder": str(folder / f"{side}-{seed}"), "every": steps // 4, "keep": 1},
+        "run": {
+            "name": f"{side}-{seed}", "steps": steps, "seed": seed, "log_every": 20,
+            "evaluate_every": steps // 10, "evaluation_batches": 6,
+        },
+    })  # fmt: skip
+
+
+def main() -> None:
+    """Train what has not been trained yet, then write rows and the plot."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--folder", type=Path, required=True, help="of data and runs")
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--draw", action="store_true", help="train nothing")
+    asked = parser.parse_args()
+    asked.folder.mkdir(parents=True, exist_ok=True)
+    if not asked.draw:
+        build_corpus(asked.folder / "data")
+        for seed in SEEDS:
+            for side in SIDES:
+                _run(config_of(asked.folder, side, seed, asked.steps, asked.batch))
+                _write(asked)
+    _write(asked)
+
+
+def build_corpus(folder: Path) -> None:
+    """Tokens of OpenWebText in a vocabulary of its own; an earlier build is kept."""
+    text = TEXTS / "openwebtext_train_1000docs.txt"
+    build(NewTokenizer(DECODER["vocab_size"]), [text], folder, Settings(validation=0.05))
+
+
+def _run(config: TrainingConfig) -> None:
+    done = config.checkpoint.folder / "seconds.json"
+    if done.exists():
+        return
+    begin = time.monotonic()
+
+    def show(progress) -> None:
+        name, step = config.run.name, progress.step + 1
+        print(
+            f"{name} {step}: loss {progress.loss:.4f}, {progress.tokens_per_second:.0f} tokens/s, "
+            f"{progress.remaining_seconds:.0f} s to go {progress.note}",
+            flush=True,
+        )
+
+    if train(config, watch=show) is Ending.STOPPED:
+        raise SystemExit(75)
+    write_whole(done, json.dumps(time.monotonic() - begin))
+
+
+def _write(asked: argparse.Namespace) -> None:
+    """All finished runs, and the gaps between them."""
+    runs = {}
+    for side in SIDES:
+        for seed in SEEDS:
+            folder = asked.folder / f"{side}-{seed}"
+            if (folder / "seconds.json").exists():
+                runs[side, seed] = _read(folder)
+    if not runs:
+        return
+    config = config_of(asked.folder, "hads", 0, asked.steps, asked.batch)
+    head = {
+        "steps": asked.steps, "batch": asked.batch, "context": CONTEXT, "block": BLOCK,
+        "decoder": DECODER, "window_share": round(window_share(), 6),
+        "hads_budget": config.attention.budget, "environment":
+        dataclasses.asdict(environment(own_checkout())),
+    }  # fmt: skip
+    rows = [head, *({"side": side, "seed": seed, **run} for (side, seed), run in runs.items())]
+    rows += [_gap(side, runs) for side in SIDES[1:] if any(key[0] == side for key in runs)]
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    write_whole(RESULTS / "openwebtext.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    _draw(runs)
+    for row in rows[-2:]:
+        print(json.dumps(row), flush=True)
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "loss" in line]
+    evaluations = [(x["step"], x["validation_loss"]) for x in lines if "validation_loss" in x]
+    return {
+        "seconds": round(json.loads((folder / "seconds.json").read_text()), 1),
+        "validation": [[step, round(loss, 5)] for step, loss in evaluations],
+        "loss_every_10": [round(line["loss"], 4) for line in steps[::10]],
+        "skipped": sum(line["is_skipped"] for line in steps),
+    }
+
+
+def _gap(side: str, runs: dict) -> dict[str, Any]:
+    """Perplexity beside dense attention at the last step, paired by seed, with a t interval."""
+    pairs = [seed for seed in SEEDS if (side, seed) in runs and ("dense", seed) in runs]
+    last = lambda name, seed: runs[name, seed]["validation"][-1][1]
+    gaps = np.array([np.expm1(last(side, seed) - last("dense", seed)) for seed in pairs])
+    found = {"gap_of": side, "seeds": pairs, "gaps": [round(float(x), 5) for x in gaps]}
+    if len(gaps) == len(SEEDS):
+        half = 4.3027 * gaps.std(ddof=1) / np.sqrt(len(gaps))  # t of 2 degrees of freedom, 97.5%
+        found |= {"mean": round(float(gaps.mean()), 5), "half_width_95": round(float(half), 5)}
+    return found
+
+
+def _draw(runs: dict) -> None:
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4.2), constrained_layout=True)
+    colours = {"dense": "#444444", "hads": "#1b7f5c", "window": "#c4562b"}
+    for (side, seed), run in runs.items():
+        steps, losses = zip(*run["validation"], strict=True)
+        label = side if seed == SEEDS[0] else None
+        axes.plot(np.array(steps) + 1, losses, color=colours[side], label=label, alpha=0.8, lw=1.3)
+    axes.set(xlabel="step", ylabel="validation loss, nats per token")
+    axes.set_title("OpenWebText, 1024 tokens: attention that was trained, three seeds", fontsize=10)
+    axes.legend(frameon=False)
+    axes.grid(alpha=0.25)
+    figure.savefig(RESULTS / "openwebtext.png", dpi=130)
+    pyplot.close(figure)
+
+
+if __name__ == "__main__":
+    main()

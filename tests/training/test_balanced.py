@@ -1,0 +1,183 @@
+"""Balanced heads in a run: the same function, shards with equal work, and a way back."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.distributed.devices import run_on_eight_devices
+from tests.training.test_config import config
+from tests.training.test_guard import drawn_state
+from xsake import hads
+from xsake.errors import ArgumentError
+from xsake.model.observer import Observer
+from xsake.training.attention import calibrated, make_attention, resumed
+from xsake.training.balanced import order_of, placement_of, with_heads_in
+from xsake.training.state import define
+
+BLOCK, SHARDS = 8, 2
+RUN = config(
+    'attention.kind="plan"', "attention.budget=0.8", f"attention.block={BLOCK}",
+    "model.decoder.q_heads=8", "model.decoder.kv_heads=4", "model.decoder.vocab_size=300",
+)  # fmt: skip
+SECTION, DECODER = RUN.attention, RUN.model.decoder
+TOKENS = np.random.default_rng(0).integers(0, 96, (2, 64)).astype(np.int32)
+
+
+@pytest.fixture(scope="module")
+def definition():
+    return define(RUN)
+
+
+@pytest.fixture(scope="module")
+def first():
+    return drawn_state(RUN)
+
+
+def unequal_profile(definition, first) -> hads.Profile:
+    """Measured, and then made unequal: heads of the first half need far more than others."""
+    model = definition.merge(first.parameters)
+    found = calibrated(SECTION, model, TOKENS, name="tiny", digest="0")
+    need = np.where(np.arange(DECODER.q_heads) < DECODER.q_heads // 2, 30.0, 0.1)
+    curves = {name: curve * need[:, None] for name, curve in found.curves.items()}
+    made = found.model_copy(update={"curves": curves})
+    return hads.Profile.from_json(made.to_json().encode())
+
+
+@pytest.fixture(scope="module")
+def profile(definition, first):
+    return unequal_profile(definition, first)
+
+
+@pytest.fixture(scope="module")
+def attention(profile):
+    return make_attention(SECTION, DECODER, profile=profile)
+
+
+@pytest.fixture(scope="module")
+def placement(attention):
+    found = placement_of(attention, shards=SHARDS)
+    assert found is not None
+    return found
+
+
+def work_of_shards(attention, model) -> np.ndarray:
+    """Blocks that each shard lists, by layer, as the model really runs."""
+    planned = attention.attends[-1].planned
+    lengths = lambda q, k, v, call: jnp.diff(planned.layout(q, k, call).row_starts)
+    found = Observer(model, attend=attention.attends[-1])(jnp.asarray(TOKENS), lengths)
+    return np.asarray(found).reshape(DECODER.layers, len(TOKENS), SHARDS, -1).sum((1, 3)) / 2
+
+
+def test_weights_and_plan_in_another_order_are_the_same_function(
+    definition, first, profile, attention, placement
+):
+    order = order_of(placement)
+    moved = definition.merge(with_heads_in(order, first.parameters, definition.names))
+    placed = make_attention(SECTION, DECODER, profile=profile, kv_order=order)
+    before = definition.merge(first.parameters)(TOKENS, attend=attention.attends[-1])
+    after = moved(TOKENS, attend=placed.attends[-1])
+    assert np.isfinite(after).all()
+    np.testing.assert_allclose(after, before, rtol=1e-5, atol=1e-5)
+
+
+def test_shards_list_the_blocks_that_the_plan_foretells_and_end_near_their_mean(
+    definition, first, profile, attention, placement
+):
+    order = order_of(placement)
+    moved = definition.merge(with_heads_in(order, first.parameters, definition.names))
+    placed = make_attention(SECTION, DECODER, profile=profile, kv_order=order)
+    given = work_of_shards(attention, definition.merge(first.parameters))
+    np.testing.assert_array_equal(given, placement.before)
+    balanced = work_of_shards(placed, moved)
+    np.testing.assert_array_equal(balanced, placement.after)
+    assert placement.excess_before > 1.08
+    assert placement.excess_after < 1.02
+
+
+def test_the_order_can_be_undone(definition, first, placement):
+    order = order_of(placement)
+    moved = with_heads_in(order, first.parameters, definition.names)
+    back = with_heads_in(order, moved, definition.names, is_undone=True)
+    same = jax.tree.map(lambda a, b: bool((a == b).all()), back, first.parameters)
+    assert all(jax.tree.leaves(same))
+    is_moved = jax.tree.map(lambda a, b: bool((a != b).any()), moved, first.parameters)
+    assert any(jax.tree.leaves(is_moved))
+
+
+def test_a_checkpoint_brings_its_order_back(attention, profile, placement, tmp_path):
+    placed = make_attention(SECTION, DECODER, profile=profile, kv_order=order_of(placement))
+    placed.save(tmp_path)
+    record = placed.record(3)
+    found = resumed(SECTION, DECODER, record, tmp_path, step=3)
+    assert found.kv_order == placed.kv_order and found.plans[0].heads == placed.plans[0].heads
+    with pytest.raises(ArgumentError, match="not the one that the checkpoint was made with"):
+        resumed(SECTION, DECODER, record | {"kv_order": None}, tmp_path, step=3)
+
+
+def test_nothing_is_moved_where_it_does_not_help(attention):
+    assert placement_of(attention, shards=1) is None
+    assert placement_of(attention, shards=4) is None  # a kv head each: no order is better
+    dense = make_attention(config().attention, DECODER)
+    assert placement_of(dense, shards=SHARDS) is None
+    left_alone = SECTION.model_copy(update={"is_balanced": False})
+    plan = make_attention(left_alone, DECODER, profile=attention.profile)
+    assert placement_of(plan, shards=SHARDS) is None
+
+
+def test_an_order_that_is_none_is_refused(attention):
+    plan = attention.plans[0]
+    assert plan is not None
+    for order in ([], [[0, 1, 2, 3]], [[0, 0, 1, 2]] * DECODER.layers):
+        with pytest.raises(ArgumentError, match="no order of the model's kv heads"):
+            plan.reordered(order)
+
+
+def test_a_reordered_plan_asks_for_the_same_blocks(attention, placement):
+    plan = attention.plans[0]
+    moved = plan.reordered(order_of(placement))
+    assert moved.blocks.sum() == plan.blocks.sum()
+    assert hads.SparsityPlan.from_json(moved.to_json().encode()) == moved
+    np.testing.assert_array_equal(moved.blocks[1], plan.blocks[1][placement.q_order[1]])
+
+
+MESH = """
+import json, pathlib, tempfile
+from tests.training.data_sample import letters, save_texts, save_tokenizer
+from tests.training.test_balanced import RUN, unequal_profile
+from tests.training.test_guard import drawn_state
+from xsake.training.config import TrainingConfig
+from xsake.training.data.building import build
+from xsake.training.state import define
+from xsake.training.train import train
+
+def losses(folder, mesh):
+    name = "-".join(map(str, ["run", *mesh.values()]))
+    asked = RUN.model_dump() | {
+        "data": {"folder": folder / "data", "context": 64, "batch": 8},
+        "attention": {"kind": "plan", "budget": 0.8, "block": 8, "profile": folder / "p"},
+        "mesh": mesh, "checkpoint": {"folder": folder / name, "every": 0},
+        "optimizer": {"peak_learning_rate": 1e-2}, "run": {"steps": 3, "log_every": 0},
+    }
+    train(TrainingConfig.of(asked))
+    lines = (folder / name / "metrics.jsonl").read_text().splitlines()
+    manifest = next((folder / name / "steps").glob("*/MANIFEST.json"))
+    extra = json.loads(manifest.read_text())["extra"]
+    return np.array([json.loads(line)["loss"] for line in lines]), extra
+
+with tempfile.TemporaryDirectory() as name:
+    folder = pathlib.Path(name)
+    texts = [save_texts(folder / "texts.txt", letters(200))]
+    build(save_tokenizer(folder / "tokenizer"), texts, folder / "data")
+    unequal_profile(define(RUN), drawn_state(RUN)).save(folder / "p")
+    one, extra = losses(folder, {})
+    assert np.isfinite(one).all() and "kv_order" not in extra
+    many, extra = losses(folder, {"fsdp": 2, "tensor": 2, "context": 2})
+    assert np.abs(many / one - 1).max() < 1e-5, (many, one)
+    assert extra["kv_order"] == extra["attention"]["kv_order"], extra
+print("the mesh trains alike")
+"""
+
+
+def test_a_mesh_with_balanced_heads_trains_like_one_device():
+    run_on_eight_devices(MESH, "the mesh trains alike")
