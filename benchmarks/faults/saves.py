@@ -95,7 +95,8 @@ def damaged_files(ground: Ground, is_quick: bool) -> Fault:
     expected = {step: source.saved(step).digest for step in (19, 20)}
     files = _files(source)
     harms = {"cut": _cut, "emptied": lambda path: path.write_bytes(b""), "deleted": Path.unlink}
-    kinds = [(file, harm) for harm in harms for file in files]
+    # A file that is empty anyway can only be deleted.
+    kinds = [(x, harm) for harm in harms for x in files if x.stat().st_size or harm == "deleted"]
     data = max(files, key=lambda path: path.stat().st_size)
     real = [(data, harm) for harm in harms]
     for file, harm in kinds[:: 4 if is_quick else 1]:
