@@ -262,6 +262,7 @@ class Run:
         inject: Mapping[str, Any] | None = None,
         variables: Mapping[str, str | None] | None = None,
         command: list[str] | None = None,
+        is_piped: bool = False,
     ) -> Iterator[Started]:
         """The run as a process, which does not outlive the body.
 
@@ -270,6 +271,7 @@ class Run:
             inject: what goes wrong inside.
             variables: of the environment, added; None takes one away.
             command: instead of the run's own.
+            is_piped: its words go through another process, so that they have room in any case.
         """
         log = self.ground.folder / f"{self.name}.log"
         changed = self.ground.variables | dict(variables or {})
@@ -278,9 +280,12 @@ class Run:
         with log.open("ab") as out:
             begin = out.tell()
             process = subprocess.Popen(
-                words, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, env=given,
-                cwd=self.ground.folder, start_new_session=True,
+                words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE if is_piped else out,
+                stderr=subprocess.STDOUT, env=given, cwd=self.ground.folder, start_new_session=True,
             )  # fmt: skip
+            if process.stdout is not None:
+                subprocess.Popen(["cat"], stdin=process.stdout, stdout=out)
+                process.stdout.close()
         try:
             yield Started(process, log, begin)
         finally:

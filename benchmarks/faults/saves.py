@@ -156,7 +156,8 @@ def full_disk(ground: Ground, is_quick: bool) -> Fault:
         ("metrics find no room either", lambda run: (run.folder / "metrics.jsonl").stat().st_size),
     ):
         run = ground.run(f"f5-{len(fault.trials)}", f"run.steps={STEPS}")
-        with fault.trial(label) as trial, run.started(inject={"pace": 0.1}) as started:
+        piped = run.started(inject={"pace": 0.1}, is_piped=True)
+        with fault.trial(label) as trial, piped as started:
             process = started.process.pid
             started.until(lambda run=run: 20 in run.steps, "step 20 saved")
             old = _contents(run, only=run.steps)
