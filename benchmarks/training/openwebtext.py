@@ -81,8 +81,8 @@ def main() -> None:
     """Train what has not been trained yet, then write rows and the plot."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, required=True, help="of data and runs")
-    parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--draw", action="store_true", help="train nothing")
     asked = parser.parse_args()
     asked.folder.mkdir(parents=True, exist_ok=True)
