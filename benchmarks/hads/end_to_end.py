@@ -26,6 +26,7 @@ from benchmarks.hads.ruled import Ruled
 from benchmarks.smollm2 import directory
 from xsake.bench.environment import environment, own_checkout, source_digest
 from xsake.bench.whole_file import write_whole
+from xsake.cli.calibrate import COPIED_DOCUMENTS, EFFECT_DOCUMENTS
 from xsake.evaluation.bootstrap import estimate
 from xsake.evaluation.documents import Document as Text
 from xsake.evaluation.far_copy import far_copies
@@ -130,14 +131,15 @@ def main() -> None:
     parser.add_argument("--tests", type=int, default=12, help="test documents, the first so many")
     parser.add_argument("--far-copy", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--rules", help="names with semicolons; default: all but variants")
-    parser.add_argument("--effects", type=int, default=6, help="documents that tell effects")
+    parser.add_argument("--effects", type=int, default=EFFECT_DOCUMENTS, help="documents")
+    parser.add_argument("--copies", type=int, default=COPIED_DOCUMENTS, help="of those documents")
     asked = parser.parse_args()
     folder = directory()
     corpus = documents(Tokenizer.load(folder))
     others = [name for name in RULES if name not in (*FIRST, *SKIPPED)]
     groups = [asked.rules.split(";")] if asked.rules else [FIRST, others]
     named = [name for group in groups for name in group if name in RULES]
-    ladder = Ladder(asked.context, asked.block, corpus, named, OURS, asked.effects)
+    ladder = Ladder(asked.context, asked.block, corpus, named, OURS, asked.effects, asked.copies)
     ladder.prepare()
     course = Course(ladder, load(folder).model)
     trials = questions(corpus, asked.context, asked.tests, has_copies=asked.far_copy)

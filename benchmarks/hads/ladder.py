@@ -26,6 +26,7 @@ from benchmarks.hads.losses import Ballot, Loss, Masses
 from benchmarks.smollm2 import directory
 from xsake.bench.environment import environment, own_checkout
 from xsake.bench.whole_file import write_whole
+from xsake.cli.calibrate import COPIED_DOCUMENTS, EFFECT_DOCUMENTS
 from xsake.hads.attend import Planned
 from xsake.hads.budget import (
     AlwaysOn,
@@ -98,6 +99,7 @@ class Ladder:
         rules: names of the published rules that are compared.
         entries: ours; only their selectors are calibrated.
         effects: documents that tell what heads do to predictions.
+        copies: so many of those end with a copy of their beginning.
     """
 
     def __init__(
@@ -107,12 +109,13 @@ class Ladder:
         corpus: list[Document],
         rules: Iterable[str] = RULES,
         entries: tuple[Entry, ...] = ENTRIES,
-        effects: int = 6,
+        effects: int = EFFECT_DOCUMENTS,
+        copies: int = COPIED_DOCUMENTS,
     ):
         self.context, self.block, self.n = context, block, context // block
         self.calibration = [x for x in corpus if x.split == "calibration"]
         self.rules = {name: RULES[name]() for name in rules}
-        self.entries, self.effects = entries, effects
+        self.entries, self.effects, self.copies = entries, effects, copies
         named = {entry.selector or "sampled" for entry in entries}
         self.selectors = tuple(x for x in SELECTORS if x.name in named)
         least = ALWAYS.total(self.n) / visible_blocks(self.n)
@@ -155,9 +158,11 @@ class Ladder:
             q_heads=q.shape[2], kv_heads=k.shape[2], head_dim=k.shape[3],
         )  # fmt: skip
         asks = any(entry.policy == "effect" for entry in self.entries)
-        settings = Settings(
-            self.block, ALWAYS, self.selectors, effect_documents=self.effects if asks else 0
-        )
+        settings = Settings(self.block, ALWAYS, self.selectors)
+        if asks:
+            settings = dataclasses.replace(
+                settings, effect_documents=self.effects, copied_documents=self.copies
+            )
         return calibrate(
             Replay(self.calibration, self.context), model, readings, settings,
             shelf=Shelf(CACHE / "masses"),

@@ -181,6 +181,27 @@ def test_calibration_measures_effects_whatever_the_order_and_the_devices(reading
     assert plan.scope is hads.Scope.ROW
 
 
+def test_copies_are_for_effects_only_and_only_in_so_many_documents(params, readings):
+    few = [hads.Reading(x.name, x.tokens % VOCABULARY) for x in readings]
+    reader, asked = hads.observer(toy, params), []
+
+    class Spy:
+        def __call__(self, tokens, watch):
+            return reader(tokens, watch)
+
+        def slopes(self, tokens, seeds, tap, zeros):
+            asked.append(np.asarray(tokens[0]))
+            return zeros
+
+    settings = hads.Settings(block=8, selectors=(Pooled(),), effect_documents=3, copied_documents=2)
+    profile = hads.calibrate(Spy(), MODEL, few, settings)
+    assert {x.sha256 for x in profile.documents} == {x.sha256 for x in few}
+    whole = [x.tokens for x in sorted(few, key=lambda x: x.sha256)][:3]
+    for tokens, own in zip(asked[:2], whole[:2], strict=True):
+        np.testing.assert_array_equal(tokens, np.concatenate([own[:56], own[:8]]))
+    np.testing.assert_array_equal(asked[2], whole[2])
+
+
 def test_models_that_cannot_tell_are_told_so(params, readings):
     settings = hads.Settings(block=8, selectors=(Pooled(),), effect_documents=1)
     few = [hads.Reading(x.name, x.tokens % VOCABULARY) for x in readings]

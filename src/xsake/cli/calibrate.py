@@ -1,5 +1,6 @@
 """`xsake calibrate`: its arguments, its progress and its summary; the work is done elsewhere."""
 
+import dataclasses
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -14,6 +15,7 @@ from xsake.errors import ArgumentError
 
 DEFAULT_BUDGET = 0.3
 EFFECT_DOCUMENTS = 6  # gradients take three times as long as reading
+COPIED_DOCUMENTS = 2  # of those
 _POLICY = "effect, kl, mass, uniform, entropy_budget, static, ..."
 _SELECTOR = "sampled, cumulant, antidiagonal or pooled."
 _TEXT = "A .txt, .raw or .jsonl file, or a folder of .txt files; may be given several times."
@@ -69,8 +71,11 @@ def run_calibrate(
         scorer = hads.selector_named(selector)
         with DocumentScreen(console, "loading, cutting texts, compiling") as screen:
             task = CalibrationTask.of(model, text, context, documents, devices, dtype)
-            effects = EFFECT_DOCUMENTS if policy == "effect" else 0
-            settings = hads.Settings(block, hads.AlwaysOn(), (scorer,), effects, devices)
+            settings = hads.Settings(block, selectors=(scorer,), at_once=devices)
+            if policy == "effect":
+                settings = dataclasses.replace(
+                    settings, effect_documents=EFFECT_DOCUMENTS, copied_documents=COPIED_DOCUMENTS
+                )
             _require_possible(chosen, share, task.model.heads, context, settings)
             shelf = hads.Shelf(out.with_suffix(".masses"), fresh=fresh)
             found = hads.calibrate(

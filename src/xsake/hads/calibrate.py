@@ -25,6 +25,7 @@ from xsake.layout.grid import blocks_of
 # What decides a number.
 SOURCES = ("hads/measure.py", "hads/selectors", "attention", "kernels", "layout", "masks", "model")
 GLANCE = 1024  # tokens of a document that tell which components matter
+COPIED = 8  # of a document with a copy, one part in so many
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +40,20 @@ class Reading:
         return hashlib.sha256(np.asarray(self.tokens, "<i4").tobytes()).hexdigest()
 
 
+def with_copy(reading: Reading) -> Reading:
+    """The same document, its last tokens those that it begins with.
+
+    Example:
+        >>> with_copy(Reading("counting", np.arange(16))).tokens.tolist()[-4:]
+        [12, 13, 0, 1]
+    """
+    copied = len(reading.tokens) // COPIED
+    tokens = np.concatenate(
+        [reading.tokens[: len(reading.tokens) - copied], reading.tokens[:copied]]
+    )
+    return Reading(f"{reading.name}, ending with a copy", tokens)
+
+
 @dataclasses.dataclass(frozen=True)
 class Settings:
     """What is measured.
@@ -49,6 +64,8 @@ class Settings:
         selectors: whose estimates are compared with the truth.
         effect_documents: the first so many, by their digests, also tell what heads do to the
             model's predictions, which takes gradients: three to four times the time. 0: none.
+        copied_documents: so many of those end with a copy of their beginning: ordinary text seldom
+            asks for words from far back, and heads that fetch them would count for little.
         at_once: documents that the model reads at a time: how many devices share the work.
     """
 
@@ -56,6 +73,7 @@ class Settings:
     always: AlwaysOn = AlwaysOn()
     selectors: tuple[Selector, ...] = (Sampled(),)
     effect_documents: int = 0
+    copied_documents: int = 0
     at_once: int = 1
 
 
@@ -108,7 +126,10 @@ def calibrate(
     shelf = Shelf() if shelf is None else shelf
     components = _components(observe, readings, settings)
     keys = [_key(model, reading, settings, components) for reading in readings]
-    chosen = readings[: settings.effect_documents]
+    chosen = [
+        with_copy(reading) if place < settings.copied_documents else reading
+        for place, reading in enumerate(readings[: settings.effect_documents])
+    ]
     course = Course(len(readings) + len(chosen), watch)
     _measure(observe, readings, keys, settings, components, shelf, course)
     n = blocks_of(len(readings[0].tokens), settings.block)
