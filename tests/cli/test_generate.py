@@ -7,9 +7,13 @@ import tokenizers
 import typer
 from typer.testing import CliRunner
 
+from tests.hads.sample import profile
 from tests.model.checkpoints import copied
 from xsake.cli.generate import run_generate
 from xsake.errors import CheckpointError
+from xsake.hads import Planned, make_plan
+from xsake.hads.policy import KL
+from xsake.hads.selectors import Pooled
 from xsake.masks import Window
 from xsake.model import Dense, Masked, generate, huggingface
 from xsake.model.generate import Continuation, Generated, Timing
@@ -73,6 +77,16 @@ def test_a_model_goes_on_from_a_text(checkpoint):
     assert len(row["tokens"]) == len(row["logprobs"]) == 3 or row["finish"] == "end"
     assert shown.stdout == row["text"] + "\n"
     assert told["timing"]["prompt_tokens"] == 2
+
+
+def test_prompts_are_read_by_a_plan_or_by_a_mask(checkpoint, script, tmp_path):
+    asked, made = script((2,)), make_plan(profile(weights=3), KL("pooled"), 0.7, Pooled())
+    made.save(tmp_path / "plan.json")
+    given = [checkpoint, "--prompt", "the cat", "--plan", str(tmp_path / "plan.json")]
+    assert invoke(*given).exit_code == 0
+    assert isinstance(asked["attend"], Planned) and asked["attend"].plan == made
+    both = invoke(*given, "--mask", "window(3, 0)")
+    assert both.exit_code == 2 and "--mask and --plan" in both.stderr
 
 
 def test_one_prompt_streams_new_text_alone_and_figures_go_to_stderr(checkpoint, script):

@@ -16,6 +16,7 @@ from xsake.errors import ArgumentError, MissingExtraError, XsakeError
 
 CANNOT_RUN, INTERRUPTED = 2, 130  # exit codes
 _MASK = 'On top of the model\'s own attention, such as "window(1023, 0) | sinks(4)".'
+_PLAN = "Prompts are read by a plan, as `xsake calibrate` makes it; new tokens look at everything."
 _FILE = "Its text is a prompt, less the line break at its end; may be given several times."
 
 
@@ -39,6 +40,7 @@ def run_generate(
     ] = None,
     seed: Annotated[int, typer.Option(help="The same seed draws the same.")] = 0,
     mask: Annotated[str | None, typer.Option(help=_MASK)] = None,
+    plan: Annotated[Path | None, typer.Option(help=_PLAN)] = None,
     dtype: Annotated[
         Literal["float32", "bfloat16"], typer.Option(help="Of weights and activations.")
     ] = "float32",
@@ -61,7 +63,7 @@ def run_generate(
     try:
         prompts = _prompts(prompt, prompt_file)
         with console.status("loading and compiling") as status:
-            task = _Task.of(model, prompts, rules, mask=mask, dtype=dtype)
+            task = _Task.of(model, prompts, rules, attend=_attend(mask, plan), dtype=dtype)
             screen = _Screen(task, status, streams=len(prompts) == 1 and not as_json)
             found = task.run(screen.show)
     except KeyboardInterrupt as stop:
@@ -89,15 +91,12 @@ class _Task:
 
     @classmethod
     def of(
-        cls, folder: Path, texts: list[str], rules: dict[str, Any], *, mask: str | None, dtype: str
+        cls, folder: Path, texts: list[str], rules: dict[str, Any], *, attend: Any, dtype: str
     ) -> "_Task":
         generation = _library()
-        from xsake.masks.expression import parse
-        from xsake.model import Dense, Masked
         from xsake.model.huggingface import load
         from xsake.model.tokenizer import Tokenizer
 
-        attend = Dense() if mask is None else Masked(parse(mask))
         tokenizer = Tokenizer.load(folder)
         options = generation.GenerationOptions(**rules, end_ids=tokenizer.end_ids)
         prompts = [tokenizer.encode(text, adds_special=True) for text in texts]
@@ -108,6 +107,22 @@ class _Task:
         return _library().generate(
             self.model, self.prompts, self.options, attend=self.attend, on_tokens=on_tokens
         )
+
+
+def _attend(mask: str | None, plan: Path | None) -> Any:
+    """How layers look at each other."""
+    _library()
+    from xsake.hads import Planned, SparsityPlan
+    from xsake.masks.expression import parse
+    from xsake.model import Dense, Masked
+
+    if mask is not None and plan is not None:
+        raise ArgumentError(
+            "prompts are read by a mask or by a plan", got="--mask and --plan", fix="leave one out"
+        )
+    if plan is not None:
+        return Planned(SparsityPlan.load(plan))
+    return Dense() if mask is None else Masked(parse(mask))
 
 
 class _Screen:
