@@ -59,6 +59,14 @@ ci:
 bench *args:
     python -m benchmarks.must_show {{ args }}
 
+# a few ratios that must not become worse; a part of the gate
+bench-gate:
+    python -m benchmarks.gate
+
+# two commits beside each other, interleaved: just bench-commits main~5 main
+bench-commits *args:
+    python -m benchmarks.commits {{ args }}
+
 # put faults into real training runs; writes benchmarks/results/faults.json
 faults *args:
     python -m benchmarks.faults {{ args }}

@@ -26,12 +26,23 @@ class Worker:
         adapter: module name under `benchmarks.peers`.
         threads: cores it may use.
         is_isolated: keep our own PYTHONPATH out of a foreign environment.
+        source: folder whose packages come first; None: as in this process.
     """
 
-    def __init__(self, python: Path, adapter: str, *, threads: int, is_isolated: bool):
+    def __init__(
+        self,
+        python: Path,
+        adapter: str,
+        *,
+        threads: int,
+        is_isolated: bool,
+        source: Path | None = None,
+    ):
         environment = dict(os.environ)
         if is_isolated:
             environment.pop("PYTHONPATH", None)
+        if source is not None:
+            environment["PYTHONPATH"] = str(source)
         self.adapter = adapter
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed in __exit__
         self._process = subprocess.Popen(

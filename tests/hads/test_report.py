@@ -19,7 +19,7 @@ from xsake.hads.policy import KL, Original, Static
 from xsake.hads.report import Bounds, Figures, draw, page, read_bounds, read_ladder
 from xsake.hads.report.chart import spread
 from xsake.hads.report.ladder import needed
-from xsake.hads.report.markup import element
+from xsake.pages.markup import element
 
 EVIL = '<script>alert("&")</script>'
 VOID = {"meta"}

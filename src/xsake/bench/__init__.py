@@ -10,11 +10,11 @@ from xsake.bench.claims import Claim, Verdict, judge
 from xsake.bench.environment import Environment, environment
 from xsake.bench.rows import BenchmarkRow, Ratio, Shape, append_rows, read_rows
 from xsake.bench.runner import Side, Spread, interleave, pair_ratio, time_call
-from xsake.bench.shapes import SHAPES, causal_grid, head_budgets, ragged_grid
+from xsake.bench.shapes import HEADS, causal_grid, head_budgets, ragged_grid, shape_of
 from xsake.bench.table import claims_table, rows_table
 
 __all__ = [
-    "SHAPES",
+    "HEADS",
     "BenchmarkRow",
     "Claim",
     "Environment",
@@ -34,5 +34,6 @@ __all__ = [
     "ragged_grid",
     "read_rows",
     "rows_table",
+    "shape_of",
     "time_call",
 ]

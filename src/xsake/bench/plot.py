@@ -3,6 +3,9 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+
+from xsake.bench.growth import Growth
 from xsake.bench.rows import BenchmarkRow
 from xsake.errors import ArgumentError, MissingExtraError
 
@@ -61,6 +64,29 @@ def draw_budgets(rows: Sequence[BenchmarkRow], path: Path, title: str, *, baseli
     axes.set_ylabel(f"time / time of {baseline}")
     axes.legend(frameon=False)
     _finish(figure, axes, path, title, sparse[0])
+
+
+def draw_growth(found: Sequence[Growth], rows: Sequence[BenchmarkRow], path: Path) -> None:
+    """Microseconds per token against the length, both on logarithmic axes, with the fits."""
+    if not found:
+        raise ArgumentError("Nothing to draw.", got="no side that was timed at three lengths")
+    figure, axes = _canvas(height=4.6)
+    for each in found:
+        line = np.geomspace(each.tokens[0], each.tokens[-1], 50).tolist()
+        per_token = [
+            1e6 * seconds / tokens
+            for tokens, seconds in zip(each.tokens, each.seconds, strict=True)
+        ]
+        (mark,) = axes.plot(each.tokens, per_token, "o", markersize=5)
+        label = f"{each.side}: tokens^{each.exponent:.2f}"
+        fit = [1e6 * each.at(tokens) / tokens for tokens in line]
+        axes.plot(line, fit, color=mark.get_color(), label=label)
+    axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel="microseconds per token, forward")
+    ticks = sorted({tokens for each in found for tokens in each.tokens})
+    axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+    axes.minorticks_off()
+    axes.legend(frameon=False, title="seconds of a whole pass grow as")
+    _finish(figure, axes, path, "Cost of a token by length", rows[0])
 
 
 def _has_ratio(row: BenchmarkRow, baseline: str) -> bool:

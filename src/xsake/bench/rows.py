@@ -87,6 +87,10 @@ class BenchmarkRow(_Strict):
         default=None, ge=0, description="from the request to the first result, compilation included"
     )
     seconds: Timing | None = None
+    failure: str | None = Field(default=None, description="why nothing could be measured")
+    flops: Count | None = Field(
+        default=None, description="of the products that the listed blocks need, none of them twice"
+    )
     repeats: Count = Field(default=0, description="timed rounds")
     ratios: tuple[Ratio, ...] = ()
     temp_bytes: Count | None = Field(default=None, description="the compiler's own temporary bytes")

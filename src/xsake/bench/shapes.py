@@ -1,4 +1,4 @@
-"""Named problem sizes and the block grids of ragged heads."""
+"""Heads of real models, and the block grids of ragged heads."""
 
 import numpy as np
 from jaxtyping import Bool, Float
@@ -6,15 +6,29 @@ from jaxtyping import Bool, Float
 from xsake.bench.rows import Shape
 from xsake.errors import ArgumentError
 
-SHAPES: dict[str, Shape] = {
-    "1k": Shape.square(1024),
-    "2k": Shape.square(2048),
-    "4k": Shape.square(4096),
-    "8k": Shape.square(8192),
-    "16k": Shape.square(16384),
-    "32k": Shape.square(32768),
+HEADS: dict[str, tuple[int, int, int]] = {
+    "square": (12, 12, 64),
+    "smollm2-135m": (9, 3, 64),
+    "llama-3-8b/4": (8, 2, 128),
+    "qwen3-0.6b": (16, 8, 128),
+    "gemma-3-1b": (4, 1, 256),
 }
-"""Self-attention with 12 heads of 64, batch 1, by number of tokens."""
+"""Query heads, kv heads and head dim of real models; `/4`: a quarter of its heads."""
+
+
+def shape_of(name: str, tokens: int) -> Shape:
+    """Self-attention of a named model over `tokens` positions, batch 1.
+
+    Example:
+        >>> shape_of("smollm2-135m", 4096).q_heads
+        9
+    """
+    if name not in HEADS:
+        raise ArgumentError("There is no such shape.", got=name, expected=", ".join(HEADS))
+    q_heads, kv_heads, head_dim = HEADS[name]
+    return Shape(
+        q_tokens=tokens, kv_tokens=tokens, q_heads=q_heads, kv_heads=kv_heads, head_dim=head_dim
+    )
 
 
 def causal_grid(heads: int, blocks: int) -> Bool[np.ndarray, "Hq Nq Nk"]:

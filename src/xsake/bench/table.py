@@ -18,9 +18,9 @@ def rows_table(rows: Iterable[BenchmarkRow], title: str = "") -> Table:
     for row in rows:
         table.add_row(
             row.side,
-            str(row.shape.q_tokens),
+            str(row.shape.kv_tokens),
             "" if row.budget is None else f"{row.budget:.1%}",
-            "" if row.seconds is None else _format_timing(row.seconds),
+            row.failure or ("" if row.seconds is None else _format_timing(row.seconds)),
             "\n".join(f"{ratio.spread.describe()} of {ratio.baseline}" for ratio in row.ratios),
             _format_memory(row),
             _format_error(row),

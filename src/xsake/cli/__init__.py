@@ -9,6 +9,7 @@ import typer
 
 import xsake
 from xsake.cli import doctor
+from xsake.cli.bench import bench_app
 from xsake.cli.calibrate import run_calibrate
 from xsake.cli.certify import run_certify
 from xsake.cli.data import data_app
@@ -31,6 +32,7 @@ app.command("generate")(run_generate)
 app.command("launch", context_settings={"allow_interspersed_args": False})(run_launch)
 app.command("report")(run_report)
 app.command("train")(run_train)
+app.add_typer(bench_app, name="bench")
 app.add_typer(data_app, name="data")
 app.add_typer(plan_app, name="plan")
 

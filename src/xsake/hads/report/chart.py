@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 from xsake.hads.report.ladder import LEAST_KL, TARGET_KL, Comparison, Rule
-from xsake.hads.report.markup import Markup, element
+from xsake.pages.markup import Markup, element
 
 LEFT, TOP, WIDE, LABELS = 52, 14, 430, 210
 LINE = 13.0  # height of a name beside the end of its line

@@ -6,8 +6,8 @@ import numpy as np
 
 from xsake.hads.plan_parts import HeadPlan
 from xsake.hads.report.figures import ORACLE, Figures
-from xsake.hads.report.markup import Markup, element, joined, scrolled, table
 from xsake.hads.report.svg import head_picture, heat_map
+from xsake.pages.markup import Markup, element, joined, scrolled, table
 
 _PERCENT = lambda value: f"{100 * value:.0f}"
 

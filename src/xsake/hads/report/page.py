@@ -11,12 +11,10 @@ from xsake.hads.report.chart import policy_chart
 from xsake.hads.report.figures import ORACLE, Figures
 from xsake.hads.report.heads import head_section, map_section
 from xsake.hads.report.ladder import OURS, TARGET_KL, Comparison
-from xsake.hads.report.markup import Markup, element, joined, scrolled, table
-from xsake.hads.report.style import STYLE
+from xsake.pages.frame import framed
+from xsake.pages.markup import Markup, element, joined, scrolled, table
 
 MOST_PAGE_BYTES = 2**25
-# Not even a browser that is tricked may fetch or run anything.
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 
 
 def page(figures: Figures) -> str:
@@ -34,28 +32,7 @@ def page(figures: Figures) -> str:
         sections["Rules compared"] = joined(_comparison(one) for one in figures.comparisons)
     if figures.bounds is not None:
         sections["Bounds"] = _bounds(figures.bounds)
-    places = {title: title.lower().replace(" ", "-") for title in sections}
-    links = (element("li", element("a", title, href=f"#{at}")) for title, at in places.items())
-    parts = (
-        element("section", element("h2", title, id=places[title]), part)
-        for title, part in sections.items()
-    )
-    title = f"{figures.plan.model.name}: sparsity plan"
-    head = element(
-        "head",
-        element("meta", charset="utf-8"),
-        element("meta", http_equiv="Content-Security-Policy", content=POLICY),
-        element("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        element("title", title),
-        element("style", Markup(STYLE)),
-    )
-    body = element(
-        "body",
-        element("h1", title),
-        element("nav", element("ul", *links), aria_label="parts of this page"),
-        element("main", *parts),
-    )
-    return "<!doctype html>\n" + element("html", head, "\n", body, lang="en") + "\n"
+    return framed(f"{figures.plan.model.name}: sparsity plan", sections)
 
 
 def write(figures: Figures, path: Path) -> int:

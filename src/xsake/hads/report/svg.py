@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Float
 
 from xsake.hads.budget import AlwaysOn, level_totals, visible_blocks
-from xsake.hads.report.markup import Markup, element
+from xsake.pages.markup import Markup, element
 
 MOST_POINTS = 24  # of a line
 CELL = 38, 20

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from xsake.kernels import tuning
 from xsake.kernels.block_sparse import blocked, cost, tiles
 from xsake.kernels.block_sparse.blocked import Lists, take
 from xsake.kernels.block_sparse.call import (
@@ -61,7 +62,7 @@ def tile_sizes(layout, rows: int, platform: str) -> TileSizes:
 
 def passes(operands: Operands, problem: Problem, platform: str) -> tuple[cost.Pass, ...]:
     """What forward and backward will compute."""
-    sizes = functools.partial(tile_sizes, platform=platform)
+    sizes = functools.partial(_tiles, operands, platform=platform)
     return cost.blockwise(operands, *cost.grouped_rows(operands, problem, sizes), widens=True)
 
 
@@ -93,7 +94,15 @@ def _by_platform(run, operands: Operands, problem: Problem, *rest):
 
 
 def _sizes(call: Call, rows: int, platform: str) -> TileSizes:
-    return call.problem.tiles or tile_sizes(call.layout, rows, platform)
+    return call.problem.tiles or _tiles(call.operands, call.layout, rows, platform)
+
+
+def _tiles(operands: Operands, layout, rows: int, platform: str) -> TileSizes:
+    """Pinned tile sizes, or our own."""
+    where = "cpu" if platform == "cpu" else "accelerator"
+    q = operands.q
+    found = tuning.tuned(layout, rows, where, q.dtype.name, q.shape[-1])
+    return found or tile_sizes(layout, rows, platform)
 
 
 def _forward(operands: Operands, problem: Problem, platform: str):

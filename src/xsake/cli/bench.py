@@ -1,0 +1,266 @@
+"""`xsake bench`: its arguments, its progress and its tables; the work is done elsewhere."""
+
+import os
+from pathlib import Path
+from typing import Annotated, Any, get_args
+
+import rich.console
+import typer
+from rich.table import Table
+
+from xsake.cli.exits import exit_codes
+from xsake.cli.screen import MovingLine
+from xsake.errors import ArgumentError
+
+bench_app = typer.Typer(no_args_is_help=True, help="Measure attention on this machine.")
+STOPPED = "Interrupted. Rows of lengths that were done are in the file."
+_Shape = Annotated[str, typer.Option(help="Heads of a model: square, smollm2-135m, ...")]
+_Tokens = Annotated[str, typer.Option(help="Lengths, with commas.")]
+_Budgets = Annotated[str, typer.Option(help="Shares of the visible blocks, with commas.")]
+_Block = Annotated[int, typer.Option(min=1, help="Tokens of a block.")]
+_Dtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16.")]
+_Rounds = Annotated[int, typer.Option(min=1, help="Timed rounds; all sides in each.")]
+_Threads = Annotated[int | None, typer.Option(min=1, help="Cores to keep to; default: all.")]
+_Tiles = Annotated[Path | None, typer.Option(help="Tile sizes, as `xsake bench tune` writes.")]
+_Out = Annotated[Path | None, typer.Option("--out", "-o", help="Rows are added to this file.")]
+
+
+@bench_app.command("attention")
+def run_attention(
+    shape: _Shape = "square",
+    tokens: _Tokens = "1024,4096",
+    budgets: _Budgets = "43%,25%",
+    block: _Block = 128,
+    dtype: _Dtype = "float32",
+    rounds: _Rounds = 9,
+    threads: _Threads = None,
+    tiles: _Tiles = None,
+    out: _Out = None,
+) -> None:
+    """Forward passes: all visible blocks, some of them, and jax.nn, in turn."""
+    _run("attention", shape, tokens, budgets, block, dtype, rounds, threads, out, tiles)
+
+
+@bench_app.command("backward")
+def run_backward(
+    shape: _Shape = "square",
+    tokens: _Tokens = "1024,4096",
+    budgets: _Budgets = "43%,25%",
+    block: _Block = 128,
+    dtype: _Dtype = "float32",
+    rounds: _Rounds = 9,
+    threads: _Threads = None,
+    tiles: _Tiles = None,
+    out: _Out = None,
+) -> None:
+    """Forward and backward passes together."""
+    _run("backward", shape, tokens, budgets, block, dtype, rounds, threads, out, tiles)
+
+
+@bench_app.command("decode")
+def run_decode(
+    shape: _Shape = "square",
+    tokens: _Tokens = "1024,4096,16384",
+    dtype: _Dtype = "float32",
+    rounds: _Rounds = 25,
+    threads: _Threads = None,
+    out: _Out = None,
+) -> None:
+    """One new token that looks at a cache of so many."""
+    _run("decode", shape, tokens, "100%", 128, dtype, rounds, threads, out)
+
+
+@bench_app.command("memory")
+def run_memory(
+    shape: _Shape = "square",
+    tokens: _Tokens = "4096,8192,16384",
+    budgets: _Budgets = "25%",
+    block: _Block = 128,
+    dtype: _Dtype = "float32",
+    out: _Out = None,
+) -> None:
+    """Temporary memory that the compiler plans for both passes; nothing is run."""
+    _run("memory", shape, tokens, budgets, block, dtype, 1, None, out)
+
+
+@bench_app.command("growth")
+def run_growth(
+    shape: _Shape = "square",
+    tokens: _Tokens = "1024,2048,4096,8192,16384",
+    budget: Annotated[str, typer.Option(help="Share of the visible blocks.")] = "25%",
+    block: _Block = 128,
+    dtype: _Dtype = "float32",
+    rounds: _Rounds = 5,
+    threads: _Threads = None,
+    out: _Out = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw it into this PNG.")] = None,
+) -> None:
+    """How the time of a forward pass grows with its length, and where lines cross."""
+    rows = _run("attention", shape, tokens, budget, block, dtype, rounds, threads, out)
+    from xsake.bench.growth import growths
+    from xsake.bench.plot import draw_growth
+
+    with exit_codes(STOPPED):
+        found = growths(rows)
+        table = Table("side", "grows as", "largest residual", title="Growth", title_justify="left")
+        for each in found:
+            table.add_row(each.side, f"tokens^{each.exponent:.2f}", f"{each.largest_residual:.0%}")
+        rich.console.Console().print(table)
+        if plot is not None:
+            draw_growth(found, rows, plot)
+
+
+@bench_app.command("tune")
+def run_tune(
+    shape: _Shape = "square",
+    tokens: _Tokens = "4096",
+    budgets: _Budgets = "100%,25%",
+    block: _Block = 128,
+    dtype: _Dtype = "float32",
+    backward: Annotated[bool, typer.Option(help="Time gradients too.")] = False,
+    rounds: _Rounds = 9,
+    threads: _Threads = None,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Findings are added to this file.")] = (
+        Path("tuned.json")
+    ),
+) -> None:
+    """Search tile sizes for calls of this size: they change the time, never the result.
+
+    Use them with `xsake.kernels.tuning.pinned(load_here(path))`, or `xsake bench --tiles`.
+    """
+    console = rich.console.Console()
+    with exit_codes(STOPPED):
+        _keep_to(threads)
+        from xsake.bench import shape_of
+        from xsake.bench.measure import grid_of
+        from xsake.bench.tuned_file import TunedFile
+        from xsake.bench.tuner import search
+
+        known = TunedFile.loads(out.read_text()) if out.exists() else TunedFile.of(())
+        for length in map(_number, tokens.split(",")):
+            for share in map(_share, budgets.split(",")):
+                asked = shape_of(shape, length)
+                grid = grid_of(asked, share, block, 0)
+                with MovingLine(console, f"{length} tokens, {share:.0%}") as line:
+                    found = search(
+                        asked, grid, block=block, dtype=dtype, is_backward=backward, rounds=rounds,
+                        watch=lambda done, total, line=line: line.update(done, total, "compiling"),
+                    )  # fmt: skip
+                words = "nothing is faster than the backend's own sizes"
+                if found.call is not None:
+                    known = known.merged((found.call,))
+                    known.save(out)
+                    words = f"{found.best}: {found.speedup.describe()} of the speed before"
+                console.print(f"{length} tokens, {share:.0%}, {found.tried} sizes: {words}")
+
+
+@bench_app.command("report")
+def run_report(
+    rows: Annotated[list[Path], typer.Argument(help="Files of rows.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The page.")] = Path("bench.html"),
+) -> None:
+    """One HTML page of what was measured; it needs no network and no other file."""
+    from xsake.bench import read_rows
+    from xsake.bench.report import page
+    from xsake.bench.whole_file import write_whole
+
+    with exit_codes(STOPPED):
+        found = [row for path in rows for row in read_rows(path)]
+        if not found:
+            raise ArgumentError("there is nothing to show", got="no row", expected="xsake bench -o")
+        write_whole(out, page(found))
+    rich.console.Console().print(f"{len(found)} rows, written to {out}", highlight=False)
+
+
+@bench_app.command("compare")
+def run_compare(
+    before: Annotated[Path, typer.Argument(help="Rows of an earlier run.")],
+    after: Annotated[Path, typer.Argument(help="Rows of a later run.")],
+    limit: Annotated[float, typer.Option(help="Slower by more than this fails.")] = 1.1,
+) -> None:
+    """Which sides became slower, each held against the bare product of its own run.
+
+    Exit code 1 if a side is slower by more than the limit, even by its better quartile.
+    """
+    from xsake.bench import read_rows
+    from xsake.bench.compare import changes
+
+    with exit_codes(STOPPED):
+        found = changes(read_rows(before), read_rows(after))
+        if not found:
+            raise ArgumentError("no side is in both files", got=f"{before} and {after}")
+    table = Table("experiment", "side", "size", "after / before", "verdict")
+    for change in found:
+        verdict = "unclear" if not change.is_clear else "same or faster"
+        if change.is_slower(limit):
+            verdict = "[red]slower[/]"
+        told = change.factor
+        words = f"{told.median:.3f} [{told.q25:.3f}, {told.q75:.3f}]"
+        table.add_row(change.experiment, change.side, change.size, words, verdict)
+    rich.console.Console().print(table)
+    if any(change.is_slower(limit) for change in found):
+        raise typer.Exit(code=1)
+
+
+def _run(kind, shape, tokens, budgets, block, dtype, rounds, threads, out, tiles=None) -> list[Any]:
+    """Measure, show and keep rows."""
+    console = rich.console.Console()
+    with exit_codes(STOPPED):
+        cores = _keep_to(threads)
+        from xsake.bench import append_rows, rows_table
+        from xsake.bench.measure import Kind, Settings, measure
+        from xsake.bench.spot_check import TOLERANCE
+        from xsake.bench.tuned_file import load_here
+        from xsake.kernels.tuning import TileTable, pinned
+
+        table = TileTable() if tiles is None else load_here(tiles)
+        assert kind in get_args(Kind)
+        if dtype not in TOLERANCE:
+            raise ArgumentError("there is no such dtype", got=dtype, expected=", ".join(TOLERANCE))
+        lengths = tuple(_number(word) for word in tokens.split(","))
+        shares = tuple(_share(word) for word in budgets.split(","))
+        settings = Settings(shape, lengths, shares, block, dtype, rounds, cores)
+        with MovingLine(console, f"{kind}, {lengths[0]} tokens") as line:
+
+            def show(done: int, rows: list[Any]) -> None:
+                if out is not None:
+                    append_rows(out, rows)
+                following = f"{kind}, {lengths[min(done, len(lengths) - 1)]} tokens"
+                line.update(done, len(lengths), following)
+
+            with pinned(table):
+                rows = measure(kind, settings, show)
+    if not console.is_terminal:
+        console.width = 160
+    console.print(rows_table(rows, title=f"{kind}, {shape}, {dtype}, {cores} cores"))
+    if any(row.is_correct is False for row in rows):
+        raise typer.Exit(code=1)
+    return rows
+
+
+def _keep_to(threads: int | None) -> int:
+    """Keep this process to so many cores, before the library starts its threads."""
+    if not hasattr(os, "sched_setaffinity"):
+        return threads or os.cpu_count() or 1
+    cores = sorted(os.sched_getaffinity(0))
+    if threads is not None:
+        if threads > len(cores):
+            raise ArgumentError("there are not so many cores", got=threads, expected=len(cores))
+        os.sched_setaffinity(0, set(cores[:threads]))
+    return threads or len(cores)
+
+
+def _number(word: str) -> int:
+    try:
+        number = int(word)
+    except ValueError as error:
+        raise ArgumentError("--tokens takes numbers", got=word, expected="1024,4096") from error
+    if number < 1:
+        raise ArgumentError("a sequence has tokens", got=word, expected="1 or more")
+    return number
+
+
+def _share(word: str) -> float:
+    from xsake.cli.calibrate import share_of
+
+    return share_of(word)

@@ -1,0 +1,70 @@
+"""`xsake bench` as its user sees it."""
+
+import os
+
+import pytest
+from typer.testing import CliRunner
+
+from xsake.bench import append_rows, read_rows
+from xsake.bench.compare import PRODUCT
+from xsake.cli.bench import bench_app
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(bench_app, list(arguments), env={"COLUMNS": "200"})
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
+    asked = "attention --shape gemma-3-1b --tokens 48,64,80 --budgets 60% --block 16 --rounds 2"
+    shown = invoke(*asked.split(), "-o", str(path))
+    assert shown.exit_code == 0, shown.output
+    assert "xsake, 60%" in shown.output and "jax.nn" in shown.output
+    return path
+
+
+def test_rows_are_kept_shown_as_a_page_and_compared(rows, tmp_path):
+    assert len(read_rows(rows)) == 9
+    page = tmp_path / "page.html"
+    assert invoke("report", str(rows), "-o", str(page)).exit_code == 0
+    assert "Growth" in page.read_text()
+    same = invoke("compare", str(rows), str(rows))
+    assert same.exit_code == 0 and "1.000" in same.output
+    slower = [
+        row.model_copy(update={"ratios": tuple(
+            x.model_copy(update={name: 9 * getattr(x, name) for name in ("median", "q25", "q75")})
+            for x in row.ratios if x.baseline == PRODUCT
+        )})
+        for row in read_rows(rows)
+    ]  # fmt: skip
+    append_rows(tmp_path / "slower.jsonl", slower)
+    worse = invoke("compare", str(rows), str(tmp_path / "slower.jsonl"))
+    assert worse.exit_code == 1 and "slower" in worse.output
+
+
+def test_the_process_keeps_to_the_cores_it_was_given():
+    before = os.sched_getaffinity(0)
+    try:
+        words = "decode --shape gemma-3-1b --tokens 32 --rounds 1 --threads 1"
+        shown = invoke(*words.split())
+        assert shown.exit_code == 0 and "1 cores" in shown.output
+        assert len(os.sched_getaffinity(0)) == 1
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("attention --shape nobody", "no such shape"),
+        ("attention --tokens many", "takes numbers"),
+        ("attention --dtype int8", "no such dtype"),
+        ("attention --budgets much", "takes a share"),
+        ("decode --threads 4096", "not so many cores"),
+        ("compare nothing.jsonl nothing.jsonl", "nothing.jsonl"),
+    ],
+)
+def test_what_cannot_run_is_told_with_exit_code_2(words, told):
+    shown = invoke(*words.split())
+    assert shown.exit_code == 2 and told in shown.output
