@@ -71,11 +71,7 @@ def run_calibrate(
         scorer = hads.selector_named(selector)
         with DocumentScreen(console, "loading, cutting texts, compiling") as screen:
             task = CalibrationTask.of(model, text, context, documents, devices, dtype)
-            settings = hads.Settings(block, selectors=(scorer,), at_once=devices)
-            if policy == "effect":
-                settings = dataclasses.replace(
-                    settings, effect_documents=EFFECT_DOCUMENTS, copied_documents=COPIED_DOCUMENTS
-                )
+            settings = _measured(hads.Settings(block, selectors=(scorer,), at_once=devices), policy)
             _require_possible(chosen, share, task.model.heads, context, settings)
             shelf = hads.Shelf(out.with_suffix(".masses"), fresh=fresh)
             found = hads.calibrate(
@@ -101,6 +97,14 @@ def _settings(words: list[str]) -> dict[str, float]:
         except ValueError as error:
             raise ArgumentError("--set takes a setting", got=word, expected="eps=0.05") from error
     return found
+
+
+def _measured(settings: Any, policy: str) -> Any:
+    """What calibration measures for a policy."""
+    if policy != "effect":
+        return settings
+    counts = {"effect_documents": EFFECT_DOCUMENTS, "copied_documents": COPIED_DOCUMENTS}
+    return dataclasses.replace(settings, **counts)
 
 
 def _asked(policy: Any, budget: str | None) -> float | None:
