@@ -1,8 +1,9 @@
 """`xsake bench`: its arguments, its progress and its tables; the work is done elsewhere."""
 
+import dataclasses
 import os
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any
 
 import rich.console
 import typer
@@ -38,7 +39,7 @@ def run_attention(
     out: _Out = None,
 ) -> None:
     """Forward passes: all visible blocks, some of them, and jax.nn, in turn."""
-    _run("attention", shape, tokens, budgets, block, dtype, rounds, threads, out, tiles)
+    _run("attention", _Asked(shape, tokens, dtype, out, budgets, block, rounds, threads, tiles))
 
 
 @bench_app.command("backward")
@@ -54,7 +55,7 @@ def run_backward(
     out: _Out = None,
 ) -> None:
     """Forward and backward passes together."""
-    _run("backward", shape, tokens, budgets, block, dtype, rounds, threads, out, tiles)
+    _run("backward", _Asked(shape, tokens, dtype, out, budgets, block, rounds, threads, tiles))
 
 
 @bench_app.command("decode")
@@ -67,7 +68,7 @@ def run_decode(
     out: _Out = None,
 ) -> None:
     """One new token that looks at a cache of so many."""
-    _run("decode", shape, tokens, "100%", 128, dtype, rounds, threads, out)
+    _run("decode", _Asked(shape, tokens, dtype, out, rounds=rounds, threads=threads))
 
 
 @bench_app.command("memory")
@@ -80,7 +81,7 @@ def run_memory(
     out: _Out = None,
 ) -> None:
     """Temporary memory that the compiler plans for both passes; nothing is run."""
-    _run("memory", shape, tokens, budgets, block, dtype, 1, None, out)
+    _run("memory", _Asked(shape, tokens, dtype, out, budgets, block))
 
 
 @bench_app.command("growth")
@@ -96,7 +97,7 @@ def run_growth(
     plot: Annotated[Path | None, typer.Option(help="Draw it into this PNG.")] = None,
 ) -> None:
     """How the time of a forward pass grows with its length, and where lines cross."""
-    rows = _run("attention", shape, tokens, budget, block, dtype, rounds, threads, out)
+    rows = _run("attention", _Asked(shape, tokens, dtype, out, budget, block, rounds, threads))
     from xsake.bench.growth import growths
     from xsake.bench.plot import draw_growth
 
@@ -202,37 +203,57 @@ def run_compare(
         raise typer.Exit(code=1)
 
 
-def _run(kind, shape, tokens, budgets, block, dtype, rounds, threads, out, tiles=None) -> list[Any]:
+@dataclasses.dataclass(frozen=True)
+class _Asked:
+    """What a command was told, in its own words."""
+
+    shape: str
+    tokens: str
+    dtype: str
+    out: Path | None
+    budgets: str = "100%"
+    block: int = 128
+    rounds: int = 1
+    threads: int | None = None
+    tiles: Path | None = None
+
+    def settings(self, cores: int) -> Any:
+        from xsake.bench.measure import Settings
+        from xsake.bench.spot_check import TOLERANCE
+
+        if self.dtype not in TOLERANCE:
+            expected = ", ".join(TOLERANCE)
+            raise ArgumentError("there is no such dtype", got=self.dtype, expected=expected)
+        lengths = tuple(map(_number, self.tokens.split(",")))
+        shares = tuple(map(_share, self.budgets.split(",")))
+        return Settings(self.shape, lengths, shares, self.block, self.dtype, self.rounds, cores)
+
+
+def _run(kind: Any, asked: _Asked) -> list[Any]:
     """Measure, show and keep rows."""
     console = rich.console.Console()
     with exit_codes(STOPPED):
-        cores = _keep_to(threads)
+        cores = _keep_to(asked.threads)
         from xsake.bench import append_rows, rows_table
-        from xsake.bench.measure import Kind, Settings, measure
-        from xsake.bench.spot_check import TOLERANCE
+        from xsake.bench.measure import measure
         from xsake.bench.tuned_file import load_here
         from xsake.kernels.tuning import TileTable, pinned
 
-        table = TileTable() if tiles is None else load_here(tiles)
-        assert kind in get_args(Kind)
-        if dtype not in TOLERANCE:
-            raise ArgumentError("there is no such dtype", got=dtype, expected=", ".join(TOLERANCE))
-        lengths = tuple(_number(word) for word in tokens.split(","))
-        shares = tuple(_share(word) for word in budgets.split(","))
-        settings = Settings(shape, lengths, shares, block, dtype, rounds, cores)
-        with MovingLine(console, f"{kind}, {lengths[0]} tokens") as line:
+        settings = asked.settings(cores)
+        table = TileTable() if asked.tiles is None else load_here(asked.tiles)
+        lengths = settings.tokens
+        with MovingLine(console, f"{kind}, {lengths[0]} tokens") as line, pinned(table):
 
             def show(done: int, rows: list[Any]) -> None:
-                if out is not None:
-                    append_rows(out, rows)
+                if asked.out is not None:
+                    append_rows(asked.out, rows)
                 following = f"{kind}, {lengths[min(done, len(lengths) - 1)]} tokens"
                 line.update(done, len(lengths), following)
 
-            with pinned(table):
-                rows = measure(kind, settings, show)
+            rows = measure(kind, settings, show)
     if not console.is_terminal:
         console.width = 160
-    console.print(rows_table(rows, title=f"{kind}, {shape}, {dtype}, {cores} cores"))
+    console.print(rows_table(rows, title=f"{kind}, {asked.shape}, {asked.dtype}, {cores} cores"))
     if any(row.is_correct is False for row in rows):
         raise typer.Exit(code=1)
     return rows
