@@ -17,6 +17,7 @@ from xsake.cli.export import run_export
 from xsake.cli.generate import run_generate
 from xsake.cli.launch import run_launch
 from xsake.cli.plan import plan_app
+from xsake.cli.profile import profile_app
 from xsake.cli.report import run_report
 from xsake.cli.train import run_train
 
@@ -33,6 +34,7 @@ app.command("report")(run_report)
 app.command("train")(run_train)
 app.add_typer(data_app, name="data")
 app.add_typer(plan_app, name="plan")
+app.add_typer(profile_app, name="profile")
 
 
 def _print_version(wanted: bool) -> bool:
