@@ -1,23 +1,14 @@
 """Runs as training leaves them, without training; and a dashboard that really listens."""
 
 import contextlib
-import json
-import os
-import re
-import subprocess
-import sys
 import threading
-import time
-import urllib.error
-import urllib.request
-from pathlib import Path
 
 import numpy as np
 
+from benchmarks.observability.serving import TOKEN, Served, served
 from xsake.observability import MetricsFile
 
-TOKEN = "0123456789abcdefghijklmnopqrstuvwxyzABCDEF_"
-PROGRAM = [sys.executable, "-c", "from xsake.cli import app; app()"]
+__all__ = ["TOKEN", "Served", "inside", "probe", "served", "values", "write_run"]
 
 
 def values(step, layers=2, heads=4):
@@ -51,85 +42,6 @@ def write_run(folder, steps, *, begin=0, name="made-up", ending=None, probe_ever
     if ending:
         metrics.ended(ending)
     return metrics
-
-
-class Served:
-    """A server that listens, and requests to it.
-
-    Args:
-        place: its address.
-        process: itself.
-        token: that requests know.
-    """
-
-    def __init__(self, place, process, token):
-        self.place, self.process, self.token = place, process, token
-
-    def ask(self, path, *, token=True, method="GET", headers=None, data=None):
-        """(status, headers, body) of a request."""
-        sent = dict(headers or {})
-        if token and self.token:
-            sent.setdefault("Authorization", f"Bearer {self.token}")
-        asked = urllib.request.Request(self.place + path, data, sent, method=method)
-        try:
-            with urllib.request.urlopen(asked, timeout=60) as answer:
-                return answer.status, answer.headers, answer.read()
-        except urllib.error.HTTPError as error:
-            with error:
-                return error.code, error.headers, error.read()
-
-    def json(self, path):
-        """What the API answers."""
-        status, _, body = self.ask(f"/api/v1{path}")
-        assert status == 200, (path, status, body)
-        return json.loads(body)
-
-    def run(self):
-        """The only run that there is."""
-        [found] = self.json("/runs")
-        return found
-
-    def until(self, is_so, what, seconds=120.0):
-        """Wait for something; what it was."""
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            with contextlib.suppress(OSError, AssertionError, ValueError):
-                if found := is_so():
-                    return found
-            time.sleep(0.05)
-        raise AssertionError(f"never came: {what}")
-
-
-@contextlib.contextmanager
-def served(*folders, token=TOKEN, options=(), token_folder=None):
-    """`xsake serve` as people start it, on a free port of the loopback."""
-    given = ["--no-token"]
-    if token:
-        file = Path(token_folder or folders[0].parent) / "token"
-        file.write_text(token)
-        given = ["--token-file", str(file)]
-    command = [*PROGRAM, "serve", *map(str, folders), "--port", "0", *given, *options]
-    kept = {**os.environ, "PYTHONUNBUFFERED": "1", "NO_COLOR": "1"}
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=kept
-    )
-    try:
-        words = process.stdout.readline()
-        found = re.match(r"(http://[^/]+)/", words)
-        assert found, words + process.stdout.read()
-        threading.Thread(target=process.stdout.read, daemon=True).start()
-        made = Served(found[1], process, token)
-        made.until(lambda: made.ask("/ready")[0] == 200, "ready")
-        made.until(lambda: all(run["is_indexed"] for run in made.json("/runs")), "an index")
-        yield made
-    finally:
-        process.terminate()
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        process.stdout.close()
 
 
 @contextlib.contextmanager

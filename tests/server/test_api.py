@@ -11,7 +11,8 @@ import time
 
 import pytest
 
-from tests.server.sample import PROGRAM, probe, served, values, write_run
+from benchmarks.observability.serving import PROGRAM
+from tests.server.sample import probe, served, values, write_run
 from xsake.observability import METRICS
 
 ROOT_PARTS = ("benchmarks/results/causal.jsonl", "certificates/tpu_v5e.json")

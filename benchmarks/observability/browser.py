@@ -7,12 +7,18 @@ import shutil
 import subprocess
 import time
 import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
-import pytest
 from websockets.sync.client import connect
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 SPECIAL = {"Tab": 9, "Enter": 13, "ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40}
+
+
+class NoBrowserError(Exception):
+    """There is no Chromium on this machine."""
 
 
 class Page:
@@ -22,13 +28,13 @@ class Page:
         line: to it.
     """
 
-    def __init__(self, line):
+    def __init__(self, line: Any):
         self._line, self._number = line, 0
-        self.problems = []
+        self.problems: list[str] = []
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
 
-    def call(self, method, **given):
+    def call(self, method: str, **given: Any) -> Any:
         """Ask the browser to do something; what it answers."""
         self._number += 1
         self._line.send(json.dumps({"id": self._number, "method": method, "params": given}))
@@ -39,19 +45,19 @@ class Page:
                 assert "error" not in told, told
                 return told["result"]
 
-    def _note(self, told):
+    def _note(self, told: Any) -> None:
         match told.get("method"):
             case "Runtime.exceptionThrown":
                 self.problems.append(json.dumps(told["params"])[:500])
             case "Log.entryAdded" if told["params"]["entry"]["level"] == "error":
                 self.problems.append(json.dumps(told["params"]["entry"])[:500])
 
-    def open(self, address):
+    def open(self, address: str) -> None:
         """Go somewhere."""
         self.call("Page.navigate", url=address)
         self.until("document.readyState === 'complete'")
 
-    def run(self, script):
+    def run(self, script: str) -> Any:
         """The value of an expression; a promise is waited for."""
         found = self.call(
             "Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True
@@ -59,7 +65,7 @@ class Page:
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
 
-    def until(self, script, seconds=120.0):
+    def until(self, script: str, seconds: float = 120.0) -> Any:
         """Wait until an expression is true; its value."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
@@ -68,11 +74,11 @@ class Page:
             time.sleep(0.1)
         raise AssertionError(f"never true: {script}\n{self.problems}")
 
-    def text(self, selector):
+    def text(self, selector: str) -> str:
         """What an element says."""
         return self.run(f"document.querySelector({json.dumps(selector)})?.textContent ?? ''")
 
-    def press(self, key):
+    def press(self, key: str) -> None:
         """A key, as a keyboard sends it."""
         given = {"key": key, "code": key}
         if key in SPECIAL:
@@ -81,18 +87,18 @@ class Page:
         self.call("Input.dispatchKeyEvent", type="keyDown", **given, **text)
         self.call("Input.dispatchKeyEvent", type="keyUp", **given)
 
-    def picture(self, path):
+    def picture(self, path: Path) -> None:
         """The whole page, as people would see it."""
         found = self.call("Page.captureScreenshot", captureBeyondViewport=True)
         path.write_bytes(base64.b64decode(found["data"]))
 
 
 @contextlib.contextmanager
-def chromium(folder):
+def chromium(folder: Path) -> Iterator[Page]:
     """A new browser with a profile of its own."""
     program = next(filter(None, map(shutil.which, NAMES)), None)
     if program is None:
-        pytest.skip("there is no Chromium: install Debian's package chromium")
+        raise NoBrowserError("there is no Chromium: install Debian's package chromium")
     command = [
         program, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
         "--no-first-run", "--disable-extensions", "--disable-background-networking",
