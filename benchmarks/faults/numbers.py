@@ -118,7 +118,9 @@ def straggler(ground: Ground, is_quick: bool) -> Fault:
         run = ground.run("f15-slow", *long, f"run.steps={SLOW_STEPS}")
         with run.launched(inject={"slow": {"process": 1, "ratio": 3}}) as started:
             started.ended(0)
-        notes = [(line["step"], line["note"]) for line in run.metrics if "takes" in line["note"]]
+        notes = [
+            (line["step"], line["note"]) for line in run.metrics if "takes" in line.get("note", "")
+        ]
         first = notes[0][0] if notes else None
         trial.require(first is not None and first <= 150, f"named at step {first}")
         trial.require(all("process 1 takes" in note for _, note in notes), f"notes {notes[:3]}")
@@ -128,7 +130,7 @@ def straggler(ground: Ground, is_quick: bool) -> Fault:
         run = ground.run("f15-clean", *long, f"run.steps={CLEAN_STEPS}")
         with run.launched() as started:
             started.ended(0)
-        notes = {line["note"] for line in run.metrics if "takes" in line["note"]}
+        notes = {line["note"] for line in run.metrics if "takes" in line.get("note", "")}
         trial.require(not notes, f"false: {sorted(notes)[:3]}")
         fault.figures["false in clean steps"] = len(notes)
     return fault

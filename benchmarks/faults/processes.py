@@ -11,7 +11,7 @@ from pathlib import Path
 from benchmarks.faults.results import Fault, FaultError, Trial
 from benchmarks.faults.runs import HEARTBEAT, INTERVAL, Ground, Run
 from benchmarks.faults.watching import Started, is_gone, kill, wait_until
-from xsake.training import goodput
+from xsake.observability import goodput
 
 STOP_SECONDS, SPARE_SECONDS = 5.0, 2.0
 PACE = {"pace": 0.2}  # steps that are longer than a save of so little

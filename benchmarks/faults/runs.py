@@ -18,12 +18,13 @@ from benchmarks.faults import inside
 from benchmarks.faults.results import FaultError
 from benchmarks.faults.watching import Ended, Started, end
 from benchmarks.peers.client import ROOT
+from xsake.observability import read_metrics
+from xsake.observability.metrics_file import parsed
 from xsake.training.checkpoints import CheckpointStore, Notice
 from xsake.training.config import TrainingConfig
 from xsake.training.data import NewTokenizer, Settings, build
 from xsake.training.placing import Devices
 from xsake.training.processes import BIND, COORDINATOR, LOOPBACK, PROCESS, PROCESSES
-from xsake.training.progress import read_metrics
 from xsake.training.state import TrainState, digest
 
 HEARTBEAT = 10
@@ -207,7 +208,8 @@ class Run:
                 whole = file.read().rpartition(b"\n")[0]
         except OSError:
             return -1
-        return int(json.loads(whole.splitlines()[-1])["step"]) if whole else -1
+        lines = (parsed(line) for line in reversed(whole.splitlines()[1:]))
+        return next((line["step"] for line in lines if line and "step" in line), -1)
 
     @property
     def windows(self) -> list[list[int]]:

@@ -22,6 +22,7 @@ from xsake.bench.environment import environment, own_checkout
 from xsake.bench.whole_file import write_whole
 from xsake.hads import Profile
 from xsake.model.observer import Observer
+from xsake.observability import read_metrics
 from xsake.training.attention import make_attention
 from xsake.training.balanced import order_of, placement_of, with_heads_in
 from xsake.training.beginning import profiled
@@ -91,8 +92,8 @@ def _config(data: Path, folder: Path, attention: str, mesh: dict[str, int]) -> T
 
 def _losses(config: TrainingConfig) -> np.ndarray:
     train(config)
-    lines = (config.checkpoint.folder / "metrics.jsonl").read_text().splitlines()
-    found = np.array([json.loads(line)["loss"] for line in lines])
+    lines = read_metrics(config.checkpoint.folder / "metrics.jsonl")
+    found = np.array([line["loss"] for line in lines])
     assert len(found) == STEPS and np.isfinite(found).all(), found
     return found
 

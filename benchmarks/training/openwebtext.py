@@ -22,6 +22,7 @@ from xsake.bench.environment import environment, own_checkout
 from xsake.bench.whole_file import write_whole
 from xsake.hads.budget import visible_blocks
 from xsake.hads.selectors import Sampled
+from xsake.observability import read_metrics
 from xsake.training.config import TrainingConfig
 from xsake.training.data.building import Settings, build
 from xsake.training.data.vocabulary import NewTokenizer
@@ -147,7 +148,7 @@ def _write(asked: argparse.Namespace) -> None:
 
 
 def _read(folder: Path) -> dict[str, Any]:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = read_metrics(folder / "metrics.jsonl")
     steps = [line for line in lines if "loss" in line]
     evaluations = [(x["step"], x["validation_loss"]) for x in lines if "validation_loss" in x]
     return {

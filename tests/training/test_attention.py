@@ -13,6 +13,7 @@ from xsake import hads
 from xsake.errors import ArgumentError
 from xsake.masks import Causal, Sinks, Window
 from xsake.model import Dense, LayerCall, Masked
+from xsake.observability import METRICS
 from xsake.training.attention import (
     Selected,
     calibrated,
@@ -22,8 +23,10 @@ from xsake.training.attention import (
     set_profile_aside,
 )
 from xsake.training.attention_section import Annealing, AttentionSection
+from xsake.training.placing import Devices
+from xsake.training.probe import Probes, kept_mass, make_probe, promised
 from xsake.training.state import define, optimizer_of, step_key
-from xsake.training.step import kept_mass, make_loss, make_probe, make_step
+from xsake.training.step import make_loss, make_step
 
 BLOCK, BUDGET = 8, 0.7
 RUN = config(
@@ -128,7 +131,7 @@ def test_probes_and_calibrations_have_their_steps(attention):
     probes = [step for step in range(22) if attention.is_probe_due(step)]
     assert probes == [0, 5, 10, 15, 20]
     assert [step for step in range(22) if attention.is_calibration_due(step)] == [7, 14, 21]
-    never = make_attention(AttentionSection(), DECODER)
+    never = make_attention(AttentionSection(probe_every=0), DECODER)
     assert not any(never.is_probe_due(x) or never.is_calibration_due(x) for x in range(9))
 
 
@@ -196,8 +199,59 @@ def test_a_probe_reads_with_the_attention_of_the_step(definition, first, attenti
         assert np.isfinite(found.kl).all() and (np.asarray(found.least) <= found.mass).all()
         masses.append(float(found.mass.mean()))
     assert 0.5 < masses[1] < masses[0] < 1  # fewer blocks keep less
-    with pytest.raises(ArgumentError, match="leaves something out"):
-        make_probe(definition, Dense(), Dense(), **options)
+    with pytest.raises(ArgumentError, match="does not know this attention"):
+        make_probe(definition, Dense(), lambda q, k, v, call: v, **options)
+
+
+def test_a_probe_measures_the_entropy_of_all_attention_and_the_blocks_that_were_spent(attention):
+    q, k, _ = projections()
+    weights = dense_weights(q, k)[:, :, 4 * BLOCK : 5 * BLOCK]
+    entropy = -(weights * np.log(np.maximum(weights, 1e-30))).sum(-1).mean((0, 2))
+    for judged in (Dense(), attention.attends[-1]):
+        found = kept_mass(judged, q, k, CALL, jnp.array([4]), BLOCK)
+        np.testing.assert_allclose(found.entropy, entropy, rtol=1e-4)
+    grid = np.asarray(attention.attends[-1].planned.chosen(q, k, CALL))
+    np.testing.assert_allclose(found.spent, grid.sum((2, 3)).mean(0) / 36, rtol=1e-6)
+    whole = kept_mass(Dense(), q, k, CALL, jnp.array([4]), BLOCK)
+    assert (np.asarray(whole.mass) == 1).all() and (np.asarray(whole.kl) == 0).all()
+
+
+def test_what_a_probe_tells_has_the_names_of_metrics(definition, first, attention, profile):
+    probes = Probes(RUN, Devices.of(RUN))
+    found = probes.look(99, attention, first, TOKENS)
+    assert found.keys() <= METRICS.keys()
+    assert all(METRICS[name].source == "probe" for name in found)
+    shape = (DECODER.layers, DECODER.q_heads)
+    by_head = {name for name, metric in METRICS.items() if metric.axes}
+    assert all(np.shape(found[name]) == shape for name in by_head)
+    spent = np.mean(found["budget_spent"])
+    assert spent == pytest.approx(BUDGET, abs=0.02) and found["work_excess"] == 1.0
+    assert 0.2 < found["drift"] < 5  # the weights of the calibration, four rows of one sequence
+    again = probes.look(99, attention, first, TOKENS)
+    assert again["probe_seconds"] < found["probe_seconds"]  # nothing is compiled again
+    assert {**again, "probe_seconds": 0} == {**found, "probe_seconds": 0}
+
+
+def test_a_probe_of_dense_attention_tells_its_entropy(definition, first):
+    run = config("attention.probe_every=5")
+    found = Probes(run, Devices.of(run)).look(
+        0, make_attention(run.attention, run.model.decoder), first, TOKENS
+    )
+    assert found.keys() == {"entropy", "probe_seconds"}
+    assert (np.array(found["entropy"]) > 0).all()
+
+
+def test_promises_move_with_the_heads(attention, profile):
+    order = [[1, 0] if layer % 2 else [0, 1] for layer in range(DECODER.layers)]
+    order = [[*places, *range(2, DECODER.kv_heads)] for places in order]
+    moved = make_attention(SECTION, DECODER, profile=profile, kv_order=tuple(map(tuple, order)))
+    straight = promised(attention.plans[-1], attention, profile.context)
+    found = promised(moved.plans[-1], moved, profile.context)
+    group = DECODER.q_heads // DECODER.kv_heads
+    for layer, places in enumerate(order):
+        heads = [kv * group + i for kv in places for i in range(group)]
+        np.testing.assert_allclose(found[layer], straight[layer][heads], rtol=1e-6)
+    assert promised(attention.plans[-1], attention, 2 * profile.context) is None
 
 
 def test_other_weights_make_another_plan(definition, first, attention):

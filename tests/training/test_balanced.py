@@ -147,6 +147,7 @@ from tests.training.data_sample import letters, save_texts, save_tokenizer
 from tests.training.test_balanced import RUN, unequal_profile
 from tests.training.test_guard import drawn_state
 from xsake.training.config import TrainingConfig
+from xsake.observability import read_metrics
 from xsake.training.data.building import build
 from xsake.training.state import define
 from xsake.training.train import train
@@ -160,10 +161,10 @@ def losses(folder, mesh):
         "optimizer": {"peak_learning_rate": 1e-2}, "run": {"steps": 3, "log_every": 0},
     }
     train(TrainingConfig.of(asked))
-    lines = (folder / name / "metrics.jsonl").read_text().splitlines()
+    lines = read_metrics(folder / name / "metrics.jsonl")
     manifest = next((folder / name / "steps").glob("*/MANIFEST.json"))
     extra = json.loads(manifest.read_text())["extra"]
-    return np.array([json.loads(line)["loss"] for line in lines]), extra
+    return np.array([line["loss"] for line in lines]), extra
 
 with tempfile.TemporaryDirectory() as name:
     folder = pathlib.Path(name)

@@ -18,7 +18,9 @@ from xsake.cli.export import run_export
 from xsake.cli.generate import run_generate
 from xsake.cli.launch import run_launch
 from xsake.cli.plan import plan_app
+from xsake.cli.profile import profile_app
 from xsake.cli.report import run_report
+from xsake.cli.serve import run_serve
 from xsake.cli.train import run_train
 
 __all__ = ["app"]
@@ -31,10 +33,12 @@ app.command("export")(run_export)
 app.command("generate")(run_generate)
 app.command("launch", context_settings={"allow_interspersed_args": False})(run_launch)
 app.command("report")(run_report)
+app.command("serve")(run_serve)
 app.command("train")(run_train)
 app.add_typer(bench_app, name="bench")
 app.add_typer(data_app, name="data")
 app.add_typer(plan_app, name="plan")
+app.add_typer(profile_app, name="profile")
 
 
 def _print_version(wanted: bool) -> bool:

@@ -20,6 +20,9 @@ def run_train(
     heartbeat_seconds: Annotated[
         int, typer.Option(min=1, help="A process that is silent for so long is dead.")
     ] = 10,
+    profile: Annotated[
+        str | None, typer.Option(help="Trace these steps, such as steps=10:15.")
+    ] = None,
     check: Annotated[
         bool, typer.Option("--check", help="Print every setting as JSON and train nothing.")
     ] = False,
@@ -32,8 +35,10 @@ def run_train(
     """
     console = rich.console.Console()
     with exit_codes():
+        from xsake.observability.profiler import StepRange
         from xsake.training.config import TrainingConfig
 
+        steps = None if profile is None else StepRange.parse(profile)
         made = TrainingConfig.read(config, setting or ())
         if check:
             typer.echo(made.to_json(), nl=False)
@@ -44,12 +49,12 @@ def run_train(
 
         processes.start(heartbeat_seconds=heartbeat_seconds)
         with _Screen(console, "loading, compiling") as screen:
-            ending = train(made, watch=screen.show)
+            ending = train(made, watch=screen.show, profile=steps)
     if ending is Ending.STOPPED:
         console.print("stopped; all is saved, and the same command goes on")
         raise typer.Exit(code=RESTART_ME)
     if processes.is_first():
-        from xsake.training.goodput import report, table
+        from xsake.observability.goodput import report, table
 
         console.print(table(report(made.checkpoint.folder / "goodput.jsonl")))
 

@@ -66,7 +66,9 @@ class AttentionSection(Strict):
         default=True, description="heads are placed so that tensor shards have equal work"
     )
     annealing: Annealing | None = None
-    probe_every: Count = 0
+    probe_every: Count = Field(
+        default=100, description="measures what every head looks at and loses; changes nothing"
+    )
     probe_rows: Positive = Field(default=4, description="query blocks that a probe looks at")
     recalibrate_every: Count = 0
     calibration_windows: Positive = Field(default=4, description="sequences that it reads")
@@ -101,7 +103,7 @@ def _require_used(section: AttentionSection) -> None:
     fields = AttentionSection.model_fields
     made = {"profile", "budget", "policy", "selector", "block", "annealing"}
     used = {
-        "dense": {"kind"},
+        "dense": {"kind", "probe_every", "probe_rows"},
         "mask": {"kind", "mask", "probe_every", "probe_rows"},
         "plan": set(fields) - {"mask"} - (made if section.plan else set()),
     }[section.kind]

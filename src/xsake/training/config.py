@@ -22,6 +22,7 @@ from xsake.model.config import DecoderConfig, LayerKind, Llama3Scaling, Rope
 from xsake.training.attention_section import AttentionSection
 from xsake.training.guard import GuardSection
 from xsake.training.optimizer import OptimizerSection
+from xsake.training.track_section import TrackSection
 
 MOST_BYTES = 2**20  # of a file that people write by hand
 
@@ -147,6 +148,7 @@ class TrainingConfig(Strict):
     mesh: MeshSection = MeshSection()
     checkpoint: CheckpointSection
     guard: GuardSection = GuardSection()
+    track: TrackSection = TrackSection()
     run: RunSection
 
     @classmethod

@@ -1,21 +1,10 @@
-"""What a run tells while it goes: a line of JSON per step in a file, and progress for a screen."""
+"""What a run tells while it goes: progress for a screen, and an alarm while saves fail."""
 
-import collections
-import json
-import math
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import IO, Any
 
-from xsake.bench.whole_file import write_whole
-from xsake.errors import ArgumentError
 from xsake.training.checkpoints import CheckpointStore, SaveFailure
 from xsake.training.checkpoints.events import log_failure
-
-_MOST_LINES = 100_000  # that wait for room on the disk
-_UNFINISHED = b"~\n"  # ends a line that was not written whole, so that it never counts
 
 
 @dataclass(frozen=True)
@@ -50,51 +39,6 @@ class Progress:
 Watch = Callable[[Progress], None]
 
 
-class MetricsFile:
-    """A line of JSON per step, in a file that grows; a run that goes back drops what it redoes.
-
-    A full disk does not stop a run: what cannot be written is written later.
-
-    Args:
-        path: None writes nothing, for all processes but the first.
-    """
-
-    def __init__(self, path: Path | None):
-        self._path = path
-        self._waiting: collections.deque[bytes] = collections.deque(maxlen=_MOST_LINES)
-        self._is_torn = self._has_warned = False
-
-    def go_back_to(self, step: int) -> None:
-        """Drop the lines of this step and of all that come after it, and any unfinished one."""
-        if self._path is None or not self._path.exists():
-            return
-        kept = [line for line in read_metrics(self._path) if line["step"] < step]
-        write_whole(self._path, "".join(map(_line, kept)))
-
-    def add(self, step: int, **values: Any) -> None:
-        """One more line; a reader may see it at once."""
-        if self._path is None:
-            return
-        self._waiting.append(_line({"step": step, **values}).encode())
-        try:
-            with self._path.open("ab", buffering=0) as file:
-                while self._waiting:
-                    self._write(file, self._waiting[0])
-                    self._waiting.popleft()
-        except OSError as error:
-            if not self._has_warned:
-                self._has_warned = True
-                message = f"metrics cannot be written for now: {error.strerror}"
-                warnings.warn(message, RuntimeWarning, stacklevel=2)
-
-    def _write(self, file: IO[bytes], line: bytes) -> None:
-        left = _UNFINISHED + line if self._is_torn else line
-        while left:
-            written = file.write(left)
-            self._is_torn = written < len(left)
-            left = left[written:]
-
-
 class SaveAlarm:
     """Rings while saves fail: how many did since the last one that did not."""
 
@@ -119,31 +63,3 @@ class SaveAlarm:
         if self._failures and max(store.steps(), default=-1) > self._last:
             self._failures = 0
         return self._failures
-
-
-def _line(values: dict[str, Any]) -> str:
-    """A line of JSON, which has no word for numbers that are not finite: they become null."""
-    told = {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in values.items()
-    }
-    return json.dumps(told) + "\n"
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics file; one that a crash left unfinished is no line."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ArgumentError(
-            "the metrics cannot be read", got=f"{path}: {error.strerror}"
-        ) from error
-    found = []
-    for line in text.splitlines():
-        try:
-            value = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(value, dict) and isinstance(value.get("step"), int):
-            found.append(value)
-    return found

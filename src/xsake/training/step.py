@@ -1,19 +1,14 @@
-"""One training step as a pure function, its update refused or made; and the probe beside it."""
+"""One training step as a pure function, its update refused or made."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jaxtyping import Array, Bool, Float, Int
 
-from xsake.errors import ArgumentError
-from xsake.kernels.statistics import block_statistics
-from xsake.layout.grid import blocks_of
-from xsake.model import Attend, Decoder, LayerCall, Masked
-from xsake.training.attention import Selected
+from xsake.model import Attend, Decoder
 from xsake.training.config import TrainingConfig
 from xsake.training.guard import either, judge, remembered
 from xsake.training.optimizer import Optimizer
@@ -192,95 +187,3 @@ def summed_gradients(
     # A microbatch takes every parts-th sequence: a batch that is cut over devices stays cut.
     microbatches = jnp.moveaxis(tokens.reshape(-1, parts, tokens.shape[1]), 1, 0)
     return jax.lax.scan(add, start, microbatches)[0]
-
-
-class Kept(NamedTuple):
-    """What attention keeps of what dense attention would look at, by layer and head.
-
-    Attributes:
-        mass: share of a query's attention that is kept, mean over the queries looked at.
-        least: the same, of the query that keeps least.
-        kl: KL(sparse || dense) = -log(kept mass), mean, in nats.
-    """
-
-    mass: Float[Array, "L Hq"]
-    least: Float[Array, "L Hq"]
-    kl: Float[Array, "L Hq"]
-
-
-def make_probe(
-    definition: Definition, attend: Attend, judged: Attend, *, rows: int, block: int
-) -> Callable[[Parameters, Int[Array, "B T1"], Array], Kept]:
-    """A compiled probe: dense attention of a few rows beside what is computed of it.
-
-    A plan sees only what its selector tells it, and a model under a plan is trained to need no
-    more: both would say that nothing is missing. The probe looks at every key.
-
-    Args:
-        definition: of the model.
-        attend: what the model reads with.
-        judged: attention by a plan or a mask: whose loss is measured; mostly the same.
-        rows: query blocks, drawn at random from those that are not computed whole anyway.
-        block: tokens of a query block; a plan's own counts.
-    """
-    if not isinstance(judged, Selected | Masked):
-        raise ArgumentError(
-            "a probe judges attention that leaves something out",
-            got=type(judged).__name__,
-            expected="attention by a plan or by a mask",
-            fix="set attention.probe_every to 0",
-        )
-    plan = judged.planned.plan if isinstance(judged, Selected) else None
-    block, first = (block, 0) if plan is None else (plan.block, plan.always.level)
-
-    def probe(parameters, tokens, key) -> Kept:
-        tokens = jnp.maximum(tokens[:, :-1], 0)
-        end = blocks_of(tokens.shape[1], block)
-        start = min(first, end - 1)
-        count = min(rows, end - start)
-        picked = start + jax.random.permutation(key, end - start)[:count]
-
-        def watch(q, k, v, call: LayerCall) -> Kept:
-            del v
-            return kept_mass(judged, q, k, call, jnp.sort(picked), block)
-
-        return definition.merge(parameters).observe(tokens, watch, attend=attend)
-
-    return jax.jit(probe)
-
-
-def kept_mass(
-    judged: Selected | Masked,
-    q: Float[Array, "B T Hq D"],
-    k: Float[Array, "B T Hk D"],
-    call: LayerCall,
-    rows: Int[Array, " R"],
-    block: int,
-) -> Kept:
-    """What one layer keeps of the attention of the queries in some rows; [Hq] each.
-
-    Args:
-        judged: attention by a plan or by a mask.
-        q: queries of the layer.
-        k: its keys.
-        call: what the layer says beside.
-        rows: numbers of query blocks.
-        block: tokens of a query block.
-    """
-    position = (rows[:, None] * block + np.arange(block, dtype=np.int32)[None]).reshape(-1)
-    is_there = (position < q.shape[1])[None, :, None]
-    position = jnp.minimum(position, q.shape[1] - 1)
-    look = lambda mask: block_statistics(
-        q[:, position], k, block_kv=block, mask=mask, scale=call.scale, softcap=call.softcap,
-        q_positions=position,
-    )  # fmt: skip
-    dense = look(call.mask)
-    if isinstance(judged, Masked):
-        kept = jnp.exp(look(call.mask & judged.mask).lse - dense.lse)
-    else:
-        chosen = jnp.repeat(judged.planned.chosen(q, k, call)[:, :, rows], block, axis=2)
-        kept = jnp.where(jnp.moveaxis(chosen, 1, 2), dense.mass(), 0).sum(-1)
-    kept = jnp.clip(kept, 1e-30, 1)
-    count = is_there.sum() * q.shape[0]
-    mean = lambda x: jnp.where(is_there, x, 0).sum((0, 1)) / count
-    return Kept(mean(kept), jnp.where(is_there, kept, 1).min((0, 1)), mean(-jnp.log(kept)))

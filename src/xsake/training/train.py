@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 from xsake.bench.whole_file import write_whole
 from xsake.errors import ArgumentError, CheckpointError
+from xsake.observability import Fan, MetricsFile
+from xsake.observability.goodput import Recorder
+from xsake.observability.profiler import Profiler, StepRange
 from xsake.training import processes
 from xsake.training.attention import KvOrder, TrainingAttention
 from xsake.training.beginning import begin, profiled
@@ -22,14 +24,15 @@ from xsake.training.checkpoints import CheckpointStore, run_lock
 from xsake.training.config import TrainingConfig
 from xsake.training.data import Batch, TokenLoader
 from xsake.training.fingerprints import differences
-from xsake.training.goodput import Recorder
 from xsake.training.guard import is_hopeless
 from xsake.training.placing import Devices
-from xsake.training.progress import MetricsFile, Progress, SaveAlarm, Watch
-from xsake.training.state import TrainState, define, optimizer_of, step_key
-from xsake.training.step import Metrics, Step, make_loss, make_probe, make_step
+from xsake.training.probe import Probes
+from xsake.training.progress import SaveAlarm, Watch
+from xsake.training.state import TrainState, define, optimizer_of
+from xsake.training.step import Metrics, Step, make_loss, make_step
 from xsake.training.stopping import StopRequest
 from xsake.training.stragglers import StragglerWatch
+from xsake.training.telling import Teller, fan_of
 
 _LOG = logging.getLogger(__name__)
 
@@ -45,7 +48,9 @@ class HopelessError(ArgumentError):
     """Too many updates in a row were refused."""
 
 
-def train(config: TrainingConfig, *, watch: Watch = lambda _: None) -> Ending:
+def train(
+    config: TrainingConfig, *, watch: Watch = lambda _: None, profile: StepRange | None = None
+) -> Ending:
     """Train until all steps are done or a signal asks to stop; goes on where a run was stopped.
 
     `xsake.training.processes.start` must come first where there are several processes.
@@ -53,6 +58,7 @@ def train(config: TrainingConfig, *, watch: Watch = lambda _: None) -> Ending:
     Args:
         config: the run.
         watch: told about every step that `run.log_every` names; in the first process only.
+        profile: steps whose trace is kept, of the first process.
     """
     folder, is_first = config.checkpoint.folder, processes.is_first()
     with contextlib.ExitStack() as stack:
@@ -77,10 +83,13 @@ def train(config: TrainingConfig, *, watch: Watch = lambda _: None) -> Ending:
         with goodput.during("restore" if store.steps() else "init"):
             first = begin(config, devices, store, loader)
         metrics = MetricsFile(folder / "metrics.jsonl" if is_first else None)
-        metrics.go_back_to(int(first.state.step))
+        fan = fan_of(config)
+        stack.callback(fan.finish)
+        profiler = Profiler(folder, profile if is_first else None)
+        stack.callback(profiler.close)
         loop = _Loop(
-            config, devices, store, loader, goodput, stop, metrics, watch, first.attention, alarm,
-            first.kv_order,
+            config, devices, store, loader, goodput, stop, metrics, fan, watch, first.attention,
+            alarm, profiler, Probes(config, devices), first.kv_order,
         )  # fmt: skip
         return loop.run(first.state)
 
@@ -92,7 +101,10 @@ def _require_same_run(config: TrainingConfig, folder: Path) -> None:
         write_whole(path, text)
         return
     before = TrainingConfig.from_json(path.read_bytes())
-    may_change = {"run": {"steps", "log_every", "hang_seconds"}, "mesh": True, "checkpoint": True}
+    may_change = {
+        "run": {"steps", "log_every", "hang_seconds"}, "mesh": True, "checkpoint": True,
+        "track": True, "attention": {"probe_every", "probe_rows"},
+    }  # fmt: skip
     if before.model_dump(exclude=may_change) != config.model_dump(exclude=may_change):
         changed = [
             name
@@ -119,9 +131,12 @@ class _Loop:
     goodput: Recorder
     stop: StopRequest
     metrics: MetricsFile
+    fan: Fan
     watch: Watch
     attention: TrainingAttention
     alarm: SaveAlarm
+    profiler: Profiler
+    probes: Probes
     kv_order: KvOrder | None = None
     _steps: dict[int, Step] = dataclasses.field(default_factory=dict)
     _refused: list[int] = dataclasses.field(default_factory=list)
@@ -129,18 +144,20 @@ class _Loop:
     def run(self, state: TrainState) -> Ending:
         """One step after the other; what a step says is looked at while the next one runs."""
         begin, end = int(state.step), self.config.run.steps
-        told = _Teller(self.config, self.attention, self.metrics, self.watch, begin)
+        told = Teller(self.config, self.metrics, self.fan, self.watch, begin)
         stragglers, waiting, done = StragglerWatch(), None, time.monotonic()
         for number in range(begin, end):
             with self.goodput.during("data"):
                 batch = next(self.loader)
             step = self._step(number, state, batch)
             waited = 0.0
+            self.profiler.before(number)
             with self.goodput.step(number):
                 state, found = step(state, self.devices.put(batch.tokens))
                 if waiting is not None:
                     waited = self._look_at(*waiting, told)
                 waiting = number, batch, found
+            self.profiler.after(number, found)
             if self._is_due(self.config.run.check_replicas_every, number):
                 self._require_equal_copies(state)
             is_over = self.stop.reached(number)
@@ -154,12 +171,12 @@ class _Loop:
             if compared is not None and compared.flagged:
                 told.note(str(compared))
             if is_over:
-                return self._ended(Ending.STOPPED, number + 1)
+                return self._ended(Ending.STOPPED, number + 1, told)
             if self._is_due(self.config.run.evaluate_every, number):
                 with self.stop.patiently(), self.goodput.during("evaluation"):
                     told.evaluated(number, self._validation_loss(state, number))
             self._probe(number, state, batch, told)
-        return self._ended(Ending.DONE, end)
+        return self._ended(Ending.DONE, end, told)
 
     def _step(self, number: int, state: TrainState, batch: Batch) -> Step:
         """The program of a step; new plans are made first where they are due."""
@@ -180,7 +197,7 @@ class _Loop:
                 self._steps[level] = step.lower(state, tokens).compile()
         return self._steps[level]
 
-    def _look_at(self, number: int, batch: Batch, found: Metrics, told: "_Teller") -> float:
+    def _look_at(self, number: int, batch: Batch, found: Metrics, told: Teller) -> float:
         """Tell what a step found; how long it had to be waited for, in seconds."""
         begin = time.monotonic()
         values = jax.device_get(found)
@@ -191,6 +208,7 @@ class _Loop:
         self._refused = [*self._refused, number] if values.is_skipped else []
         if is_hopeless(self.config.guard, int(values.skips)):
             self._tell_refused(values)
+            told.ended("failed")
             raise HopelessError(
                 f"{int(values.skips)} updates in a row were refused, the last at step {number}",
                 got=f"loss {float(values.loss)}, gradient norm {float(values.gradient_norm)}",
@@ -229,7 +247,8 @@ class _Loop:
                 extra["kv_order"] = [list(layer) for layer in self.kv_order]
             self.store.save(step, state, extra)
 
-    def _ended(self, ending: Ending, step: int) -> Ending:
+    def _ended(self, ending: Ending, step: int, told: Teller) -> Ending:
+        told.ended(ending)
         with self.goodput.during("save"):
             try:
                 self.store.wait()
@@ -265,73 +284,11 @@ class _Loop:
                 total, count = total + float(loss), count + float(tokens_seen)
         return total / count
 
-    def _probe(self, number: int, state: TrainState, batch: Batch, told: "_Teller") -> None:
-        section = self.config.attention
-        if not self.attention.is_probe_due(number + 1):
-            return
-        with self.stop.patiently(), self.goodput.during("evaluation"):
-            probe = make_probe(
-                define(self.config), self.attention.attend(number), self.attention.judged(number),
-                rows=section.probe_rows, block=section.block,
-            )  # fmt: skip
-            kept = probe(state.parameters, self.devices.put(batch.tokens), step_key(state))
-            told.note(f"kept mass {float(np.mean(jax.device_get(kept.mass))):.4f}")
+    def _probe(self, number: int, state: TrainState, batch: Batch, told: Teller) -> None:
+        if self.attention.is_probe_due(number + 1):
+            with self.stop.patiently(), self.goodput.during("evaluation"):
+                told.probed(number, self.probes.look(number, self.attention, state, batch.tokens))
 
     @staticmethod
     def _is_due(every: int, number: int) -> bool:
         return bool(every) and (number + 1) % every == 0
-
-
-class _Teller:
-    """Writes what steps say, and tells whoever watches."""
-
-    def __init__(
-        self, config: TrainingConfig, attention: Any, metrics: MetricsFile, watch: Watch, begin: int
-    ):
-        self._config, self._metrics, self._watch = config, metrics, watch
-        self._since, self._tokens, self._note = time.monotonic(), 0, ""
-        self._last_told = begin - 1
-
-    def note(self, words: str) -> None:
-        """Something that the next line says too."""
-        self._note = f"{self._note}; {words}" if self._note else words
-
-    def evaluated(self, number: int, loss: float) -> None:
-        """The loss on other text after a step, nats per token."""
-        self._metrics.add(number, validation_loss=loss)
-        self.note(f"validation loss {loss:.4f}")
-
-    def step(
-        self,
-        number: int,
-        windows: list[int],
-        found: Metrics,
-        budget: float | None,
-        failed_saves: int,
-    ) -> None:
-        """A step has been done."""
-        run = self._config.run
-        values = {
-            "loss": float(found.loss),
-            "gradient_norm": float(found.gradient_norm),
-            "learning_rate": float(found.learning_rate),
-            "is_skipped": bool(found.is_skipped),
-        }
-        self._metrics.add(
-            number, **values, budget=budget, failed_saves=failed_saves, windows=windows,
-            note=self._note,
-        )  # fmt: skip
-        self._tokens += int(found.tokens)
-        is_last = number + 1 == run.steps
-        if not is_last and (not run.log_every or (number + 1) % run.log_every):
-            return
-        if processes.is_first():
-            now = time.monotonic()
-            spent = max(now - self._since, 1e-9)
-            left = (run.steps - number - 1) * spent / (number - self._last_told)
-            speed = self._tokens / spent
-            self._watch(Progress(number, run.steps, **values, budget=budget,
-                                 tokens_per_second=speed, remaining_seconds=left,
-                                 note=self._note))  # fmt: skip
-            self._since, self._tokens, self._last_told = now, 0, number
-        self._note = ""

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xsake.errors import ArgumentError
-from xsake.training import goodput
-from xsake.training.goodput import Recorder, report
+from xsake.observability import goodput
+from xsake.observability.goodput import Recorder, report
 
 
 class Clocks:

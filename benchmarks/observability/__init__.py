@@ -1,0 +1,1 @@
+"""Eyes measured: what watching costs a run, slow clients in numbers, and a million steps."""

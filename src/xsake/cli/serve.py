@@ -1,0 +1,90 @@
+"""`xsake serve`: its arguments and what it prints; the dashboard is made elsewhere."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from xsake.cli.exits import exit_codes
+from xsake.errors import ArgumentError, MissingExtraError
+
+
+def run_serve(
+    folders: Annotated[
+        list[Path] | None, typer.Argument(help="Folders of runs and documents; default: here.")
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address; another one needs --token-file.")] = (
+        "127.0.0.1"
+    ),
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8765,
+    token_file: Annotated[
+        Path | None, typer.Option(help="File of the token; default: a new one, printed once.")
+    ] = None,
+    no_token: Annotated[
+        bool, typer.Option("--no-token", help="Ask for none; on this machine only.")
+    ] = False,
+    allow_host: Annotated[
+        list[str] | None, typer.Option(help="Another name of the server, such as a proxy's.")
+    ] = None,
+    showcase: Annotated[
+        Path | None, typer.Option(help="Folder of the built showcase, served at /.")
+    ] = None,
+    clients: Annotated[int, typer.Option(min=1, max=1024, help="Of live updates at once.")] = 32,
+) -> None:
+    """Serve a dashboard of runs, plans, benchmark rows and certificates; it only reads.
+
+    Live metrics, an API with a schema at /api/v1/openapi.json, and /metrics for Prometheus. Exit
+    code 0 after Ctrl-C, 2 if it cannot be served so.
+    """
+    with exit_codes(interrupted="stopped"):
+        try:
+            import uvicorn
+
+            from xsake.server.app import Dashboard
+        except ImportError as error:
+            raise MissingExtraError(
+                "the server is not installed", got=str(error), fix="pip install 'xsake[serve]'"
+            ) from error
+        from xsake.server.settings import Settings, is_loopback, new_token
+
+        if no_token and token_file is not None:
+            raise ArgumentError("--no-token and --token-file exclude each other")
+        token = _token(token_file)
+        is_new = token is None and not no_token and is_loopback(host)
+        settings = Settings(
+            folders=tuple(folders or [Path()]), host=host, port=port,
+            token=new_token() if is_new else token, hosts=tuple(allow_host or ()),
+            showcase=showcase, clients=clients,
+        )  # fmt: skip
+        config = uvicorn.Config(
+            Dashboard(settings), host=host, port=port, log_level="warning", access_log=False,
+            server_header=False, proxy_headers=False, timeout_graceful_shutdown=3,
+            limit_concurrency=clients + 64, h11_max_incomplete_event_size=16384, ws="none",
+            http="h11",
+        )  # fmt: skip
+        _serve(config, settings.token if is_new else None)
+
+
+def _token(file: Path | None) -> str | None:
+    if file is None:
+        return None
+    try:
+        with file.open(encoding="ascii") as opened:
+            return opened.read(1024).strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ArgumentError("the token cannot be read", got=file) from error
+
+
+def _serve(config, new_token: str | None) -> None:
+    """Listen, say where, and serve until Ctrl-C."""
+    import uvicorn
+
+    server, listening = uvicorn.Server(config), config.bind_socket()
+    address = f"[{config.host}]" if ":" in config.host else config.host
+    place = f"http://{address}:{listening.getsockname()[1]}/"
+    # After the #, so that browsers send it nowhere: the page trades it for a cookie.
+    typer.echo(f"{place}#token={new_token}" if new_token else place)
+    try:
+        server.run(sockets=[listening])
+    finally:
+        listening.close()

@@ -1,0 +1,1 @@
+"""The dashboard: reads runs, plans, rows and certificates, serves them, and changes nothing."""

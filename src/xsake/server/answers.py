@@ -1,0 +1,98 @@
+"""The shapes of answers, as OpenAPI tells them."""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel
+
+from xsake.server.runs import State
+
+
+class Health(BaseModel):
+    """The server lives."""
+
+    status: Literal["ok", "starting"]
+    version: str
+
+
+class MetricRow(BaseModel):
+    """A metric."""
+
+    name: str
+    unit: str
+    meaning: str
+    axes: list[str]
+    source: str
+
+
+class RunSummary(BaseModel):
+    """A run in a list."""
+
+    id: str
+    name: str
+    folder: str
+    state: State
+    step: int
+    steps: int | None
+    last_told: float
+    loss: float | None
+    tokens_per_second: float | None
+    is_indexed: bool
+
+
+class RunDetails(RunSummary):
+    """A run."""
+
+    latest: dict[str, float | bool | None]
+    heads: list[str]
+    series: list[str]
+    goodput: float | None
+    skipped_total: int
+    config: dict[str, Any] | None
+
+
+class Curve(BaseModel):
+    """A series: as many points as were asked for."""
+
+    least: list[float | None]
+    mean: list[float | None]
+    most: list[float | None]
+
+
+class Curves(BaseModel):
+    """Some series of a run over the same steps."""
+
+    steps: list[int]
+    resolution: int
+    series: dict[str, Curve]
+
+
+class Heads(BaseModel):
+    """A metric by layer and head, as it was told last."""
+
+    metric: str
+    unit: str
+    step: int
+    values: list[list[float | None]]
+
+
+class Document(BaseModel):
+    """A plan, a file of benchmark rows, or a certificate."""
+
+    id: str
+    name: str
+
+
+class Rows(BaseModel):
+    """Some rows of a file of benchmark rows."""
+
+    id: str
+    name: str
+    begin: int
+    rows: list[dict[str, Any]]
+    is_last: bool
+
+
+class Detail(BaseModel):
+    """Why a request was not answered."""
+
+    detail: str

@@ -1,0 +1,265 @@
+"""The read-only JSON API: runs, their steps and heads, plans, benchmark rows and certificates."""
+
+import json
+import math
+from typing import Annotated, Any
+
+import numpy as np
+from fastapi import APIRouter, HTTPException, Path, Query, Request, Response
+from fastapi.responses import StreamingResponse
+
+import xsake
+from xsake.observability.metrics import METRICS
+from xsake.server.answers import (
+    Curve,
+    Curves,
+    Detail,
+    Document,
+    Heads,
+    Health,
+    MetricRow,
+    Rows,
+    RunDetails,
+    RunSummary,
+)
+from xsake.server.guard import COOKIE, session_of
+from xsake.server.hub import Hub
+from xsake.server.index import View
+from xsake.server.registry import Kind, Thing, read_document
+from xsake.server.runs import Run
+from xsake.server.settings import Settings
+from xsake.server.watcher import Watcher
+
+Id = Annotated[str, Path(pattern="^[0-9a-f]{16}$")]
+Step = Annotated[int, Query(ge=0, lt=2**53)]
+_MOST_SERIES, _MOST_POINTS, _MOST_ROWS, _MOST_DEPTH = 64, 4096, 500, 32
+_REFUSALS: dict[int | str, dict[str, Any]] = {
+    status: {"model": Detail} for status in (400, 401, 403, 404, 405, 413, 414, 421, 429, 503)
+}
+
+
+def router(settings: Settings, watcher: Watcher, hub: Hub) -> APIRouter:
+    """All addresses under /api/v1.
+
+    Args:
+        settings: of the server.
+        watcher: knows what there is.
+        hub: tells what changes.
+    """
+    api = APIRouter(prefix="/api/v1", responses=_REFUSALS)
+    _add_runs(api, watcher, hub)
+    _add_documents(api, watcher)
+
+    @api.get("/metrics")
+    def metrics() -> list[MetricRow]:
+        """What runs measure: names, units and meanings."""
+        return [
+            MetricRow(
+                name=x.name, unit=x.unit, meaning=x.meaning, axes=list(x.axes), source=x.source
+            )
+            for x in METRICS.values()
+        ]
+
+    @api.post("/session", status_code=204)
+    def session(request: Request) -> Response:
+        """Trade the token, in the Authorization header, for a cookie that pages can use."""
+        made = Response(status_code=204)
+        if settings.token is not None:
+            made.set_cookie(
+                COOKIE, session_of(settings.token), httponly=True, samesite="strict",
+                secure=request.url.scheme == "https", max_age=12 * 3600,
+            )  # fmt: skip
+        return made
+
+    return api
+
+
+def health(watcher: Watcher) -> APIRouter:
+    """Whether the server lives, and whether it has looked at everything once."""
+    api = APIRouter()
+
+    @api.get("/health")
+    def is_alive() -> Health:
+        """Always the same while the server lives."""
+        return Health(status="ok", version=xsake.__version__)
+
+    @api.get("/ready", responses={503: {"model": Health}})
+    def is_ready(response: Response) -> Health:
+        """503 until all runs have been looked at once."""
+        response.status_code = 200 if watcher.is_ready else 503
+        status = "ok" if watcher.is_ready else "starting"
+        return Health(status=status, version=xsake.__version__)
+
+    return api
+
+
+def _add_runs(api: APIRouter, watcher: Watcher, hub: Hub) -> None:
+    @api.get("/runs")
+    def runs() -> list[RunSummary]:
+        """All runs, those that told something last first."""
+        found = [run.summary() for run in list(watcher.runs.values())]
+        found.sort(key=lambda summary: -summary["last_told"])
+        return [RunSummary(**summary) for summary in found]
+
+    @api.get("/runs/{run}")
+    def details(run: Id) -> RunDetails:
+        """One run: its newest numbers, its settings and which series it has."""
+        return RunDetails(**_found(watcher.runs, run).details())
+
+    @api.get("/runs/{run}/series")
+    def series(
+        run: Id,
+        name: Annotated[list[str], Query(max_length=_MOST_SERIES)],
+        begin: Step = 0,
+        end: Step = 2**53 - 1,
+        points: Annotated[int, Query(ge=2, le=_MOST_POINTS)] = 1000,
+    ) -> Curves:
+        """Some series between two steps, as many points as a screen can show.
+
+        A point that stands for several steps has their least, mean and most.
+        """
+        if any(len(one) > 64 for one in name):
+            raise HTTPException(400, "names of series are short")
+        view = _readable(_found(watcher.runs, run), name, begin, max(begin, end), points)
+        return _curves(view, name)
+
+    @api.get("/runs/{run}/heads/{metric}")
+    def heads(run: Id, metric: Annotated[str, Path(pattern="^[a-z_]{1,32}$")]) -> Heads:
+        """A metric by layer and head, as it was told last."""
+        found = _found(watcher.runs, run).matrices.get(metric)
+        if found is None:
+            raise HTTPException(404, "the run has not told this")
+        unit = METRICS[metric].unit
+        return Heads(metric=metric, unit=unit, step=found[0], values=found[1])
+
+    @api.get(
+        "/runs/{run}/events",
+        response_class=StreamingResponse,
+        responses={200: {"content": {"text/event-stream": {}}}},
+    )
+    async def events(run: Id) -> StreamingResponse:
+        """Live updates of a run, as server-sent events."""
+        _found(watcher.runs, run)
+        if hub.is_full:
+            raise HTTPException(503, "too many clients want live updates")
+        return StreamingResponse(hub.stream(run), media_type="text/event-stream")
+
+
+def _add_documents(api: APIRouter, watcher: Watcher) -> None:
+    @api.get("/plans")
+    def plans() -> list[Document]:
+        """All plans."""
+        return _listed(watcher, "plan")
+
+    @api.get("/plans/{plan}")
+    def plan(plan: Id) -> dict[str, Any]:
+        """A plan, as it is saved."""
+        return _document(_thing(watcher, "plan", plan))
+
+    @api.get("/certificates")
+    def certificates() -> list[Document]:
+        """All certificates."""
+        return _listed(watcher, "certificate")
+
+    @api.get("/certificates/{certificate}")
+    def certificate(certificate: Id) -> dict[str, Any]:
+        """A certificate, as it is saved."""
+        return _document(_thing(watcher, "certificate", certificate))
+
+    @api.get("/benchmarks")
+    def benchmarks() -> list[Document]:
+        """All files of benchmark rows."""
+        return _listed(watcher, "rows")
+
+    @api.get("/benchmarks/{rows}")
+    def rows(
+        rows: Id,
+        begin: Annotated[int, Query(ge=0, lt=2**31)] = 0,
+        count: Annotated[int, Query(ge=1, le=_MOST_ROWS)] = 100,
+    ) -> Rows:
+        """Some rows of a file."""
+        thing = _thing(watcher, "rows", rows)
+        lines = [line for line in _text(thing).split(b"\n") if line.strip()]
+        found = [_parsed(line) for line in lines[begin : begin + count]]
+        is_last = begin + count >= len(lines)
+        return Rows(id=thing.id, name=thing.name, begin=begin, rows=found, is_last=is_last)
+
+
+def _found(runs: dict[str, Run], number: str) -> Run:
+    if number not in runs:
+        raise HTTPException(404, "there is no such run")
+    return runs[number]
+
+
+def _readable(run: Run, *asked: Any) -> View:
+    try:
+        return run.view(*asked)
+    except OSError as error:
+        raise HTTPException(404, "the run cannot be read now") from error
+
+
+def _curves(view: View, names: list[str]) -> Curves:
+    curves = {
+        name: Curve(
+            least=_numbers(view.least[:, i]),
+            mean=_numbers(view.mean[:, i]),
+            most=_numbers(view.most[:, i]),
+        )
+        for i, name in enumerate(names)
+    }
+    return Curves(steps=view.steps.tolist(), resolution=view.resolution, series=curves)
+
+
+def _listed(watcher: Watcher, kind: Kind) -> list[Document]:
+    things = watcher.things[kind].values()
+    return sorted((Document(id=x.id, name=x.name) for x in things), key=lambda x: x.name)
+
+
+def _thing(watcher: Watcher, kind: Kind, number: str) -> Thing:
+    if number not in watcher.things[kind]:
+        raise HTTPException(404, "there is no such document")
+    return watcher.things[kind][number]
+
+
+def _text(thing: Thing) -> bytes:
+    try:
+        return read_document(thing.path)
+    except OSError as error:
+        raise HTTPException(404, "the document cannot be read now") from error
+
+
+def _document(thing: Thing) -> dict[str, Any]:
+    return _parsed(_text(thing))
+
+
+def _parsed(text: bytes) -> dict[str, Any]:
+    """JSON of others: an object, not too deep, without numbers that JSON does not have."""
+    try:
+        if _depth(text) > _MOST_DEPTH:
+            raise ValueError("too deep")
+        found = json.loads(text, parse_constant=lambda _: None)
+    except (ValueError, RecursionError) as error:
+        raise HTTPException(404, "the document is not what its name says") from error
+    if not isinstance(found, dict):
+        raise HTTPException(404, "the document is not what its name says")
+    return _finite(found)
+
+
+def _depth(text: bytes) -> int:
+    """How deep brackets may be nested at most; those inside of strings count too."""
+    data = np.frombuffer(text, np.uint8)
+    opened = np.isin(data, np.frombuffer(b"[{", np.uint8)).astype(np.int32)
+    closed = np.isin(data, np.frombuffer(b"]}", np.uint8)).astype(np.int32)
+    return int(np.cumsum(opened - closed).max(initial=0))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _numbers(values: Any) -> list[float | None]:
+    return [None if math.isnan(x) else float(f"{x:.7g}") for x in values.tolist()]

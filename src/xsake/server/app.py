@@ -1,0 +1,89 @@
+"""The application: the API, live updates, metrics for Prometheus and the page, behind the guard."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+
+import xsake
+from xsake.server.api import health, router
+from xsake.server.exposition import Counts, text_of
+from xsake.server.files import BUILT_IN, Site, read_site
+from xsake.server.guard import Guard, policy
+from xsake.server.hub import Hub
+from xsake.server.settings import Settings
+from xsake.server.watcher import Watcher
+
+
+class Dashboard:
+    """The ASGI application of a dashboard.
+
+    Args:
+        settings: how it is served.
+    """
+
+    def __init__(self, settings: Settings):
+        self.hub = Hub(settings.clients)
+        self.watcher = Watcher(settings, self.hub)
+        page = read_site(BUILT_IN, "/page/")
+        showcase = None if settings.showcase is None else read_site(settings.showcase, "/")
+        self.api = self._made(settings, page, showcase)
+        hashes = () if showcase is None else showcase.script_hashes
+        self._guard = Guard(self.api, settings, policy(hashes))
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """One connection."""
+        await self._guard(scope, receive, send)
+
+    @property
+    def counts(self) -> Counts:
+        """What the server counts of itself."""
+        guard = self._guard
+        return Counts(len(self.hub), self.hub.dropped, guard.answered, guard.refused)
+
+    def _made(self, settings: Settings, page: Site, showcase: Site | None) -> FastAPI:
+        @contextlib.asynccontextmanager
+        async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+            self.watcher.start(asyncio.get_running_loop())
+            try:
+                yield
+            finally:
+                self.hub.close()
+                await asyncio.to_thread(self.watcher.stop)
+
+        app = FastAPI(
+            title="XSAKE dashboard", version=xsake.__version__, lifespan=lifespan,
+            openapi_url="/api/v1/openapi.json", docs_url=None, redoc_url=None,
+        )  # fmt: skip
+        app.include_router(router(settings, self.watcher, self.hub))
+        app.include_router(health(self.watcher))
+        app.add_exception_handler(RequestValidationError, _refused)
+
+        @app.get("/metrics", include_in_schema=False)
+        def metrics() -> Response:
+            text = text_of(list(self.watcher.runs.values()), self.counts)
+            return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+        files = {**page.files, **({} if showcase is None else showcase.files)}
+        if showcase is None:
+            files["/"] = files["/page/index.html"]
+
+        @app.api_route("/{address:path}", methods=["GET", "HEAD"], include_in_schema=False)
+        def file(request: Request) -> Response:
+            found = files.get(request.url.path) or files.get(f"{request.url.path}.html")
+            if found is None:
+                return JSONResponse({"detail": "there is nothing here"}, 404)
+            return Response(found.content, media_type=found.kind)
+
+        return app
+
+
+async def _refused(request: Request, error: Exception) -> JSONResponse:
+    """What is wrong with a request, without repeating it."""
+    problems = error.errors() if isinstance(error, RequestValidationError) else []
+    places = sorted({".".join(map(str, problem["loc"]))[:64] for problem in problems})
+    return JSONResponse({"detail": f"cannot be used: {', '.join(places)[:512]}"}, 400)

@@ -1,0 +1,118 @@
+"""What Prometheus reads: the newest numbers of every run, and the server's own."""
+
+import resource
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from xsake.observability.metrics import METRICS
+from xsake.server.runs import Run
+
+PREFIX = "xsake_"
+_MOST_HEADS = 4096  # of a run; more are told as their mean only
+_STATES = ("waiting", "running", "stale", "done", "stopped", "failed")
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What the server counts of itself.
+
+    Args:
+        clients: of live updates, now.
+        dropped: updates that slow clients missed.
+        answered: requests.
+        refused: requests, by the guard.
+    """
+
+    clients: int
+    dropped: int
+    answered: int
+    refused: int
+
+
+def text_of(runs: Iterable[Run], counts: Counts) -> str:
+    """All of it, in the text format.
+
+    Labels are ids, layers, heads and states: nothing that a file could make endless. The name of a
+    run, letters and digits alone, is in `xsake_run_info`.
+
+    Args:
+        runs: that are watched.
+        counts: of the server.
+    """
+    told = [(run.summary(), run) for run in runs]
+    families = [*_of_runs(told), *_of_server(counts)]
+    return "".join(line for family in families for line in family)
+
+
+def _of_runs(told: list[tuple[dict[str, Any], Run]]) -> Iterator[list[str]]:
+    label = {summary["id"]: f'run="{summary["id"]}"' for summary, _ in told}
+    names = [(f'{label[s["id"]]},name="{s["name"]}"', 1) for s, _ in told]
+    yield _family("run_info", "gauge", "which run it is", names)
+    states = [
+        (f'{label[s["id"]]},state="{state}"', int(s["state"] == state))
+        for s, _ in told
+        for state in _STATES
+    ]
+    yield _family("run_state", "gauge", "1 for the state that the run is in", states)
+    steps = [(label[s["id"]], s["step"] + 1) for s, _ in told]
+    yield _family("steps_done", "gauge", "steps that are done", steps)
+    planned = [(label[s["id"]], s["steps"]) for s, _ in told if s["steps"] is not None]
+    yield _family("steps_planned", "gauge", "steps that the run will have", planned)
+    for name, metric in METRICS.items():
+        words = f"{metric.meaning} ({metric.unit})"
+        if metric.axes:
+            samples = [pair for _, run in told for pair in _by_head(run, name, label[run.id])]
+            yield _family(name, "gauge", words, samples)
+        elif metric.source != "reader":
+            values = [(label[run.id], run.latest.get(name)) for _, run in told]
+            yield _family(name, "gauge", words, values)
+    last = [(label[s["id"]], s["last_told"]) for s, _ in told]
+    yield _family("last_told_seconds", "gauge", METRICS["last_told"].meaning, last)
+    shares = [(label[run.id], run.goodput) for _, run in told]
+    yield _family("goodput", "gauge", METRICS["goodput"].meaning, shares)
+    skipped = [(label[run.id], run.skipped_total()) for _, run in told]
+    yield _family("skipped_total", "counter", METRICS["skipped_total"].meaning, skipped)
+
+
+def _by_head(run: Run, name: str, label: str) -> Iterator[tuple[str, float]]:
+    if name not in run.matrices:
+        return
+    _, matrix = run.matrices[name]
+    if len(matrix) * len(matrix[0]) > _MOST_HEADS:
+        numbers = [x for layer in matrix for x in layer if x is not None]
+        if numbers:
+            yield f'{label},layer="all",head="mean"', sum(numbers) / len(numbers)
+        return
+    for layer, row in enumerate(matrix):
+        for head, value in enumerate(row):
+            if value is not None:
+                yield f'{label},layer="{layer}",head="{head}"', value
+
+
+def _of_server(counts: Counts) -> Iterator[list[str]]:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    for name, kind, words, value in (
+        ("server_clients", "gauge", "clients of live updates", counts.clients),
+        ("server_dropped_events_total", "counter", "updates that slow clients missed",
+         counts.dropped),
+        ("server_requests_total", "counter", "requests that were answered", counts.answered),
+        ("server_refused_requests_total", "counter", "requests that were refused", counts.refused),
+        ("server_peak_memory_bytes", "gauge", "most memory that the server has had", peak),
+    ):  # fmt: skip
+        yield _family(name, kind, words, [("", value)])
+
+
+def _family(
+    name: str, kind: str, words: str, samples: Iterable[tuple[str, float | None]]
+) -> list[str]:
+    full = PREFIX + name
+    lines = [
+        f"{full}{{{labels}}} {float(value)!r}\n" if labels else f"{full} {float(value)!r}\n"
+        for labels, value in samples
+        if value is not None
+    ]
+    if not lines:
+        return []
+    words = words.replace("\\", "\\\\").replace("\n", " ")
+    return [f"# HELP {full} {words}\n", f"# TYPE {full} {kind}\n", *lines]

@@ -1,0 +1,18 @@
+"""Whom a run tells its metrics beside its own file, as a configuration says it."""
+
+from typing import Annotated
+
+from pydantic import Field
+
+from xsake.hads.fields import Strict
+from xsake.observability.trackers import TrackerName
+
+
+class TrackSection(Strict):
+    """Trackers beside metrics.jsonl, which is always written."""
+
+    trackers: tuple[TrackerName, ...] = Field(default=(), description="of the extra `trackers`")
+    project: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")] = "xsake"
+    is_online: Annotated[bool, Field(strict=True)] = Field(
+        default=False, description="whether wandb may use the network; else `wandb sync` does later"
+    )

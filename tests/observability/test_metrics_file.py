@@ -1,0 +1,127 @@
+"""Metrics of a run: whole lines whatever the disk does and whoever is killed."""
+
+import json
+import pathlib
+import resource
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from xsake.observability import METRICS, MetricsFile, flat, read_metrics
+from xsake.observability.metrics import markdown_table
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "metrics.jsonl"
+
+
+def steps_of(path):
+    return [line["step"] for line in read_metrics(path)]
+
+
+def test_a_run_that_goes_back_does_steps_again_and_the_file_only_grows(path):
+    metrics = MetricsFile(path)
+    metrics.began(0)
+    for step in range(5):
+        metrics.add(step, loss=float(step))
+    before = path.read_bytes()
+    with path.open("a") as file:
+        file.write('{"step": 5, "lo')
+    metrics = MetricsFile(path)
+    metrics.began(3)
+    assert steps_of(path) == [0, 1, 2]
+    metrics.add(3, loss=33.0)
+    metrics.ended("done")
+    assert [line["loss"] for line in read_metrics(path)] == [0, 1, 2, 33]
+    assert path.read_bytes().startswith(before)
+
+
+def test_a_line_of_an_evaluation_goes_back_with_its_step(path):
+    metrics = MetricsFile(path)
+    for step in range(3):
+        metrics.add(step, validation_loss=1.0)
+        metrics.add(step, loss=1.0)
+    metrics.began(2)
+    assert steps_of(path) == [0, 0, 1, 1]
+
+
+def test_numbers_that_are_not_finite_become_null(path):
+    MetricsFile(path).add(0, loss=float("nan"), entropy=[[float("inf"), 1.0]])
+    assert read_metrics(path) == [{"step": 0, "loss": None, "entropy": [[None, 1.0]]}]
+
+
+def test_a_disk_without_room_delays_lines_and_loses_none(path):
+    """A real limit of the system, in the middle of a line."""
+    metrics = MetricsFile(path)
+    metrics.add(0, loss=1.0)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 5, hard))
+    try:
+        with pytest.warns(RuntimeWarning, match="cannot be written for now") as told:
+            for step in (1, 2, 3):
+                metrics.add(step, loss=1.0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert len(told) == 1
+    assert steps_of(path) == [0]
+    metrics.add(4, loss=1.0)
+    assert steps_of(path) == [0, 1, 2, 3, 4]
+
+
+def test_only_the_first_process_writes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    MetricsFile(None).add(0, loss=1.0)
+    assert not list(pathlib.Path().iterdir())
+
+
+WRITER = """
+import pathlib, sys
+from xsake.observability.metrics_file import MetricsFile
+metrics, step = MetricsFile(pathlib.Path(sys.argv[1])), 0
+while True:
+    metrics.add(step, entropy=[[0.123456] * 512] * 8)
+    step += 1
+"""
+
+
+def test_a_kill_in_the_middle_of_a_write_loses_at_most_the_last_line(path):
+    writer = subprocess.Popen([sys.executable, "-c", WRITER, str(path)])
+    try:
+        while not path.exists() or path.stat().st_size < 2**20:
+            assert writer.poll() is None
+            time.sleep(0.01)
+    finally:
+        writer.send_signal(signal.SIGKILL)
+        writer.wait()
+    whole = path.read_bytes().count(b"\n")
+    assert steps_of(path) == list(range(whole))
+    MetricsFile(path).add(whole, loss=1.0)  # the next life is not spoilt by half a line
+    assert steps_of(path) == list(range(whole + 1))
+
+
+def test_lines_of_others_are_no_lines(path):
+    odd = ["", "7", "null", "[" * 5000, '{"step": true}', '{"step": -1}', '{"event": "began"}', "~"]
+    path.write_text("\n".join([*odd, json.dumps({"step": 1})]) + "\n")
+    assert read_metrics(path) == [{"step": 1}]
+
+
+def test_metrics_have_units_and_meanings_that_fit_a_table():
+    for name, metric in METRICS.items():
+        assert name == metric.name and name.isidentifier() and name.islower()
+        assert metric.unit and metric.meaning and not metric.meaning.endswith(".")
+        assert "|" not in metric.unit
+
+
+def test_the_documentation_has_the_table_of_metrics():
+    page = (pathlib.Path(__file__).parents[2] / "docs" / "observability.md").read_text()
+    shown = page.partition("<!-- metrics -->\n")[2].partition("<!-- /metrics -->")[0]
+    assert shown == markdown_table(), "write what `markdown_table` says between the comments"
+
+
+def test_only_finite_numbers_of_known_metrics_become_series():
+    line = {"step": 3, "loss": None, "kl": [[1.0, None], [2.0]], "windows": [1], "entropy": 4.0}
+    assert flat(line) == {"kl/0/0": 1.0, "kl/1/0": 2.0}

@@ -1,0 +1,70 @@
+"""Runs as training leaves them, without training; and a dashboard that really listens."""
+
+import contextlib
+import threading
+
+import numpy as np
+
+from benchmarks.observability.serving import TOKEN, Served, served
+from xsake.observability import MetricsFile
+
+__all__ = ["TOKEN", "Served", "inside", "probe", "served", "values", "write_run"]
+
+
+def values(step, layers=2, heads=4):
+    """What a step of a made-up run tells."""
+    return {
+        "wall": 1e9 + step, "loss": 10 * 0.99 ** (step / 10) + np.sin(step) / 10,
+        "gradient_norm": 1.0 + step % 7, "learning_rate": 1e-3, "is_skipped": step % 50 == 49,
+        "budget": 0.5, "failed_saves": 0, "tokens": 512, "tokens_per_second": 1000.0 + step % 3,
+        "step_seconds": 0.5, "windows": [step], "note": "",
+    }  # fmt: skip
+
+
+def probe(step, layers=2, heads=4):
+    """What a probe of a made-up run tells."""
+    grid = np.arange(layers * heads).reshape(layers, heads)
+    return {
+        "entropy": (grid / 4 + step % 5).tolist(), "kept_mass": (1 - grid / 100).tolist(),
+        "drift": 1.25, "heads_lost": 1,
+    }  # fmt: skip
+
+
+def write_run(folder, steps, *, begin=0, name="made-up", ending=None, probe_every=100):
+    """Steps of a run; more of them if it is called again."""
+    folder.mkdir(parents=True, exist_ok=True)
+    metrics = MetricsFile(folder / "metrics.jsonl")
+    metrics.began(begin, name=name, steps=10_000, layers=2, heads=4)
+    for step in range(begin, steps):
+        metrics.add(step, **values(step))
+        if probe_every and step % probe_every == probe_every - 1:
+            metrics.add(step, **probe(step))
+    if ending:
+        metrics.ended(ending)
+    return metrics
+
+
+@contextlib.contextmanager
+def inside(settings):
+    """A dashboard in a thread of this process, where every type is checked."""
+    import uvicorn
+
+    from xsake.server.app import Dashboard
+
+    dashboard = Dashboard(settings)
+    config = uvicorn.Config(
+        dashboard, host="127.0.0.1", port=0, log_level="error", ws="none", http="h11",
+        timeout_graceful_shutdown=1,
+    )  # fmt: skip
+    server, listening = uvicorn.Server(config), config.bind_socket()
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
+    thread.start()
+    made = Served(f"http://127.0.0.1:{listening.getsockname()[1]}", None, settings.token)
+    made.dashboard = dashboard
+    try:
+        made.until(lambda: made.ask("/ready")[0] == 200, "ready")
+        yield made
+    finally:
+        server.should_exit = True
+        thread.join(30)
+        listening.close()

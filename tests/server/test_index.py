@@ -1,0 +1,189 @@
+"""The index of a run says what its lines say, whatever happens to either of them."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.server.sample import values, write_run
+from xsake.observability import MetricsFile, read_metrics
+from xsake.server.index import COARSE, FINE, Index, index_folder, only_writer
+from xsake.server.tail import MOST_LINE, whole_lines
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "run"
+
+
+def fed(folder, lines=10_000):
+    index = Index(folder / "metrics.jsonl", index_folder(folder))
+    while index.feed(lines):
+        pass
+    return index
+
+
+def expected(folder, name, begin, end):
+    """All numbers of a series, by the plain reader."""
+    lines = read_metrics(folder / "metrics.jsonl")
+    told = [(line["step"], line[name]) for line in lines if line.get(name) is not None]
+    return {step: float(value) for step, value in told if begin <= step < end}
+
+
+def agree(index, folder, name, begin, end, points):
+    view = index.view([name], begin, end, points)
+    told = expected(folder, name, begin, min(end, index.last_step + 1))
+    assert len(view.steps) <= points and (np.diff(view.steps) > 0).all()
+    if view.resolution == 1:
+        found = dict(zip(view.steps.tolist(), view.mean[:, 0].tolist(), strict=True))
+        found = {step: value for step, value in found.items() if not np.isnan(value)}
+        assert found == pytest.approx(told)
+        return view
+    # Buckets at the ends may hold steps from outside; all others exactly those of their range.
+    for i in range(1, len(view.steps) - 1):
+        inside = [told[s] for s in range(view.steps[i], view.steps[i + 1]) if s in told]
+        if not inside:
+            assert np.isnan(view.mean[i, 0])
+            continue
+        found = view.least[i, 0], view.most[i, 0], view.mean[i, 0]
+        assert found == pytest.approx((min(inside), max(inside), np.mean(inside)), rel=1e-5)
+    return view
+
+
+def test_every_width_of_view_says_what_the_lines_say(folder):
+    write_run(folder, 5 * COARSE + 77)
+    index = fed(folder)
+    assert index.last_step == 5 * COARSE + 76
+    for name in ("loss", "is_skipped", "drift"):
+        assert agree(index, folder, name, 0, 2**50, 4).resolution >= COARSE
+        assert agree(index, folder, name, 0, 2**50, 1000).resolution == FINE
+        assert agree(index, folder, name, 1000, 1400, 500).resolution == 1
+        agree(index, folder, name, 70, 3000, 37)
+    skipped = sum(expected(folder, "is_skipped", 0, 2**50).values())
+    assert index.total("is_skipped") == pytest.approx(skipped)
+    heads = index.view(["entropy/1/3", "no such series"], 0, 2**50, 100)
+    assert np.isfinite(heads.mean[:, 0]).any() and np.isnan(heads.mean[:, 1]).all()
+
+
+def test_an_index_goes_on_where_it_was_left(folder):
+    write_run(folder, 3000)
+    fed(folder)
+    metrics = MetricsFile(folder / "metrics.jsonl")
+    for step in range(3000, 3500):
+        metrics.add(step, **values(step))
+    index = Index(folder / "metrics.jsonl", index_folder(folder))
+    left = index.place
+    assert left > 0.9 * (folder / "metrics.jsonl").stat().st_size * 3000 / 3500
+    while index.feed():
+        pass
+    agree(index, folder, "loss", 0, 2**50, 200)
+
+
+@settings(max_examples=8)
+@given(
+    lives=st.lists(st.integers(1, 3 * COARSE), min_size=1, max_size=5),
+    portion=st.integers(1, 3000),
+    is_cut=st.booleans(),
+)
+def test_a_run_that_goes_back_is_shown_as_it_was_done_last(
+    tmp_path_factory, lives, portion, is_cut
+):
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    index, begin = None, 0
+    for number, end in enumerate(lives):
+        begin = min(begin, end - 1)
+        folder.mkdir(exist_ok=True)
+        metrics = MetricsFile(folder / "metrics.jsonl")
+        metrics.began(begin)
+        for step in range(begin, end):
+            metrics.add(step, loss=step + number / 10)
+        if is_cut:
+            with (folder / "metrics.jsonl").open("ab") as file:
+                file.write(b'{"step": 7, "loss"')
+        if index is None or number % 2:
+            index = Index(folder / "metrics.jsonl", index_folder(folder))
+        while index.feed(portion):
+            pass
+        begin = end * 2 // 3
+    assert index.last_step == max(expected(folder, "loss", 0, 2**50))
+    for points in (3, 50, 2000):
+        agree(index, folder, "loss", 0, 2**50, points)
+
+
+def test_another_file_under_the_same_name_is_read_anew(folder):
+    write_run(folder, 500)
+    index = fed(folder)
+    (folder / "metrics.jsonl").unlink()
+    write_run(folder, 100, name="another")
+    while index.feed():
+        pass
+    assert index.last_step == 99
+    agree(index, folder, "loss", 0, 2**50, 200)
+
+
+@pytest.mark.parametrize("damage", ["cut", "no json", "half a record", "gone"])
+def test_an_index_that_is_damaged_is_made_again(folder, damage):
+    write_run(folder, 1000)
+    fed(folder)
+    place = index_folder(folder)
+    [fine] = place.glob("fine-*.buckets")
+    if damage == "cut":
+        (place / "index.json").write_bytes((place / "index.json").read_bytes()[:20])
+    elif damage == "no json":
+        (place / "index.json").write_bytes(b"\x00" * 100)
+    elif damage == "half a record":
+        fine.write_bytes(fine.read_bytes()[:-100])
+    else:
+        shutil.rmtree(place)
+    agree(fed(folder), folder, "loss", 0, 2**50, 200)
+
+
+def test_series_that_come_later_have_room(folder):
+    folder.mkdir()
+    metrics = MetricsFile(folder / "metrics.jsonl")
+    for step in range(400):
+        metrics.add(step, loss=1.0)
+        if step >= 200:
+            metrics.add(step, entropy=[[float(step)] * 40] * 5)
+    index = fed(folder)
+    view = index.view(["loss", "entropy/4/39"], 0, 2**50, 10)
+    assert np.isnan(view.mean[0, 1]) and view.most[-1, 1] == 399
+
+
+def test_hostile_lines_cost_nothing_and_are_not_shown(folder):
+    folder.mkdir()
+    odd = [
+        {"step": 0, "loss": "NaN", "entropy": [[1], [1, 2]], "kl": [], "drift": [[1.0]]},
+        {"step": 0, "loss": 1e300, "entropy": [["x"]], "kl": [[None, None]]},
+        {"step": 0, "loss": 10**400},
+        {"step": 0, "entropy": [[0.0] * 3000] * 3000},
+        {"step": 2**60, "loss": 1.0},
+        {"step": 1, "loss": 2.0},
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in odd))
+    index = fed(folder)
+    assert index.last_step == 1 and len(index.columns.names) < 10
+    view = index.view(["loss"], 0, 2**50, 10)
+    assert view.steps.tolist() == [0, 1] and np.isnan(view.mean[0, 0]) and view.mean[1, 0] == 2
+
+
+def test_a_line_without_an_end_is_passed_over(tmp_path):
+    path = tmp_path / "lines"
+    path.write_bytes(b"a\n" + b"x" * (MOST_LINE + 2**21) + b"\nb\nhalf")
+    found = [line if len(line) < 10 else b"long" for _, line in whole_lines(path, 0)]
+    assert found == [b"a", b"b"]
+
+
+def test_links_are_not_followed(tmp_path):
+    (tmp_path / "secret").write_text('{"step": 1}\n')
+    (tmp_path / "metrics.jsonl").symlink_to(tmp_path / "secret")
+    with pytest.raises(OSError, match="symbolic"):
+        list(whole_lines(tmp_path / "metrics.jsonl", 0))
+
+
+def test_two_servers_do_not_write_the_same_index(tmp_path):
+    with only_writer(tmp_path / "index") as first, only_writer(tmp_path / "index") as second:
+        assert first and not second
