@@ -9,7 +9,18 @@ masks -> layout -> kernels -> attention: data flows to the right, imports only t
 """
 
 from xsake import masks
-from xsake.attention import AttentionOutput, BlockSparseAttention, Explanation, attention, explain
+from xsake.attention import (
+    AttentionOutput,
+    Blocks,
+    BlockSparseAttention,
+    Branches,
+    Explanation,
+    Gates,
+    apply_native_sparse_attention,
+    attention,
+    explain,
+    native_sparse_attention,
+)
 from xsake.errors import XsakeError
 from xsake.layout import BlockLayout
 
@@ -19,9 +30,14 @@ __all__ = [
     "AttentionOutput",
     "BlockLayout",
     "BlockSparseAttention",
+    "Blocks",
+    "Branches",
     "Explanation",
+    "Gates",
     "XsakeError",
+    "apply_native_sparse_attention",
     "attention",
     "explain",
     "masks",
+    "native_sparse_attention",
 ]

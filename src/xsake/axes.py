@@ -12,6 +12,8 @@
 | `Dv`    | head dimension of values                                    |
 | `Nq`    | query blocks, `ceil(Tq / block_q)`                          |
 | `Nk`    | kv blocks, `ceil(Tk / block_kv)`                            |
+| `Nc`    | summaries of kv blocks, which may overlap                   |
+| `Ns`    | slots: blocks that a query may select                       |
 | `W`     | work items: (row, kv block) pairs that a layout lists       |
 | `R`     | rows: (batch, head, query block) triples that own items     |
 | `S`     | sink logits per head                                        |
@@ -32,6 +34,8 @@ AXES: dict[str, str] = {
     "Dv": "head dimension of values",
     "Nq": "query blocks",
     "Nk": "kv blocks",
+    "Nc": "summaries of kv blocks",
+    "Ns": "slots for selected blocks",
     "W": "work items",
     "R": "rows",
     "S": "sink logits per head",

@@ -2,10 +2,11 @@
 
 from xsake.model.attend import Attend, Dense, LayerCall, Listed, Masked
 from xsake.model.cache import Cache
-from xsake.model.config import DecoderConfig, LayerKind, Rope
+from xsake.model.config import DecoderConfig, LayerKind, NativeSparseSizes, Rope
 from xsake.model.decoder import Decoder
+from xsake.model.native_sparse import NativeSparse
 
 __all__ = [
     "Attend", "Cache", "Decoder", "DecoderConfig", "Dense", "LayerCall", "LayerKind", "Listed",
-    "Masked", "Rope",
+    "Masked", "NativeSparse", "NativeSparseSizes", "Rope",
 ]  # fmt: skip

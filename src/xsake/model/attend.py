@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 from xsake.attention import BlockSparseAttention
 from xsake.errors import ArgumentError
 from xsake.layout import BlockLayout
-from xsake.masks import AbstractMask
+from xsake.masks import AbstractMask, Causal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,9 +23,13 @@ class LayerCall:
     q_positions: Any = None  # [B, Tq]; None with kv_positions None: token i is at position i
     kv_positions: Any = None
     segment_ids: Any = None  # [B, T] of queries and keys alike
+    native: Any = None  # gates and summaries of a layer of native sparse attention
 
     def through(self, operator: BlockSparseAttention, q, k, v, layout: BlockLayout | None = None):
-        """This call, computed by a configured `xsake.attention`."""
+        """This call, computed by a configured `xsake.attention`, or as its layer was made to."""
+        if self.native is not None:
+            self._refuse(layout)
+            return self.native(q, k, v, self)
         return dataclasses.replace(operator, scale=self.scale)(
             q, k, v,
             mask=self.mask,
@@ -35,6 +39,10 @@ class LayerCall:
             kv_positions=self.kv_positions,
             q_segment_ids=self.segment_ids,
         ).out  # fmt: skip
+
+    def _refuse(self, layout: BlockLayout | None) -> None:
+        if layout is not None or self.mask != Causal():
+            raise _chooses_itself("attention by a mask, a layout or a plan")
 
 
 Attend = Callable[
@@ -57,6 +65,21 @@ class Dense:
 
     def __call__(self, q, k, v, call: LayerCall):
         return call.through(self.operator, q, k, v)
+
+
+def require_dense(attend: Attend) -> None:
+    """Raise unless a model with native sparse attention may do what it was made for."""
+    if not isinstance(attend, Dense):
+        raise _chooses_itself(f"attend={type(attend).__name__}(...)")
+
+
+def _chooses_itself(got: str) -> ArgumentError:
+    return ArgumentError(
+        "a model with native sparse attention chooses its blocks itself",
+        got=got,
+        expected="Dense(), which lets the model do what it was made for",
+        fix="pass no `attend`",
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from xsake.layout.pytree import register_layout
+from xsake.model.native_cache import NativeCache
 
 
 @register_layout(leaves=("keys", "values", "lengths"), static=())
@@ -46,3 +47,7 @@ class Cache:
     def longer_by(self, tokens: int) -> "Cache":
         """The same, with so many more tokens in every row."""
         return dataclasses.replace(self, lengths=self.lengths + tokens)
+
+
+AnyCache = Cache | NativeCache
+"""What a decoder keeps of the tokens that it has read."""

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from xsake.attention import Blocks
 from xsake.masks import AbstractMask, Causal, Window
 
 Size = Annotated[int, Field(ge=1, le=2**24)]
@@ -75,6 +76,23 @@ class LayerKind(_Strict):
         return Causal() & Window(left=self.window - 1, right=0)
 
 
+class NativeSparseSizes(_Strict):
+    """Sizes of native sparse attention: see `xsake.Blocks`, which has the same fields."""
+
+    length: Size = 32
+    stride: Size = 16
+    size: Size = 64
+    count: Size = 16
+    first: Annotated[int, Field(ge=0, le=2**24)] = 1
+    local: Size = 2
+    window: Size = 512
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "NativeSparseSizes":
+        Blocks(**self.model_dump())
+        return self
+
+
 class DecoderConfig(_Strict):
     """A decoder-only transformer of the Llama or the GPT-2 family; no weights, no dtype.
 
@@ -112,6 +130,9 @@ class DecoderConfig(_Strict):
     query_scale: Above0 | None = Field(default=None, description="None: 1 / sqrt(head_dim)")
     attention_softcap: Above0 | None = None
     logit_softcap: Above0 | None = None
+    native_sparse: NativeSparseSizes | None = Field(
+        default=None, description="layers attend by summaries, selected blocks and a window"
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> "DecoderConfig":
@@ -125,7 +146,16 @@ class DecoderConfig(_Strict):
             raise ValueError(f"kind_of_layer names a kind beyond the {len(self.kinds)} there are")
         if self.head_dim % 2 and any(kind.rope for kind in self.kinds):
             raise ValueError(f"rotary positions need an even {self.head_dim=}")
+        if self.native_sparse is not None:
+            self._fits_native()
         return self
+
+    def _fits_native(self) -> None:
+        others = self.attention_softcap, *(kind.window for kind in self.kinds)
+        if any(x is not None for x in others) or self.has_qkv_bias or self.has_out_bias:
+            raise ValueError(
+                "native sparse attention has windows of its own, and knows no softcap or biases"
+            )
 
     @property
     def layer_kinds(self) -> tuple[int, ...]:

@@ -11,10 +11,13 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from xsake.model.attend import Attend, Dense, LayerCall
-from xsake.model.cache import Cache
+from xsake.attention import Branches
+from xsake.model.attend import Attend, Dense, LayerCall, require_dense
+from xsake.model.cache import AnyCache, Cache
 from xsake.model.config import DecoderConfig
-from xsake.model.layers import Layer, Norm, parameter
+from xsake.model.layers import Attention, Layer, Norm, parameter
+from xsake.model.native_cache import NativeCache
+from xsake.model.native_sparse import NativeSparse
 from xsake.model.rope import rotate, turns
 
 Tokens = Int[Array | np.ndarray, "B T"]
@@ -148,7 +151,7 @@ class Decoder(nnx.Module):
         *,
         room: int,
         attend: Attend = Dense(),  # noqa: B008 (frozen)
-    ) -> tuple[Float[Array, "B T width"], Cache]:
+    ) -> tuple[Float[Array, "B T width"], AnyCache]:
         """Read prompts: hidden states of every token, and a cache to go on from.
 
         Args:
@@ -161,19 +164,23 @@ class Decoder(nnx.Module):
 
         def look(q, k, v, call: LayerCall, cache):
             # Padding comes after the prompt, so causality hides it from the prompt's tokens.
-            return attend(q, k, v, call), (cache, (k, v))
+            kept = (k, v) if call.native is None else call.native.kept(k, v, lengths, room)
+            return attend(q, k, v, call), (cache, kept)
 
+        lengths = jnp.asarray(lengths)
         hidden, _, kept = self._run(tokens, None, attend, look)
+        if self.config.native_sparse is not None:
+            return hidden, NativeCache(kept, lengths.astype(jnp.int32))
         keys, values = kept
-        return hidden, Cache.holding(keys, values, jnp.asarray(lengths), room)
+        return hidden, Cache.holding(keys, values, lengths, room)
 
     def extend(
         self,
         tokens: Tokens,
-        cache: Cache,
+        cache: AnyCache,
         *,
         attend: Attend = Dense(),  # noqa: B008 (frozen)
-    ) -> tuple[Float[Array, "B T width"], Cache]:
+    ) -> tuple[Float[Array, "B T width"], AnyCache]:
         """Read more tokens, each row from where its cache ends; T = 1 is a decode step.
 
         Args:
@@ -182,6 +189,8 @@ class Decoder(nnx.Module):
             attend: how layers look at each other.
         """
         tokens = jnp.asarray(tokens)
+        if isinstance(cache, NativeCache):
+            return self._extend_native(tokens, cache, attend)
         positions = cache.lengths[:, None] + _counted(tokens)
         rules = {"q_positions": positions, "kv_positions": cache.positions}
 
@@ -192,6 +201,24 @@ class Decoder(nnx.Module):
 
         hidden, longer, _ = self._run(tokens, positions, attend, look, cache)
         return hidden, longer.longer_by(tokens.shape[1])
+
+    def _extend_native(self, tokens, cache: NativeCache, attend: Attend):
+        """As `extend`, token by token: each may complete a summary that the next one sees."""
+        require_dense(attend)
+
+        def look(q, k, v, call: LayerCall, cache: NativeCache):
+            assert call.native is not None
+            state, at = cache.of_layer(call.layer), cache.lengths
+            seen, state = call.native.step(q, k, v, state, at, scale=call.scale)
+            return seen, (cache.with_layer(call.layer, state), None)
+
+        def one(cache, token):
+            at = cache.lengths[:, None]
+            hidden, longer, _ = self._run(token[:, None], at, attend, look, cache)
+            return longer.longer_by(1), hidden[:, 0]
+
+        longer, hidden = jax.lax.scan(one, cache, tokens.T)
+        return jnp.moveaxis(hidden, 0, 1), longer
 
     def _run(self, tokens, positions, attend: Attend, look: _Look, cache: Any = None):
         """Embedding, all layers, final norm: (hidden, cache, what `look` kept, by layer)."""
@@ -204,10 +231,13 @@ class Decoder(nnx.Module):
             x, cache = carry
             weights, number, kind = item
 
-            def look_rotated(q, k, v):
+            def look_rotated(q, k, v, native=None):
+                if native is not None:
+                    layer, gates = native
+                    native = layer.native(gates, functools.partial(self._turned, kind))
                 if any(kind.rope for kind in config.kinds):
-                    q, k = rotate(q, angles[kind]), rotate(k, angles[kind])
-                return _by_kind(config, kind, number, look, (q, k, v, cache))
+                    q, k = rotate(q, angles[kind]), _rotated_keys(k, angles[kind])
+                return _by_kind(config, kind, (number, native), look, (q, k, v, cache))
 
             x, (cache, kept) = nnx.merge(graph, weights)(x, look_rotated)
             return (x, cache), kept
@@ -223,6 +253,14 @@ class Decoder(nnx.Module):
             (x, cache), kept = jax.lax.scan(step, start, layers)
         return self.final_norm(x), cache, kept
 
+    def _turned(self, kind, x, positions):
+        """Summaries of keys, rotated by the positions of their first tokens."""
+        kinds = self.config.kinds
+        if not any(kind.rope for kind in kinds):
+            return x
+        ropes = tuple(kind.rope for kind in kinds)
+        return rotate(x, turns(ropes, self.config.head_dim, positions)[kind])
+
     def _embedded(self, tokens, positions):
         x = jnp.take(self.embedding[...], tokens, axis=0).astype(self.compute_dtype)
         x = x * jnp.asarray(self.config.embedding_scale, x.dtype)
@@ -234,8 +272,9 @@ class Decoder(nnx.Module):
 
 def _stacked_layers(config: DecoderConfig, rngs: nnx.Rngs, dtype) -> Layer:
     """All layers as one, with a leading axis `layer` on every parameter."""
+    attention = Attention if config.native_sparse is None else NativeSparse
     make = nnx.vmap(
-        lambda rngs: Layer(config, rngs, dtype),
+        lambda rngs: Layer(config, rngs, dtype, attention),
         axis_size=config.layers,
         transform_metadata={nnx.PARTITION_NAME: "layer"},
     )
@@ -246,12 +285,20 @@ def _counted(tokens) -> Array:
     return jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
 
 
-def _by_kind(config: DecoderConfig, kind, number, look, arguments):
+def _rotated_keys(k, angles):
+    """Keys by position; those to be compressed wait until they are summaries."""
+    if not isinstance(k, Branches):
+        return rotate(k, angles)
+    return Branches(k.compressed, rotate(k.selected, angles), rotate(k.window, angles))
+
+
+def _by_kind(config: DecoderConfig, kind, known, look, arguments):
     """`look` under the rule of the layer's kind, which is known only at run time in a scan."""
 
     def branch(index: int):
         mask, cap = config.kinds[index].mask, config.attention_softcap
-        call = LayerCall(layer=number, mask=mask, scale=config.scale, softcap=cap)
+        number, native = known
+        call = LayerCall(layer=number, mask=mask, scale=config.scale, softcap=cap, native=native)
         return lambda q, k, v, cache: look(q, k, v, call, cache)
 
     if len(config.kinds) == 1 or isinstance(kind, int):

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from xsake.errors import ArgumentError
 from xsake.model.attend import Attend, Dense, Listed
-from xsake.model.cache import Cache
+from xsake.model.cache import AnyCache
 from xsake.model.decoder import Decoder
 from xsake.model.sampling import Sampling, pick
 
@@ -304,13 +304,13 @@ class _Engine:
         """Seconds that stand still while something compiles."""
         return time.perf_counter() - self.compile_seconds
 
-    def prefill(self, tokens, lengths) -> tuple[Array, Cache]:
+    def prefill(self, tokens, lengths) -> tuple[Array, AnyCache]:
         return self._run(_prefill, self._weights, jnp.asarray(tokens), jnp.asarray(lengths))
 
     def pick(self, logits, step: int, seen) -> tuple[Array, Array, Array | None]:
         return self._run(_pick, logits, self._key, jnp.int32(step), seen)
 
-    def extend(self, tokens, cache: Cache, growing) -> tuple[Array, Cache]:
+    def extend(self, tokens, cache: AnyCache, growing) -> tuple[Array, AnyCache]:
         return self._run(_extend, self._weights, tokens, cache, jnp.asarray(growing))
 
     def _run(self, program, *arguments):
@@ -326,7 +326,7 @@ class _Engine:
 @functools.partial(jax.jit, static_argnames=("graph", "attend", "room"))
 def _prefill(
     weights, tokens: Int[Array, "B T"], lengths: Int[Array, " B"], *, graph, attend, room: int
-) -> tuple[Float[Array, "B vocab"], Cache]:
+) -> tuple[Float[Array, "B vocab"], AnyCache]:
     """Logits after the last token of each prompt, and the cache."""
     model = nnx.merge(graph, weights)
     hidden, cache = model.prefill(tokens, lengths, room=room, attend=attend)
@@ -335,8 +335,8 @@ def _prefill(
 
 @functools.partial(jax.jit, static_argnames=("graph", "attend"), donate_argnames=("cache",))
 def _extend(
-    weights, tokens: Int[Array, " B"], cache: Cache, growing: Bool[Array, " B"], *, graph, attend
-) -> tuple[Float[Array, "B vocab"], Cache]:
+    weights, tokens: Int[Array, " B"], cache: AnyCache, growing: Bool[Array, " B"], *, graph, attend
+) -> tuple[Float[Array, "B vocab"], AnyCache]:
     """Logits after one more token in each row; a row that has ended stays as long as it is."""
     model = nnx.merge(graph, weights)
     hidden, longer = model.extend(tokens[:, None], cache, attend=attend)

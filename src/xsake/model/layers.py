@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 
 from xsake.model.config import DecoderConfig
 
-Look = Callable[[Array, Array, Array], tuple[Array, Any]]
+Look = Callable[..., tuple[Array, Any]]
 """From queries, keys and values of a layer to (what was seen, anything to hand on)."""
 
 _ACTIVATIONS = {
@@ -121,14 +121,17 @@ class Mlp(nnx.Module):
 
 
 class Layer(nnx.Module):
-    """Attention and MLP, each on a normalised copy of the stream and added to it."""
+    """Attention and MLP, each on a normalised copy of the stream and added to it.
 
-    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, dtype):
+    `make_attention(config, rngs, dtype)` gives the projections: `Attention`, or one like it.
+    """
+
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, dtype, make_attention=Attention):
         norm = lambda: Norm(config, config.width, "embed", dtype)
         self.attention_norm, self.mlp_norm = norm(), norm()
         self.attention_post_norm = norm() if config.has_post_norms else None
         self.mlp_post_norm = norm() if config.has_post_norms else None
-        self.attention = Attention(config, rngs, dtype)
+        self.attention = make_attention(config, rngs, dtype)
         self.mlp = Mlp(config, rngs, dtype)
 
     def __call__(self, x: Float[Array, "B T width"], look: Look):

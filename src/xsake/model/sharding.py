@@ -7,7 +7,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from xsake.errors import ArgumentError
 
-LOGICAL_AXES = ("layer", "vocab", "position", "embed", "q_heads", "kv_heads", "head_dim", "mlp")
+LOGICAL_AXES = (
+    "layer", "vocab", "position", "embed", "q_heads", "kv_heads", "head_dim", "mlp",
+    "branch", "run", "summary",
+)  # fmt: skip
 
 Rules = Mapping[str, str | tuple[str, ...] | None]
 """From logical axes to mesh axes; what is not named is on every device."""

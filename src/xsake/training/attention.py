@@ -1,4 +1,4 @@
-"""How layers look at each other while a model is trained: dense, by a mask, or by HADS plans.
+"""How layers look at each other while a model is trained: all, by a mask, by plans, or natively.
 
 A plan is not differentiated: gradients flow through the blocks that were chosen, and the choice
 itself is a constant. Blocks are chosen row by row (`Scope.ROW`), because a wider scope lets later
@@ -113,11 +113,11 @@ class TrainingAttention:
         return self.attends[self.level(step)]
 
     def budget(self, step: int) -> float | None:
-        """Computed / visible blocks in a step; None for masks, which have none."""
+        """Computed / visible blocks in a step; None for masks and native sparse attention."""
         plan = self.plans[self.level(step)]
         if plan is not None:
             return plan.budget
-        return None if self.section.kind == "mask" else 1.0
+        return 1.0 if self.section.kind in ("dense", "plan") else None
 
     def judged(self, step: int) -> Attend:
         """What a probe judges: what the step runs, or the first plan to come if that is dense."""
@@ -126,8 +126,8 @@ class TrainingAttention:
         return self.attends[coming[0] if coming else level]
 
     def is_probe_due(self, step: int) -> bool:
-        """Whether a probe belongs before this step."""
-        every = self.section.probe_every
+        """Whether a probe belongs before this step; none looks into native sparse attention."""
+        every = 0 if self.section.kind == "native_sparse" else self.section.probe_every
         return bool(every) and step % every == 0
 
     def is_calibration_due(self, step: int) -> bool:

@@ -10,6 +10,7 @@ from xsake import masks
 from xsake.errors import ArgumentError
 from xsake.hads.choose import Scope
 from xsake.hads.fields import Count, Number, Positive, Strict
+from xsake.model.config import DecoderConfig
 
 Budget = Annotated[Number, Field(gt=0, le=1)]
 
@@ -48,7 +49,7 @@ class Annealing(Strict):
 class AttentionSection(Strict):
     """How layers look at each other while the model is trained."""
 
-    kind: Literal["dense", "mask", "plan"] = "dense"
+    kind: Literal["dense", "mask", "plan", "native_sparse"] = "dense"
     mask: str | None = Field(default=None, description="such as window(255, 0) | sinks(4)")
     plan: Path | None = Field(default=None, description="file of a plan that was made before")
     profile: Path | None = Field(
@@ -104,6 +105,7 @@ def _require_used(section: AttentionSection) -> None:
     made = {"profile", "budget", "policy", "selector", "block", "annealing"}
     used = {
         "dense": {"kind", "probe_every", "probe_rows"},
+        "native_sparse": {"kind"},
         "mask": {"kind", "mask", "probe_every", "probe_rows"},
         "plan": set(fields) - {"mask"} - (made if section.plan else set()),
     }[section.kind]
@@ -120,4 +122,29 @@ def _require_used(section: AttentionSection) -> None:
         raise ArgumentError(
             "attention of the kind 'mask' needs a mask",
             expected="attention.mask, such as window(255, 0) | sinks(4)",
+        )
+
+
+def require_native(section: AttentionSection, decoder: DecoderConfig, devices: int) -> None:
+    """Raise unless the kind of attention is the one that the model was made for.
+
+    Args:
+        section: the settings.
+        decoder: the model that is trained.
+        devices: of the mesh.
+    """
+    is_native = section.kind == "native_sparse"
+    if is_native != (decoder.native_sparse is not None):
+        state = "is missing" if is_native else "is there"
+        raise ArgumentError(
+            "native sparse attention is a kind of attention and a kind of model, or neither",
+            got=f"attention.kind={section.kind!r}, model.decoder.native_sparse {state}",
+            expected="attention.kind='native_sparse' and its sizes in model.decoder.native_sparse",
+            fix="model.decoder.native_sparse = {} takes the paper's sizes",
+        )
+    if is_native and devices > 1:
+        raise ArgumentError(
+            "native sparse attention is trained on one device so far",
+            got=f"a mesh of {devices} devices",
+            expected="mesh sizes of 1",
         )

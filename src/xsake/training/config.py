@@ -6,6 +6,7 @@ that the command is started in.
 
 import difflib
 import hashlib
+import math
 import tomllib
 import typing
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from xsake.hads.budget import AlwaysOn, total_blocks
 from xsake.hads.fields import Count, Positive, Strict
 from xsake.layout.grid import blocks_of
 from xsake.model.config import DecoderConfig, LayerKind, Llama3Scaling, Rope
-from xsake.training.attention_section import AttentionSection
+from xsake.training.attention_section import AttentionSection, require_native
 from xsake.training.guard import GuardSection
 from xsake.training.optimizer import OptimizerSection
 from xsake.training.track_section import TrackSection
@@ -211,6 +212,7 @@ class TrainingConfig(Strict):
     def _consistent(self) -> "TrainingConfig":
         _require_batch(self)
         _require_lengths(self)
+        require_native(self.attention, self.model.decoder, math.prod(dict(self.mesh).values()))
         _require_steps(self)
         _require_blocks(self)
         if self.data.folder == self.checkpoint.folder:

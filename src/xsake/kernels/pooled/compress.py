@@ -1,0 +1,44 @@
+"""Cuts keys or values into the overlapping runs that summaries are made of, and averages them."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+
+def summaries_of(tokens: int, length: int, stride: int) -> int:
+    """How many whole runs there are, but at least one: nobody sees one that is not whole."""
+    return max(1, (tokens - length) // stride + 1)
+
+
+def runs(
+    x: Float[Array, "B Tk Hk D"], length: int, stride: int
+) -> Float[Array, "B Nc length Hk D"]:
+    """Run i holds tokens `i * stride` to `i * stride + length - 1`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> x = jnp.arange(8.0).reshape(1, 8, 1, 1)
+        >>> print(runs(x, length=4, stride=2)[0, :, :, 0, 0])
+        [[0. 1. 2. 3.]
+         [2. 3. 4. 5.]
+         [4. 5. 6. 7.]]
+    """
+    parts = _strides(x, length, stride)
+    number = summaries_of(x.shape[1], length, stride)
+    return jnp.concatenate([parts[:, n : n + number] for n in range(length // stride)], axis=2)
+
+
+def means(x: Float[Array, "B Tk Hk D"], length: int, stride: int) -> Float[Array, "B Nc Hk D"]:
+    """The mean of every run, without an array of the runs."""
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    sums = _strides(wide, length, stride).sum(2)
+    number = summaries_of(x.shape[1], length, stride)
+    parts = [sums[:, n : n + number] for n in range(length // stride)]
+    return (sum(parts[1:], parts[0]) / length).astype(x.dtype)
+
+
+def _strides(x, length: int, stride: int):
+    """[B, strides, stride, Hk, D], with as many strides as whole runs need."""
+    number = summaries_of(x.shape[1], length, stride)
+    tokens = (number - 1) * stride + length
+    x = jnp.pad(x[:, :tokens], ((0, 0), (0, max(0, tokens - x.shape[1])), (0, 0), (0, 0)))
+    return x.reshape(x.shape[0], tokens // stride, stride, *x.shape[2:])
