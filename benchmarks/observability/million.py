@@ -154,7 +154,8 @@ def main() -> None:
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="xsake-million-") as temporary:
         found = measure(given.folder or Path(temporary), given.steps)
-    found["is_met"] = found["open_run_and_loss_seconds"] < OPEN_SECONDS
+    opened = ("open_run_and_loss_seconds", "open_all_series_seconds", "open_in_page_seconds")
+    found["is_met"] = {name: (found[name] or 0.0) < OPEN_SECONDS for name in opened}
     row = {"experiment": "million", **found, "load": round(os.getloadavg()[0], 1)}
     row["environment"] = dataclasses.asdict(environment(ROOT))
     print(json.dumps(row, indent=1))
