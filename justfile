@@ -71,6 +71,12 @@ bench-commits *args:
 faults *args:
     python -m benchmarks.faults {{ args }}
 
+# what watching costs, slow clients, a million steps; rows go to benchmarks/results/observability
+eyes:
+    python -m benchmarks.observability.cost
+    python -m benchmarks.observability.streams
+    python -m benchmarks.observability.million
+
 # make the golden checkpoints of tests/model again, with transformers in its own environment
 golden *args:
     python -m benchmarks.golden {{ args }} make

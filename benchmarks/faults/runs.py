@@ -102,7 +102,7 @@ class Ground:
             "JAX_COMPILATION_CACHE_DIR": str(self.cache),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.getenv("PYTHONPATH")])]),
             "NO_COLOR": "1",
         }
         kept = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}

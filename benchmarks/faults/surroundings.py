@@ -7,6 +7,7 @@ from pathlib import Path
 from benchmarks.faults.results import Fault, Trial
 from benchmarks.faults.runs import Ground, Run
 from benchmarks.faults.watching import kill
+from benchmarks.observability import streams
 
 DAY = 86400.0
 PLANNED = ('attention.kind="plan"', "attention.budget=0.8", "attention.block=8")
@@ -38,6 +39,26 @@ def odd_surroundings(ground: Ground, is_quick: bool) -> Fault:
             run.train(**given)
             trial.seconds = time.monotonic() - begin
             _is_straight(run, trial, ground)
+    return fault
+
+
+def slow_clients(ground: Ground, is_quick: bool) -> Fault:
+    """F19: 200 clients of the dashboard's live updates that hardly read what they are sent."""
+    fault = Fault(
+        "F19", "200 slow clients of live updates",
+        f"steps take at most {streams.MOST - 1:.0%} longer; the server's memory grows by at most "
+        f"{streams.MOST_GROWTH:.0f} MB; clients that do not keep up miss updates",
+        timed="a step, with the clients",
+    )  # fmt: skip
+    count, pairs = (20, 1) if is_quick else (streams.CLIENTS, streams.PAIRS)
+    with fault.trial(f"{count} clients, {pairs} times") as trial:
+        found = streams.measure(ground, clients=count, steps=streams.STEPS, pairs=pairs)
+        trial.seconds = found["seconds"][0]
+        trial.require(found["ratio"] <= streams.MOST, f"{found['ratio']} times as long")
+        growth = found["growth_megabytes"]
+        trial.require(growth <= streams.MOST_GROWTH, f"{growth} MB more")
+        for name in ("ratio", "growth_megabytes", "dropped_events"):
+            fault.figures[name.replace("_", " ")] = found[name]
     return fault
 
 
@@ -83,4 +104,4 @@ def _cut(path: Path) -> Path:
     return path
 
 
-SURROUNDINGS = {"F18": odd_surroundings, "F20": cut_caches}
+SURROUNDINGS = {"F18": odd_surroundings, "F19": slow_clients, "F20": cut_caches}

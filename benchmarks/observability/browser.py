@@ -99,6 +99,7 @@ def chromium(folder: Path) -> Iterator[Page]:
     program = next(filter(None, map(shutil.which, NAMES)), None)
     if program is None:
         raise NoBrowserError("there is no Chromium: install Debian's package chromium")
+    shutil.rmtree(folder / "profile", ignore_errors=True)  # of an earlier browser
     command = [
         program, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
         "--no-first-run", "--disable-extensions", "--disable-background-networking",

@@ -68,12 +68,26 @@ def measure(folder: Path, steps: int) -> dict[str, Any]:
     """Everything, once.
 
     Args:
-        folder: for the run.
+        folder: for the run; one that is there already, with its index, is only opened.
         steps: of it.
     """
     run = folder / "runs" / "million"
-    run.mkdir(parents=True)
     found: dict[str, Any] = {"steps": steps}
+    if not (run / "metrics.index").exists():
+        found |= _made(folder, run, steps)
+    begin = time.monotonic()
+    with served(folder / "runs", patience=0.0) as server:
+        found["server_start_seconds"] = time.monotonic() - begin
+        found |= _opened(server)
+        found["open_in_page_seconds"] = _page(server, folder)
+        found["memory_megabytes"] = server.memory()["VmHWM"]
+    return {name: round(x, 4) if isinstance(x, float) else x for name, x in found.items()}
+
+
+def _made(folder: Path, run: Path, steps: int) -> dict[str, Any]:
+    """Write the run, and let a server index it."""
+    found: dict[str, Any] = {}
+    run.mkdir(parents=True)
     begin = time.monotonic()
     found["series"] = write(run / "metrics.jsonl", steps)
     found["write_seconds"] = time.monotonic() - begin
@@ -84,13 +98,7 @@ def measure(folder: Path, steps: int) -> dict[str, Any]:
         found["memory_while_indexing_megabytes"] = server.memory()["VmHWM"]
     files = (run / "metrics.index").iterdir()
     found["index_megabytes"] = sum(path.stat().st_size for path in files) / 1e6
-    begin = time.monotonic()
-    with served(folder / "runs", patience=0.0) as server:
-        found["server_start_seconds"] = time.monotonic() - begin
-        found |= _opened(server)
-        found["open_in_page_seconds"] = _page(server, folder)
-        found["memory_megabytes"] = server.memory()["VmHWM"]
-    return {name: round(x, 4) if isinstance(x, float) else x for name, x in found.items()}
+    return found
 
 
 def _opened(server: Served) -> dict[str, Any]:
@@ -124,8 +132,8 @@ def _page(server: Served, folder: Path) -> float | None:
     with contextlib.suppress(NoBrowserError), chromium(folder) as page:
         page.open(f"{server.place}/#token={TOKEN}")
         drawn = (
-            "document.querySelectorAll('#charts canvas[aria-label*=\"at step\"]').length >= 6"
-            " && document.querySelector('#heat').width > 20"
+            "document.querySelectorAll('#charts canvas[aria-label*=\"at step\"]').length >= 7"
+            " && document.querySelector('#heads-table td') !== null"
         )
         page.until(drawn)  # the browser itself is warm
         page.open("about:blank")
@@ -142,18 +150,20 @@ def main() -> None:
     """Measure, print, and keep the row of the whole size."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--folder", type=Path, help="kept; by default a temporary one")
+    parser.add_argument("--folder", type=Path, help="kept, and only opened the next time")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="xsake-million-") as temporary:
         found = measure(given.folder or Path(temporary), given.steps)
-    found["is_met"] = found["open_run_and_loss_seconds"] < OPEN_SECONDS
+    opened = ("open_run_and_loss_seconds", "open_all_series_seconds", "open_in_page_seconds")
+    found["is_met"] = {name: (found[name] or 0.0) < OPEN_SECONDS for name in opened}
     row = {"experiment": "million", **found, "load": round(os.getloadavg()[0], 1)}
     row["environment"] = dataclasses.asdict(environment(ROOT))
     print(json.dumps(row, indent=1))
     if given.steps == STEPS:
         out = RESULTS / "observability" / "million.jsonl"
         out.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(out, json.dumps(row) + "\n")
+        before = out.read_text() if out.exists() else ""
+        write_whole(out, before + json.dumps(row) + "\n")
 
 
 if __name__ == "__main__":

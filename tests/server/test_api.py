@@ -14,6 +14,7 @@ import pytest
 from benchmarks.observability.serving import PROGRAM
 from tests.server.sample import probe, served, values, write_run
 from xsake.observability import METRICS
+from xsake.server.answers import Curves
 
 ROOT_PARTS = ("benchmarks/results/causal.jsonl", "certificates/tpu_v5e.json")
 
@@ -52,6 +53,7 @@ def test_series_come_in_as_many_points_as_were_asked_for(server):
     few = server.json(f"{path}&points=10")
     assert 5 < len(few["steps"]) <= 10 and set(few["series"]) == {"loss", "nonsense"}
     assert set(few["series"]["nonsense"]["mean"]) == {None}
+    Curves.model_validate(few)
     near = server.json(f"{path}&begin=100&end=110")
     assert near["resolution"] == 1 and near["steps"] == list(range(100, 110))
     assert near["series"]["loss"]["mean"][3] == pytest.approx(values(103)["loss"], rel=1e-6)

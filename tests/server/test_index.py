@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from tests.server.sample import values, write_run
 from xsake.observability import MetricsFile, read_metrics
+from xsake.server.api import _numbers
 from xsake.server.index import COARSE, FINE, Index, index_folder, only_writer
 from xsake.server.tail import MOST_LINE, whole_lines
 
@@ -168,6 +169,15 @@ def test_hostile_lines_cost_nothing_and_are_not_shown(folder):
     assert index.last_step == 1 and len(index.columns.names) < 10
     view = index.view(["loss"], 0, 2**50, 10)
     assert view.steps.tolist() == [0, 1] and np.isnan(view.mean[0, 0]) and view.mean[1, 0] == 2
+
+
+def test_numbers_keep_seven_digits_whatever_their_size():
+    told = [[0.0, 1.0, -2.5, np.nan, 123456789.0, 1.23456789e-30, 3e38, -1e-45, 0.1]]
+    [found] = _numbers(np.array(told, np.float32))
+    assert found[3] is None
+    for before, after in zip(told[0][:3] + told[0][4:], found[:3] + found[4:], strict=True):
+        assert after == pytest.approx(np.float32(before), rel=1e-6, abs=0)
+    assert json.dumps(found[-1]) == "0.1"
 
 
 def test_a_line_without_an_end_is_passed_over(tmp_path):

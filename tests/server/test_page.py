@@ -9,6 +9,8 @@ import time
 
 import pytest
 
+from benchmarks.faults.runs import prepare
+from benchmarks.faults.watching import kill
 from benchmarks.observability.browser import NoBrowserError, chromium
 from tests.server.sample import probe, served, values, write_run
 
@@ -100,7 +102,7 @@ def _follows(page, folder):
     before = page.until(f"{label}?.includes('at step') && {label}")
     page.until(f"{label} !== {json.dumps(before)}")
     assert page.run("window.marked"), "the page was loaded again"
-    page.until("document.querySelector('#heat').width > 20")
+    page.until("!!document.querySelector('#heads-table td')")
     assert (
         page.run("""(() => {
         const canvas = document.querySelector('#heat'), pen = canvas.getContext('2d');
@@ -153,3 +155,25 @@ def _axe(page):
 def _picture(page, folder, name):
     page.picture(folder / f"{name}.png")
     assert (folder / f"{name}.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_page_follows_xsake_train(tmp_path, page):
+    ground = prepare(tmp_path / "work")
+    run = ground.run("run", "run.steps=400", "attention.probe_every=10", 'attention.kind="plan"',
+                     "attention.budget=0.8", "attention.block=8")  # fmt: skip
+    longer = run.different("optimizer.total_steps=400")
+    with served(tmp_path / "work") as server, longer.started(inject={"pace": 0.3}) as started:
+        started.until(lambda: run.last_step > 15, "steps")
+        page.open(f"{server.place}/#token={server.token}")
+        page.until("document.querySelector('#connection')?.textContent === 'live'")
+        words = page.until("document.querySelector('[data-name=loss]')?.textContent")
+        page.until(
+            f"document.querySelector('[data-name=loss]').textContent !== {json.dumps(words)}"
+        )
+        page.until("!!document.querySelector('#heads-table td')")
+        _picture(page, tmp_path, "training")
+        kill(started.process.pid)
+        page.until("document.querySelector('#state').textContent === 'stale'", 300.0)
+        _picture(page, tmp_path, "killed")

@@ -176,7 +176,7 @@ def test_a_real_prometheus_reads_xsake_train(tmp_path):
     ):
         found.until(lambda: found.ask("xsake_steps_done > 20"), "steps", 600.0)
         heads = found.ask("xsake_entropy")
-        assert len(heads) == 8 and all(value > 0 for _, value in heads)
+        assert len(heads) == 12 and all(value > 0 for _, value in heads)
         assert found.ask("xsake_loss > 0") and found.ask("xsake_tokens_per_second > 0")
         assert found.firing() == set()
         found.until(lambda: "XsakeUpdatesSkipped" in found.firing(), "skips are told", 600.0)

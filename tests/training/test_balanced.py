@@ -156,7 +156,8 @@ def losses(folder, mesh):
     name = "-".join(map(str, ["run", *mesh.values()]))
     asked = RUN.model_dump() | {
         "data": {"folder": folder / "data", "context": 64, "batch": 8},
-        "attention": {"kind": "plan", "budget": 0.8, "block": 8, "profile": folder / "p"},
+        "attention": {"kind": "plan", "budget": 0.8, "block": 8, "profile": folder / "p",
+                      "probe_every": 2},
         "mesh": mesh, "checkpoint": {"folder": folder / name, "every": 0},
         "optimizer": {"peak_learning_rate": 1e-2}, "run": {"steps": 3, "log_every": 0},
     }
@@ -164,21 +165,28 @@ def losses(folder, mesh):
     lines = read_metrics(folder / name / "metrics.jsonl")
     manifest = next((folder / name / "steps").glob("*/MANIFEST.json"))
     extra = json.loads(manifest.read_text())["extra"]
-    return np.array([line["loss"] for line in lines]), extra
+    [probe] = [line for line in lines if "kept_mass" in line]
+    assert np.shape(probe["kept_mass"]) == np.shape(probe["entropy"]) == (
+        RUN.model.decoder.layers, RUN.model.decoder.q_heads)
+    return np.array([line["loss"] for line in lines if "loss" in line]), extra, probe
 
 with tempfile.TemporaryDirectory() as name:
     folder = pathlib.Path(name)
     texts = [save_texts(folder / "texts.txt", letters(200))]
     build(save_tokenizer(folder / "tokenizer"), texts, folder / "data")
     unequal_profile(define(RUN), drawn_state(RUN)).save(folder / "p")
-    one, extra = losses(folder, {})
+    one, extra, alone = losses(folder, {})
     assert np.isfinite(one).all() and "kv_order" not in extra
-    many, extra = losses(folder, {"fsdp": 2, "tensor": 2, "context": 2})
+    many, extra, probe = losses(folder, {"fsdp": 2, "tensor": 2, "context": 2})
     assert np.abs(many / one - 1).max() < 1e-5, (many, one)
     assert extra["kv_order"] == extra["attention"]["kv_order"], extra
+    spent = [np.mean(x["budget_spent"]) for x in (alone, probe)]
+    assert np.allclose(spent, 0.8, atol=0.02), spent
+    assert alone["work_excess"] == 1 <= probe["work_excess"] < 1.2, probe["work_excess"]
 print("the mesh trains alike")
 """
 
 
+@pytest.mark.timeout(900)  # two runs, each compiled twice
 def test_a_mesh_with_balanced_heads_trains_like_one_device():
     run_on_eight_devices(MESH, "the mesh trains alike")

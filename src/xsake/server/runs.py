@@ -143,14 +143,16 @@ class Run:
     @property
     def goodput(self) -> float | None:
         """Share of its time that new steps took; None where nobody knows."""
-        now = time.monotonic()
-        if now - self._goodput[0] > _GOODPUT_SECONDS:
+        begin = time.monotonic()
+        if begin >= self._goodput[0]:
             share = None
             path = self.folder / "goodput.jsonl"
             with contextlib.suppress(ArgumentError, OSError):
                 if path.is_file() and not path.is_symlink() and path.stat().st_size < 2**26:
                     share = goodput.report(path).share
-            self._goodput = now, share
+            # A long file is read again the more rarely, the longer that takes.
+            took = time.monotonic() - begin
+            self._goodput = begin + max(_GOODPUT_SECONDS, 100 * took), share
         return self._goodput[1]
 
     def skipped_total(self) -> int:

@@ -112,7 +112,7 @@ async function refresh() {
   at("config").textContent = JSON.stringify(run.config, null, 2);
   const names = CHARTS.filter((name) => run.series.includes(name));
   for (const name of names) if (!charts.has(name)) add(name);
-  await Promise.all([...charts.values()].map(load));
+  await loadCharts();
   at("heads").hidden = run.heads.length === 0;
   const options = [...at("metric").options].map((option) => option.value);
   if (run.heads.join() !== options.join()) {
@@ -162,6 +162,18 @@ function add(name) {
   }, () => load(chart));
   chart.name = name;
   charts.set(name, chart);
+}
+
+// Charts that show the whole run are asked for at once.
+async function loadCharts() {
+  const all = [...charts.values()], isWhole = (chart) => chart.range[0] === 0 && chart.range[1] === Infinity;
+  const whole = all.filter(isWhole), id = current;
+  await Promise.all(all.filter((chart) => !isWhole(chart)).map(load));
+  if (!whole.length) return;
+  const query = new URLSearchParams([["points", POINTS], ...whole.map((chart) => ["name", chart.name])]);
+  const found = await ask(`/runs/${id}/series?${query}`);
+  if (id !== current) return;
+  for (const chart of whole) if (isWhole(chart)) chart.show(found.steps, found.series[chart.name], found.resolution);
 }
 
 async function load(chart) {
