@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -45,10 +46,15 @@ def interpreted(monkeypatch):
     op._run.clear_cache()
 
 
-@pytest.mark.parametrize(("q_heads", "dtype"), [(6, "float32"), (2, "float32"), (6, "bfloat16")])
+@pytest.mark.parametrize(
+    ("q_heads", "dtype"),
+    [
+        (6, "float32"),
+        pytest.param(2, "float32", marks=pytest.mark.slow),
+        pytest.param(6, "bfloat16", marks=pytest.mark.slow),
+    ],
+)
 def test_interpreted_kernels_are_within_the_error_budget(q_heads, dtype, interpreted):
-    import ml_dtypes
-
     kind = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}[dtype]
     arrays, blocks = drawn(45, q_heads, 2, block=8, slots=3, dtype=kind)
     blocks[blocks == 2] = -1  # a block that nobody selects
