@@ -6,7 +6,8 @@ python -m benchmarks.native_sparse --tokens 8192 --rounds 9
 
 Keys and values are each branch's own; everything is drawn, so neighbouring tokens select blocks
 independently, which is the hardest case for any kernel that computes tiles. Dense is causal
-`xsake.attention`. Sides run in one process, in turns.
+`xsake.attention`. The side `selected` looks at summaries too, to choose. Sides run in one process,
+in turns.
 """
 
 import functools

@@ -14,7 +14,7 @@ from xsake.certify.case import Case
 from xsake.certify.family import Facts, Peak, Target
 
 NAME, PLATFORM, PACKAGES = "fake", "cpu", ("jaxlib",)
-KERNELS = "tests.certify.fake_family"
+KERNELS = SELECTED_KERNELS = "tests.certify.fake_family"
 PEAK = Peak(1e12, 1e11, 2**30, None, "nowhere")
 TARGETS = {"f1": Target("f1", "fake", "f1:1x1", "made up", cores_per_device=1, peak=PEAK)}
 FAMILIES = {"fake": KERNELS}

@@ -77,6 +77,7 @@ def test_every_parameter_learns(model):
         assert jnp.isfinite(gradient).all() and (gradient != 0).any(), path
 
 
+@pytest.mark.slow  # reading token by token is tested above; this is the loop around it
 def test_it_generates(model):
     options = GenerationOptions(max_new_tokens=5, temperature=0)
     rows = generate(model, [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10], [4]], options).rows

@@ -141,7 +141,7 @@ WRONG = [
     (['optimizer.undecayed_axes=["vocabulary"]'], ["'vocabulary'", "vocab, position"]),
     (['optimizer.undecayed=["norm"]'], ["optimizer.undecayed.0", "'norms'"]),
     (['checkpoint.folder="corpus"'], ["share a folder", "corpus"]),
-    (['attention.kind="sparse"'], ["attention.kind", "'dense', 'mask' or 'plan'"]),
+    (['attention.kind="sparse"'], ["attention.kind", "'dense', 'mask', 'plan' or 'native_sparse'"]),
     (['attention.kind="mask"'], ["needs a mask", "window(255, 0)"]),
     (['attention.kind="mask"', 'attention.mask="windw(3, 0)"'], ["no formula", "window"]),
     (['attention.mask="causal"'], ["'dense'", "attention.mask", "attention.kind"]),

@@ -60,7 +60,8 @@ def native_sparse_attention(
         cu_seqlens: where packed sequences begin and the last one ends, [sequences + 1]; the batch
             size is then 1, and every sequence is attended to as if it were alone.
         return_blocks: also return the blocks that were used, [B, T, Hk, Ns], -1 for unused slots.
-        implementation: "xla" or "reference" for every branch; None picks.
+        implementation: "xla" or "reference" for every branch; None picks for the platform that
+            the call is compiled for.
 
     Returns:
         The output [B, T, Hq, Dv] in the dtype of q, or `(output, blocks)`.
@@ -125,7 +126,8 @@ def apply_native_sparse_attention(
         block_size: tokens of a block.
         scale: factor on q.k; None is 1 / sqrt(D).
         cu_seqlens: where packed sequences begin; see `native_sparse_attention`.
-        implementation: "xla" or "reference"; None picks.
+        implementation: "mosaic_tpu", "xla" or "reference"; None picks for the platform that the
+            call is compiled for. A named one runs or raises.
 
     Returns:
         The output [B, T, Hq, Dv] in the dtype of q.

@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from xsake.kernels.block_sparse.problem import TileSizes
 
 Positive = Annotated[int, Field(ge=1)]
-PassName = Literal["forward", "dq", "dkv"]
+PassName = Literal["forward", "dq", "dkv", "selected_forward", "selected_backward"]
 
 
 class Case(BaseModel):
@@ -20,7 +20,9 @@ class Case(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     name: str = Field(description="unique; `--cases` matches it as a shell pattern")
-    pass_name: PassName = Field(description="dq and dkv are the two passes of the gradient")
+    pass_name: PassName = Field(
+        description="dq and dkv are two passes of one gradient; selected: tokens have own lists"
+    )
     shape: str = Field(description="the model whose heads these are, or what a control shows")
     tokens: Positive
     q_heads: Positive
@@ -31,6 +33,9 @@ class Case(BaseModel):
     block: Positive = Field(description="tokens of a block, queries and keys alike")
     traced: bool = Field(default=False, description="the block list is an argument of the call")
     seed: int = Field(default=0, description="of the heads' block lists")
+    slots: Positive | None = Field(
+        default=None, description="blocks that a token selects; None: rows of blocks share a list"
+    )
     tiles: TileSizes | None = Field(default=None, description="None: the kernel's own choice")
     constants: dict[str, int] = Field(
         default_factory=dict,

@@ -2,13 +2,14 @@
 
 import fnmatch
 import functools
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 from xsake.certify.case import Case, PassName
 from xsake.certify.family import Family
 from xsake.errors import ArgumentError
 
-PASSES: tuple[PassName, ...] = get_args(PassName)
+PASSES: tuple[PassName, ...] = ("forward", "dq", "dkv")
+SELECTED_PASSES: tuple[PassName, ...] = ("selected_forward", "selected_backward")
 SMOKE_TARGETS = ("v5e", "v6e")
 
 
@@ -34,6 +35,8 @@ LENGTHS: dict[int, int] = {4096: 128, 16384: 128, 32768: 256, 131072: 512}
 SIZES = ((4096, 1.0), (4096, 0.25), (4096, 0.10), (16384, 0.25), (32768, 0.10), (131072, 0.10))
 # Most query heads of one call at 128k: more would be computed by several devices or calls.
 MOST_HEADS_AT_128K = 16
+# Native sparse attention selects blocks of 64 tokens, 16 of them for every token.
+SELECTED_BLOCK, SELECTED_SLOTS = 64, 16
 
 
 @functools.cache
@@ -53,6 +56,12 @@ def every_case() -> dict[str, Case]:
     kinds.append(("llama3_8b", 131072, 0.10, 128, {}))
     # The passes over one problem follow each other: its layout is then made once.
     cases = [_case(name, *sizes, **more) for *sizes, more in kinds for name in PASSES]
+    cases += [
+        _selected(name, shape, tokens, dtype)
+        for shape in MODELS
+        for tokens, dtype in ((4096, "bfloat16"), (32768, "bfloat16"), (4096, "float32"))
+        for name in SELECTED_PASSES
+    ]
     by_name = {case.name: case for case in cases}
     assert len(by_name) == len(cases), "two cases share a name"
     return by_name
@@ -87,7 +96,24 @@ def select(selection: str, family: Family) -> list[Case]:
 def _smoke() -> list[Case]:
     kinds = ("smollm2_135m_4k_25_bf16", "smollm2_135m_4k_25_bf16_traced", "gemma3_4b_4k_100_bf16")
     more = ("smollm2_135m_4k_25_f32", "llama3_8b_16k_25_bf16")
-    return [every_case()[f"{kind}_{name}"] for kind in kinds + more for name in PASSES]
+    found = [every_case()[f"{kind}_{name}"] for kind in kinds + more for name in PASSES]
+    return found + [every_case()[f"smollm2_135m_4k_bf16_{name}"] for name in SELECTED_PASSES]
+
+
+def _selected(pass_name: PassName, shape: str, tokens: int, dtype: str) -> Case:
+    """Lists of every token, as native sparse attention makes them; heads of a group share them."""
+    heads, block, slots = MODELS[shape], SELECTED_BLOCK, SELECTED_SLOTS
+    visible = range(1, tokens // block + 1)
+    short = {"bfloat16": "bf16", "float32": "f32"}[dtype]
+    return Case.model_validate(
+        {
+            "name": f"{shape}_{tokens // 1024}k_{short}_{pass_name}",
+            "pass_name": pass_name, "shape": shape, "tokens": tokens,
+            "q_heads": heads.q, "kv_heads": heads.kv, "head_dim": heads.dim, "dtype": dtype,
+            "budget": sum(min(slots, x) for x in visible) / sum(visible),
+            "block": block, "slots": slots,
+        }
+    )  # fmt: skip
 
 
 def _case(pass_name: PassName, shape: str, tokens: int, budget: float, block: int, **more) -> Case:

@@ -90,6 +90,7 @@ class Family(Protocol):
         TARGETS: by target name.
         KERNELS: module of the block-sparse kernels to compile, as a dotted name. It has `forward`,
             `query_gradient`, `key_value_gradient` and `passes`.
+        SELECTED_KERNELS: likewise of selected attention, with `visit_forward` and `visit_backward`.
         PLATFORM: what `KERNELS.passes` calls this family: "tpu", "cuda".
         PACKAGES: distributions whose versions a certificate names, besides those of every
             certificate (xsake, jax, jaxlib, numpy, python).
@@ -100,6 +101,7 @@ class Family(Protocol):
     NAME: str
     TARGETS: dict[str, Target]
     KERNELS: str
+    SELECTED_KERNELS: str
     PLATFORM: str
     PACKAGES: tuple[str, ...]
     CONTROLS: tuple[Case, ...]

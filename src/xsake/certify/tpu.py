@@ -13,6 +13,7 @@ from xsake.kernels.block_sparse.problem import TileSizes
 
 NAME = "tpu"
 KERNELS = "xsake.kernels.block_sparse.mosaic_tpu"
+SELECTED_KERNELS = "xsake.kernels.selected.mosaic_tpu"
 PLATFORM = "tpu"
 PACKAGES = ("libtpu",)
 

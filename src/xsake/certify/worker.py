@@ -12,13 +12,12 @@ import platform
 import shutil
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import jax
 
 import xsake
 from xsake.bench.environment import installed_versions
-from xsake.certify import build
+from xsake.certify import build, build_selected
 from xsake.certify.case import Case
 from xsake.certify.family import Family, Target, load
 from xsake.certify.record import Answer
@@ -29,15 +28,20 @@ def answer(case: Case, family: Family, target: Target, dump: Path) -> Answer:
     _empty(dump)
     cost = None
     try:
-        kernels: ModuleType = importlib.import_module(family.KERNELS)
         with build.replaced(case.constants):
-            run, arguments, cost = build.build(case, kernels, family.PLATFORM)
+            run, arguments, cost = _built(case, family)
             facts = family.compile(run, arguments, target, dump)
     except Exception as error:  # noqa: BLE001 - a refusal is a result, with its own words
         return Answer(verdict="refused", message=f"{type(error).__name__}: {error}", cost=cost)
     finally:
         jax.clear_caches()
     return Answer(verdict="compiled", facts=facts, cost=cost)
+
+
+def _built(case: Case, family: Family) -> build.Built:
+    if case.slots is None:
+        return build.build(case, importlib.import_module(family.KERNELS), family.PLATFORM)
+    return build_selected.build(case, importlib.import_module(family.SELECTED_KERNELS))
 
 
 def versions(family: Family) -> dict[str, str]:

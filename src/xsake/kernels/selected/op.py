@@ -1,19 +1,29 @@
 """The selected operation: one forward and one backward, whichever backend computes them."""
 
 import functools
+from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 import jax
 from jaxtyping import Array, Float
 
-from xsake.errors import ArgumentError
-from xsake.kernels.selected import reference, xla
+from xsake.errors import ArgumentError, UnsupportedError
+from xsake.kernels.platforms import Branch, Refusal, by_platform
+from xsake.kernels.selected import mosaic_tpu, reference, xla
 from xsake.kernels.selected.problem import Cotangents, Gradients, Operands, Problem
 
 
 @runtime_checkable
 class Backend(Protocol):
-    """What a backend's module offers; each serves every call on every platform."""
+    """What a backend's module offers."""
+
+    def platforms(self) -> tuple[str, ...] | None:
+        """The only platforms it runs on; None if it runs everywhere."""
+        ...
+
+    def unsupported(self, operands: Operands) -> str | None:
+        """Why it cannot serve a call on one of its platforms; None if it can."""
+        ...
 
     def forward(self, operands: Operands, problem: Problem) -> tuple[Any, Any]:
         """`(out, lse)`."""
@@ -27,7 +37,7 @@ class Backend(Protocol):
 
 
 # Best first.
-BACKENDS: dict[str, Backend] = {"xla": xla, "reference": reference}
+BACKENDS: dict[str, Backend] = {"mosaic_tpu": mosaic_tpu, "xla": xla, "reference": reference}
 
 
 def selected(
@@ -41,16 +51,18 @@ def selected(
     Args:
         operands: the arrays; see there for what may be in the lists.
         problem: the numbers.
-        implementation: a name of `BACKENDS`; None picks the first.
+        implementation: a name of `BACKENDS`, which runs or raises; None picks for the platform
+            that the call is compiled for.
 
     Returns:
         `(out, lse)`, lse being the log of the softmax denominator.
     """
+    _check(operands, implementation)
     q, k, v, *context = operands
-    return _run((_named(implementation), problem), q, k, v, tuple(context))
+    return _run((implementation, problem), q, k, v, tuple(context))
 
 
-def _named(name: str | None) -> str:
+def _check(operands: Operands, name: str | None) -> None:
     if name is not None and name not in BACKENDS:
         raise ArgumentError(
             "no such implementation",
@@ -58,19 +70,48 @@ def _named(name: str | None) -> str:
             expected=" or ".join(map(repr, BACKENDS)),
             fix="pass implementation=None to let xsake pick",
         )
-    return next(iter(BACKENDS)) if name is None else name
+    reason = None if name is None else BACKENDS[name].unsupported(operands)
+    if reason is not None:
+        raise UnsupportedError(
+            f"the implementation {name!r} cannot serve this call",
+            got=reason,
+            fix="pass implementation=None to let xsake pick",
+        )
+
+
+def _dispatch(name: str | None, run: Callable[..., Any], operands: Operands, *rest) -> Any:
+    """`run(backend, operands, *rest)` with the backend of the platform it is lowered for."""
+    named: dict[str, Branch] = {}
+    for other, backend in BACKENDS.items():
+        own = backend.platforms()
+        if own is not None and name in (None, other) and backend.unsupported(operands) is None:
+            named |= dict.fromkeys(own, functools.partial(run, backend))
+    if not named:
+        return run(BACKENDS["xla" if name is None else name], operands, *rest)
+    others: Branch = functools.partial(run, BACKENDS["xla"])
+    if name is not None:
+        others = Refusal(
+            f"the implementation {name!r} cannot serve this call on this platform",
+            f"it runs on {' and '.join(named)} only",
+            "pass implementation=None to let xsake pick",
+        )
+    return by_platform(named, others, tuple(operands), *rest)
 
 
 # Jitted here so that calls outside `jit` compile once and not at every call.
 @functools.partial(jax.jit, static_argnums=0)
-def _run(static: tuple[str, Problem], q, k, v, context):
+def _run(static: tuple[str | None, Problem], q, k, v, context):
     return _attend(static, q, k, v, context)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(static: tuple[str, Problem], q, k, v, context):
+def _attend(static: tuple[str | None, Problem], q, k, v, context):
     name, problem = static
-    return BACKENDS[name].forward(Operands(q, k, v, *context), problem)
+
+    def forward(backend: Backend, operands):
+        return backend.forward(Operands(*operands), problem)
+
+    return _dispatch(name, forward, Operands(q, k, v, *context))
 
 
 def _attend_forward(static, q, k, v, context):
@@ -81,9 +122,12 @@ def _attend_forward(static, q, k, v, context):
 def _attend_backward(static, saved, cotangents):
     name, problem = static
     q, k, v, context, out, lse = saved
+
+    def backward(backend: Backend, operands, out, lse, cotangents):
+        return backend.backward(Operands(*operands), problem, out, lse, Cotangents(*cotangents))
+
     operands = Operands(q, k, v, *context)
-    found = BACKENDS[name].backward(operands, problem, out, lse, Cotangents(*cotangents))
-    return *found, None
+    return *_dispatch(name, backward, operands, out, lse, tuple(cotangents)), None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)

@@ -7,6 +7,16 @@ from xsake.kernels import dense_pairs
 from xsake.kernels.selected.problem import Cotangents, Gradients, Operands, Problem
 
 
+def platforms() -> tuple[str, ...] | None:
+    """Where this backend runs: None is everywhere."""
+    return None
+
+
+def unsupported(operands: Operands) -> str | None:
+    """Why this backend cannot serve the call; None if it can: it serves every call."""
+    return None
+
+
 def forward(operands: Operands, problem: Problem):
     """`(out [B, Tq, Hq, Dv], lse [B, Tq, Hq])`."""
     seen = visible(operands, problem)
