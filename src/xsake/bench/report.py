@@ -40,17 +40,32 @@ def page(rows: Sequence[BenchmarkRow]) -> str:
     for number, run in enumerate(runs.values(), start=1):
         whole = Run(tuple(run))
         sections[f"{number}. {whole.title}"] = _section(whole)
-    grown = [growth for growth in growths(rows) if len(growth.tokens) > 2]
+    grown = [(name, growth) for name, own in _alike(rows).items() for growth in growths(own)]
     if grown:
         sections["Growth"] = table(
             "Fits of seconds = factor x tokens ^ exponent, between logarithms",
-            ("side", "exponent", "largest residual", "lengths"),
+            ("side", "of", "exponent", "largest residual", "lengths"),
             (
-                (x.side, x.exponent, f"{x.largest_residual:.0%}", ", ".join(map(str, x.tokens)))
-                for x in grown
+                (
+                    x.side,
+                    name,
+                    x.exponent,
+                    f"{x.largest_residual:.0%}",
+                    ", ".join(map(str, x.tokens)),
+                )
+                for name, x in grown
             ),
         )
     return framed("xsake bench", sections)
+
+
+def _alike(rows: Iterable[BenchmarkRow]) -> dict[str, list[BenchmarkRow]]:
+    """Rows that differ in their length alone, by what they have in common."""
+    found: dict[str, list[BenchmarkRow]] = {}
+    for row in rows:
+        heads = f"{row.shape.q_heads} heads over {row.shape.kv_heads} of {row.shape.head_dim}"
+        found.setdefault(f"{row.experiment}, {heads}, {row.dtype}", []).append(row)
+    return found
 
 
 def _reading(rows: Sequence[BenchmarkRow]) -> Markup:
@@ -76,21 +91,22 @@ def _reading(rows: Sequence[BenchmarkRow]) -> Markup:
 
 
 def _section(run: Run) -> Markup:
-    columns = ("side", "budget", "seconds", "ratios", "temporary memory", "error")
-    parts = [table(run.title, columns, map(_cells, run.rows))]
+    others = list(dict.fromkeys(ratio.baseline for row in run.rows for ratio in row.ratios))
+    columns = ("side", "budget", "seconds", *(f"of {x}" for x in others), "temporaries", "error")
+    parts = [table(run.title, columns, (_cells(row, others) for row in run.rows))]
     if any(row.seconds is not None for row in run.rows):
         parts.insert(0, scrolled(_bars(run.rows), f"chart: {run.title}"))
     return joined(parts)
 
 
-def _cells(row: BenchmarkRow) -> tuple[object, ...]:
-    told = "; ".join(f"{ratio.spread.describe()} of {ratio.baseline}" for ratio in row.ratios)
+def _cells(row: BenchmarkRow, others: Sequence[str]) -> tuple[object, ...]:
+    known = {ratio.baseline: ratio.spread.describe() for ratio in row.ratios}
     error = "" if row.max_error is None else f"{row.max_error:.1e}"
     return (
         row.side,
         "" if row.budget is None else f"{row.budget:.1%}",
         row.failure or ("" if row.seconds is None else format_seconds(row.seconds.median)),
-        told,
+        *(known.get(other, "") for other in others),
         "" if row.temp_bytes is None else format_bytes(row.temp_bytes),
         f"WRONG {error}" if row.is_correct is False else error,
     )
