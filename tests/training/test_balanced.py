@@ -188,5 +188,6 @@ print("the mesh trains alike")
 
 
 @pytest.mark.timeout(900)  # two runs, each compiled twice
+@pytest.mark.slow  # two runs on eight devices, minutes of compiling
 def test_a_mesh_with_balanced_heads_trains_like_one_device():
     run_on_eight_devices(MESH, "the mesh trains alike")
