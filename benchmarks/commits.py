@@ -47,7 +47,8 @@ def main() -> int:
     found = race_commits(asked.before, asked.after, tokens, rounds, asked.threads)
     table = Table("case", f"{asked.after} / {asked.before}", "verdict")
     for case, ratio in found.items():
-        verdict = "slower" if ratio.q25 > asked.limit else "not slower"
+        verdict = "not slower" if ratio.is_clear else "unclear"
+        verdict = "slower" if ratio.q25 > asked.limit else verdict
         table.add_row(case, ratio.describe(), verdict)
     show(table)
     return 1 if any(ratio.q25 > asked.limit for ratio in found.values()) else 0
