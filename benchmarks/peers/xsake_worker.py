@@ -1,4 +1,7 @@
-"""Our own side, under the same protocol as every peer."""
+"""Our own side, under the same protocol as every peer.
+
+It also runs with earlier commits of the package, so it uses nothing but their public names.
+"""
 
 import functools
 

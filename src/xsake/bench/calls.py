@@ -16,6 +16,7 @@ from xsake.attention import attention
 from xsake.bench.rows import Shape
 from xsake.bench.shapes import causal_grid
 from xsake.layout import BlockLayout
+from xsake.layout.grid import blocks_of
 from xsake.masks import Causal
 
 GEMM = 1024
@@ -85,19 +86,25 @@ def ours(
         is_backward: gradients too.
         runs: False only compiles it.
     """
-    q_tokens, kv_tokens = inputs.q.shape[1], inputs.k.shape[1]
-    sizes = {"q_tokens": q_tokens, "kv_tokens": kv_tokens, "block_q": block, "block_kv": block}
+    q_tokens, kv_tokens, heads = inputs.q.shape[1], inputs.k.shape[1], inputs.q.shape[2]
     if q_tokens != kv_tokens:
-        attend, pairs = attention, q_tokens * kv_tokens * inputs.q.shape[2]
+        attend, pairs = attention, q_tokens * kv_tokens * heads
     else:
-        if grid is None:
-            grid = causal_grid(inputs.q.shape[2], -(-q_tokens // block))
-            layout = BlockLayout.from_mask(Causal(), **sizes)
-        else:
-            layout = BlockLayout.from_block_mask(grid, mask=Causal(), **sizes)
-        attend, pairs = functools.partial(attention, layout=layout), int(grid.sum()) * block**2
+        attend = functools.partial(attention, layout=causal_layout(q_tokens, block, grid))
+        grid = causal_grid(heads, blocks_of(q_tokens, block)) if grid is None else grid
+        pairs = int(grid.sum()) * block**2
     flops = _flops(pairs, inputs, is_backward)
     return _compiled(side, "xsake.attention", attend, inputs, flops, grid, is_backward, runs)
+
+
+def causal_layout(
+    tokens: int, block: int, grid: Bool[np.ndarray, "Hq Nq Nk"] | None
+) -> BlockLayout:
+    """The layout of a causal call: the blocks of a grid, or every visible one."""
+    sizes = {"q_tokens": tokens, "kv_tokens": tokens, "block_q": block, "block_kv": block}
+    if grid is None:
+        return BlockLayout.from_mask(Causal(), **sizes)
+    return BlockLayout.from_block_mask(grid, mask=Causal(), **sizes)
 
 
 def theirs(inputs: Inputs, *, is_backward: bool, runs: bool = True) -> Call:

@@ -15,6 +15,7 @@ from xsake.bench.rows import BenchmarkRow, Ratio, Shape, Timing
 from xsake.bench.runner import Side, Spread, interleave, pair_ratio, time_call
 from xsake.bench.shapes import causal_grid, ragged_grid, shape_of
 from xsake.bench.spot_check import TOLERANCE, spot_error
+from xsake.layout.grid import blocks_of
 
 Kind = Literal["attention", "backward", "decode", "memory"]
 PRODUCT = "bare product of as many flops"
@@ -128,7 +129,7 @@ def grid_of(shape: Shape, budget: float, block: int, seed: int) -> np.ndarray | 
         block: tokens of a block.
         seed: of the draw.
     """
-    heads, blocks = shape.q_heads, -(-shape.q_tokens // block)
+    heads, blocks = shape.q_heads, blocks_of(shape.q_tokens, block)
     if budget >= 1:
         return None
     reach = 0.8 / heads

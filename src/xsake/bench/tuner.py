@@ -6,14 +6,13 @@ from collections.abc import Callable, Sequence
 import jax
 import numpy as np
 
-from xsake.bench.calls import Inputs, drawn, ours
+from xsake.bench.calls import Inputs, causal_layout, drawn, ours
 from xsake.bench.rows import Shape
 from xsake.bench.runner import Side, Spread, interleave, pair_ratio, time_call
 from xsake.bench.tuned_file import TunedCall
 from xsake.kernels.block_sparse.problem import TileSizes
 from xsake.kernels.tuning import Bucket, TileTable, pinned
-from xsake.layout import BlockLayout
-from xsake.masks import Causal
+from xsake.layout.grid import blocks_of
 
 ROWS = (2, 4, 8, 12, 16, 24, 32, 48)
 BLOCKS = (1, 2, 4, 8)
@@ -85,7 +84,7 @@ def search(
     inputs = drawn(shape, dtype, 0)
     bucket = bucket_of(inputs, grid, block)
     field: list[TileSizes | None] = [None]
-    field += candidates(block, block, shape.q_heads * -(-shape.q_tokens // block))
+    field += candidates(block, block, shape.q_heads * blocks_of(shape.q_tokens, block))
     sides = {}
     for done, sizes in enumerate(field, start=1):
         table = TileTable() if sizes is None else TileTable.of({bucket: sizes})
@@ -118,12 +117,7 @@ def _confirmed(
 def bucket_of(inputs: Inputs, grid: np.ndarray | None, block: int) -> Bucket:
     """Which walks a finding is for: of rows of queries, and of keys where heads share none."""
     batch, tokens, heads, head_dim = inputs.q.shape
-    sizes = {"q_tokens": tokens, "kv_tokens": tokens, "block_q": block, "block_kv": block}
-    layout = (
-        BlockLayout.from_mask(Causal(), **sizes)
-        if grid is None
-        else BlockLayout.from_block_mask(grid, mask=Causal(), **sizes)
-    )
+    layout = causal_layout(tokens, block, grid)
     rows = batch * heads * layout.q_blocks
     platform = "cpu" if jax.default_backend() == "cpu" else "accelerator"
     return Bucket.of(layout, rows, platform, inputs.q.dtype.name, head_dim)
