@@ -6,6 +6,7 @@ log-probability of tokens that the model itself draws, KL(dense || sparse) of it
 one number per query and block, `g . sum_j p_j v_j`: no choice of blocks has to be run.
 """
 
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,7 +21,9 @@ from xsake.hads.measure import Call, read
 from xsake.hads.selectors import Look, Selector, mixed
 from xsake.layout.grid import blocks_of
 
-QUERIES = 256  # whose weights exist at once
+QUERIES = 64  # whose weights exist at once; more would not stay in the cache
+STRETCHES = 4  # of a document: queries of one look at equally many keys
+HIDDEN = -1e30  # the score of a key that is not seen
 
 Tap = Callable[[Array, Array, Array, Array, Call, Any], Array]
 """`tap(out, q, k, v, call, zeros)`: the output of a layer's attention that the model goes on with.
@@ -109,23 +112,37 @@ def head_effects(
         x.shape[0], chunks, size, *x.shape[2:]), 1, 0)  # fmt: skip
     order = jnp.pad(order, ((0, 0), (0, 0), (0, chunks * rows - n), (0, 0)))
     order = jnp.moveaxis(order.reshape(*order.shape[:2], chunks, rows, n), 2, 0)
-    keys, values = (_padded(x, n * look.block) for x in (k, v))
+    parts = jnp.arange(chunks), cut(q), cut(slope), order
+    keys, values = (_padded(x, chunks * size) for x in (k, v))
 
-    def changes(part):
+    def changes(part, blocks: int):
         number, q, slope, order = part
-        masses, moves = _by_block(q, keys, values, slope, number * size, tokens, look)
-        picked = jnp.broadcast_to(order[:, :, :, None], masses.shape)
+        seen = keys[:, : blocks * look.block], values[:, : blocks * look.block]
+        masses, moves = _by_block(q, *seen, slope, number * size, tokens, look)
+        spare = ((0, 0),) * 4 + ((0, max(n - blocks, 0)),)
+        picked = jnp.broadcast_to(order[:, :, :, None], (*masses.shape[:4], n))
         kept, moved = (
-            jnp.cumsum(jnp.take_along_axis(x, picked, axis=-1), axis=-1) for x in (masses, moves)
+            jnp.cumsum(jnp.take_along_axis(jnp.pad(x, spare), picked, axis=-1), axis=-1)
+            for x in (masses, moves)
         )
         change = moved / jnp.maximum(kept, LEAST_MASS) - moved[..., -1:]
         return jnp.square(change).sum(3)  # [B, Hq, rows, blocks kept - 1]
 
-    found = jax.lax.map(changes, (jnp.arange(chunks), cut(q), cut(slope), order))
-    found = jnp.moveaxis(found, 0, 2).reshape(*found.shape[1:3], chunks * rows, n)[:, :, :n]
+    found = []
+    for first, last in _stretches(chunks):  # no query sees a block after its own
+        of_these = jax.tree.map(lambda x, a=first, b=last: x[a:b], parts)
+        found.append(jax.lax.map(lambda part, b=last * rows: changes(part, b), of_these))
+    joined = jnp.moveaxis(jnp.concatenate(found), 0, 2)
+    joined = joined.reshape(*joined.shape[:2], chunks * rows, n)[:, :, :n]
     levels = np.maximum(np.arange(n + 1)[None], always.counts(n)[:, None]) - 1
-    levels = np.broadcast_to(levels, (*found.shape[:2], *levels.shape))
-    return jnp.take_along_axis(found, levels, axis=-1).sum(2) / (2 * tokens)
+    levels = np.broadcast_to(levels, (*joined.shape[:2], *levels.shape))
+    return jnp.take_along_axis(joined, levels, axis=-1).sum(2) / (2 * tokens)
+
+
+def _stretches(chunks: int) -> list[tuple[int, int]]:
+    """Runs of chunks that look at equally many keys: each is a program of its own, so few."""
+    bounds = sorted({chunks * part // STRETCHES for part in range(STRETCHES + 1)})
+    return list(itertools.pairwise(bounds))
 
 
 def _by_block(q, k, v, slope, start, tokens: int, look: Look):
@@ -143,10 +160,14 @@ def _by_block(q, k, v, slope, start, tokens: int, look: Look):
     if look.mask.heads is not None:
         which = (np.arange(heads, dtype=np.int32) * look.mask.heads // heads)[:, None, None]
     seen = look.mask.allows(q_pos, kv_pos, which) & (kv_pos < tokens) & (q_pos < tokens)
-    weights = jax.nn.softmax(scores, axis=-1, where=seen[None])
+    scores = jnp.where(seen[None], scores, HIDDEN)
+    peak = jnp.maximum(scores.max(-1, keepdims=True), HIDDEN / 2)
+    weights = jnp.exp(scores - peak)
     pull = jnp.einsum("bqhgd,bkhd->bhgqk", grouped(slope), v.astype(jnp.float32))
     cut = lambda x: x.reshape(batch, heads, -1, look.block, k.shape[1] // look.block, look.block)
-    return cut(weights).sum(-1), cut(weights * pull.reshape(weights.shape)).sum(-1)
+    masses, moves = cut(weights).sum(-1), cut(weights * pull.reshape(weights.shape)).sum(-1)
+    share = 1 / jnp.maximum(masses.sum(-1, keepdims=True), jnp.finfo(jnp.float32).tiny)
+    return masses * share, moves * share
 
 
 def _order(masses: Float[Array, "B Hq Nq Nk"], always: AlwaysOn) -> Int[Array, "B Hq Nq Nk"]:
