@@ -15,11 +15,9 @@ import json
 import time
 from pathlib import Path
 
-import jax
-import numpy as np
-
+from benchmarks.hads.beside import Asked, Beside, of_copies, of_windows, questions
 from benchmarks.hads.capture import CACHE
-from benchmarks.hads.corpus import Document, documents
+from benchmarks.hads.corpus import documents
 from benchmarks.hads.ladder import ENTRIES, RESULTS, Ladder
 from benchmarks.hads.ladder import Entry as Rung
 from benchmarks.hads.ruled import Ruled
@@ -27,27 +25,19 @@ from benchmarks.smollm2 import directory
 from xsake.bench.environment import environment, own_checkout, source_digest
 from xsake.bench.whole_file import write_whole
 from xsake.cli.calibrate import COPIED_DOCUMENTS, EFFECT_DOCUMENTS
-from xsake.evaluation.bootstrap import estimate
-from xsake.evaluation.documents import Document as Text
-from xsake.evaluation.far_copy import far_copies
 from xsake.evaluation.journal import Entry, Journal
-from xsake.evaluation.score import Scores, in_chunks
-from xsake.evaluation.trial import Trial, position_spans
-from xsake.evaluation.windows import Library
+from xsake.evaluation.trial import Trial
 from xsake.hads.attend import Planned
 from xsake.hads.making import make_plan, policy_named
 from xsake.hads.rules import RULES
 from xsake.hads.selectors import Sampled
-from xsake.model import Decoder, Dense
+from xsake.model import Decoder
 from xsake.model.huggingface import load
 from xsake.model.tokenizer import Tokenizer
 
 BEST = "hads, by effect"
 OURS = tuple(entry for entry in ENTRIES if entry.name in ("hads", BEST))
 EFFECTIVE = 0.3
-GAPS = (1024, 2048, 4096)
-SAMPLES = 2
-CHUNK = 256
 SOURCES = (
     "attention", "evaluation/score.py", "hads/attend.py", "hads/budget.py", "hads/choose.py",
     "hads/measure.py", "hads/plan.py", "hads/rules", "hads/selectors", "kernels", "layout", "masks",
@@ -60,15 +50,7 @@ SKIPPED = ("oracle_rows", "entropy_original_literal", "xattention_8_top_k", "xat
            "xattention_16_top_k", "xattention_16_top_p")  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True)
-class Asked:
-    """A question: what the model reads, and the gap between copies if it is a far copy."""
-
-    trial: Trial
-    gap: int | None
-
-
-class Course:
+class Course(Beside):
     """The model with every rule, beside itself with dense attention.
 
     Args:
@@ -77,50 +59,20 @@ class Course:
     """
 
     def __init__(self, ladder: Ladder, model: Decoder):
-        self.ladder, self.model = ladder, model
-        self._read = {"dense": jax.jit(lambda m, t: m.hidden(t, attend=Dense()))}
+        super().__init__(model)
+        self.ladder = ladder
         self.plans = {entry.name: self._plan(entry) for entry in OURS}
         for name, plan in self.plans.items():
-            attend = Planned(plan)
-            self._read[name] = jax.jit(lambda m, t, attend=attend: m.hidden(t, attend=attend))
+            self.add(name, Planned(plan))
         layers = model.config.layers
         for name, rule in ladder.rules.items():
-            ruled = Ruled(rule, EFFECTIVE, block=ladder.block, layers=layers)
-            self._read[name] = lambda m, t, ruled=ruled: m.hidden(t, attend=ruled)
-        self._dense: tuple[str, jax.Array] | None = None
+            self.add_rule(name, Ruled(rule, EFFECTIVE, block=ladder.block, layers=layers))
 
     def _plan(self, entry: Rung):
         """Our plan: its blocks and its selector together cost what is asked."""
         profile, policy = self.ladder.profile, policy_named(entry.policy)
         cost = make_plan(profile, policy, EFFECTIVE, Sampled()).selector.cost
         return make_plan(profile, policy, EFFECTIVE - cost, Sampled())
-
-    def sums(self, side: str, trial: Trial) -> dict[str, list[float]]:
-        """The scores of one side on one trial, summed over its spans."""
-        tokens = np.asarray(trial.tokens, np.int32)
-        if self._dense is None or self._dense[0] != trial.digest:
-            self._dense = trial.digest, self._read["dense"](self.model, tokens[None])[0, :-1]
-        hidden = self._dense[1], self._read[side](self.model, tokens[None])[0, :-1]
-        found = in_chunks(self.model, hidden, tokens[1:], chunk=CHUNK)
-        sums = Scores(*(np.asarray(part) for part in found)).sums(trial.spans)
-        assert all(np.isfinite(values).all() for values in sums.values()), f"{side}: {sums}"
-        return sums
-
-
-def questions(corpus: list[Document], context: int, tests: int, *, has_copies: bool) -> list[Asked]:
-    """Windows of the first test documents, and far copies made of them."""
-    chosen = [x for x in corpus if x.split == "test"][:tests]
-    asked = [
-        Asked(Trial(x.name, x.name, x.tokens[:context], position_spans(context)), None)
-        for x in chosen
-    ]
-    if has_copies:
-        by_name = {x.name: x.tokens for x in chosen}
-        library = Library([Text(x.name, x.name) for x in chosen], by_name.__getitem__, 2**31)
-        copies, notes = far_copies(library, library.documents, GAPS, samples=SAMPLES)
-        assert not notes, notes
-        asked += [Asked(copy.trial, copy.gap) for copy in copies]
-    return asked
 
 
 def main() -> None:
@@ -183,7 +135,7 @@ def _write(ladder: Ladder, answers: dict[str, list]) -> None:
         rows.append({
             "context": ladder.context, "block": ladder.block, "rule": side,
             "budget": round(EFFECTIVE - ladder.cost(side), 6), "effective": EFFECTIVE,
-            **_of_windows(windows), "far_copy": _of_copies(pairs), "commit": here.commit,
+            **of_windows(windows), "far_copy": of_copies(pairs), "commit": here.commit,
         })  # fmt: skip
     head = {"effective": EFFECTIVE, "environment": dataclasses.asdict(here)}
     rows += [row for row in _known(path) if row["rule"] not in answers]
@@ -195,39 +147,6 @@ def _known(path: Path) -> list[dict]:
         return []
     head, *rows = map(json.loads, path.read_text().splitlines())
     return [{"commit": head["environment"]["commit"], **row} for row in rows]
-
-
-def _of_windows(windows: list[tuple[Trial, Entry]]) -> dict:
-    names = ("dense_nll", "candidate_nll", "kl", "agreement")
-    sums = np.array([
-        [len(trial.tokens) - 1, *(sum(entry.sums[name]) for name in names)]
-        for trial, entry in windows
-    ])  # fmt: skip
-    dense, ours, kl, same = (
-        lambda x, place=place: x[..., place] / x[..., 0] for place in range(1, 5)
-    )
-    told = lambda statistic: estimate(statistic, sums, 0).model_dump()
-    return {
-        "documents": len(windows),
-        "perplexity_dense": told(lambda x: np.exp(dense(x))),
-        "perplexity": told(lambda x: np.exp(ours(x))),
-        "perplexity_gap": told(lambda x: np.exp(ours(x) - dense(x)) - 1),
-        "kl": told(kl),
-        "agreement": told(same),
-    }
-
-
-def _of_copies(pairs: list[tuple[Asked, Entry]]) -> dict[str, dict[str, float]]:
-    """NLL of the second copy, nats per token, mean over the samples, by gap."""
-    found = {}
-    for gap in GAPS:
-        own = [(a.trial.spans[1], e.sums) for a, e in pairs if a.gap == gap]
-        if own:
-            found[str(gap)] = {
-                side: float(np.mean([s[f"{side}_nll"][1] / (b - a) for (a, b), s in own]))
-                for side in ("dense", "candidate")
-            }
-    return found
 
 
 if __name__ == "__main__":

@@ -39,6 +39,8 @@ class Implementation:
 ENVIRONMENTS = {
     "torch": Recipe("3.11", ("torch==2.13.0", "setuptools", "numpy")),
     "tokamax": Recipe("3.12", ("tokamax==0.0.17",)),
+    # It does not import on jax 0.12: Python 3.11 resolves to the jax that it wants.
+    "ejkernel": Recipe("3.11", ("ejkernel==0.0.80.3",)),
     "transformers": Recipe(
         "3.11",
         ("torch==2.13.0", "setuptools", "numpy", "transformers==5.22.2", "safetensors"),

@@ -1,6 +1,6 @@
-"""A small GPT on OpenWebText with dense attention, HADS plans and a window at equal cost.
+"""A small GPT on OpenWebText: dense attention, HADS plans and a window at equal cost, and NSA.
 
-python -m benchmarks.training.openwebtext --folder RUNS         # nine runs; a stopped one goes on
+python -m benchmarks.training.openwebtext --folder RUNS         # twelve runs; a stopped one goes on
 python -m benchmarks.training.openwebtext --folder RUNS --draw  # rows and plot of what is there
 
 Every side of a seed starts from the same weights and reads the same windows in the same order; the
@@ -31,8 +31,9 @@ from xsake.training.train import Ending, train
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "training"
 CONTEXT, BLOCK, HEAD_DIM = 1024, 32, 32
 WINDOW_BLOCKS = 5  # that a row of the window touches
-SIDES = ("dense", "hads", "window")
+SIDES = ("dense", "hads", "window", "native")
 SEEDS = (0, 1, 2)
+NATIVE = {"length": 16, "stride": 8, "size": BLOCK, "count": 6, "window": 128}
 DECODER = {
     "vocab_size": 8192, "width": 128, "mlp_width": 384, "layers": 4, "q_heads": 4, "kv_heads": 4,
     "head_dim": HEAD_DIM, "context": CONTEXT,
@@ -56,6 +57,8 @@ def attention_of(side: str, steps: int) -> dict[str, Any]:
         return {}
     if side == "window":
         return {"kind": "mask", "mask": f"window({(WINDOW_BLOCKS - 1) * BLOCK}, 0)"}
+    if side == "native":
+        return {"kind": "native_sparse"}
     budget = window_share() - Sampled().cost(CONTEXT, BLOCK, HEAD_DIM)
     return {
         "kind": "plan", "budget": round(budget, 6), "block": BLOCK, "policy": "kl",
@@ -64,9 +67,10 @@ def attention_of(side: str, steps: int) -> dict[str, Any]:
 
 
 def config_of(folder: Path, side: str, seed: int, steps: int, batch: int) -> TrainingConfig:
-    """One run."""
+    """One run; native sparse attention is part of the model, with keys of its own by branch."""
+    decoder = DECODER | ({"native_sparse": NATIVE} if side == "native" else {})
     return TrainingConfig.of({
-        "model": {"decoder": DECODER, "compute": "float32"},
+        "model": {"decoder": decoder, "compute": "float32"},
         "data": {"folder": str(folder / "data"), "context": CONTEXT, "batch": batch, "seed": seed},
         "optimizer": {"peak_learning_rate": 3e-3, "warmup_steps": steps // 20},
         "attention": attention_of(side, steps),
@@ -134,7 +138,7 @@ def _write(asked: argparse.Namespace) -> None:
     config = config_of(asked.folder, "hads", 0, asked.steps, asked.batch)
     head = {
         "steps": asked.steps, "batch": asked.batch, "context": CONTEXT, "block": BLOCK,
-        "decoder": DECODER, "window_share": round(window_share(), 6),
+        "decoder": DECODER, "native": NATIVE, "window_share": round(window_share(), 6),
         "hads_budget": config.attention.budget, "environment":
         dataclasses.asdict(environment(own_checkout())),
     }  # fmt: skip
@@ -143,7 +147,7 @@ def _write(asked: argparse.Namespace) -> None:
     RESULTS.mkdir(parents=True, exist_ok=True)
     write_whole(RESULTS / "openwebtext.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
     _draw(runs)
-    for row in rows[-2:]:
+    for row in rows[-len(SIDES) + 1 :]:
         print(json.dumps(row), flush=True)
 
 
@@ -178,7 +182,8 @@ def _draw(runs: dict) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 4.2), constrained_layout=True)
-    colours = {"dense": "#444444", "hads": "#1b7f5c", "window": "#c4562b"}
+    colours = {"dense": "#444444", "hads": "#1b7f5c", "window": "#c4562b",
+               "native": "#3b62a8"}  # fmt: skip
     for (side, seed), run in runs.items():
         steps, losses = zip(*run["validation"], strict=True)
         label = side if seed == SEEDS[0] else None

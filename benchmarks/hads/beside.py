@@ -1,0 +1,112 @@
+"""The model with several attentions beside itself with dense attention, on the same texts."""
+
+import dataclasses
+
+import jax
+import numpy as np
+
+from benchmarks.hads.corpus import Document
+from benchmarks.hads.ruled import Ruled
+from xsake.evaluation.bootstrap import estimate
+from xsake.evaluation.documents import Document as Text
+from xsake.evaluation.far_copy import far_copies
+from xsake.evaluation.journal import Entry
+from xsake.evaluation.score import Scores, in_chunks
+from xsake.evaluation.trial import Trial, position_spans
+from xsake.evaluation.windows import Library
+from xsake.model import Attend, Decoder, Dense
+
+GAPS = (1024, 2048, 4096)
+SAMPLES = 2
+CHUNK = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """A question: what the model reads, and the gap between copies if it is a far copy."""
+
+    trial: Trial
+    gap: int | None
+
+
+class Beside:
+    """A model, and how it reads with each attention.
+
+    Args:
+        model: the decoder.
+    """
+
+    def __init__(self, model: Decoder):
+        self.model = model
+        self._read = {}
+        self._dense: tuple[str, jax.Array] | None = None
+        self.add("dense", Dense())
+
+    def add(self, name: str, attend: Attend) -> None:
+        """One more attention, compiled whole."""
+        self._read[name] = jax.jit(lambda m, t: m.hidden(t, attend=attend))
+
+    def add_rule(self, name: str, ruled: Ruled) -> None:
+        """A published rule, which runs layer by layer."""
+        self._read[name] = lambda m, t: m.hidden(t, attend=ruled)
+
+    def sums(self, side: str, trial: Trial) -> dict[str, list[float]]:
+        """The scores of one side on one trial, summed over its spans."""
+        tokens = np.asarray(trial.tokens, np.int32)
+        if self._dense is None or self._dense[0] != trial.digest:
+            self._dense = trial.digest, self._read["dense"](self.model, tokens[None])[0, :-1]
+        hidden = self._dense[1], self._read[side](self.model, tokens[None])[0, :-1]
+        found = in_chunks(self.model, hidden, tokens[1:], chunk=CHUNK)
+        sums = Scores(*(np.asarray(part) for part in found)).sums(trial.spans)
+        assert all(np.isfinite(values).all() for values in sums.values()), f"{side}: {sums}"
+        return sums
+
+
+def questions(corpus: list[Document], context: int, tests: int, *, has_copies: bool) -> list[Asked]:
+    """Windows of the first test documents, and far copies made of them."""
+    chosen = [x for x in corpus if x.split == "test"][:tests]
+    asked = [
+        Asked(Trial(x.name, x.name, x.tokens[:context], position_spans(context)), None)
+        for x in chosen
+    ]
+    if has_copies:
+        by_name = {x.name: x.tokens for x in chosen}
+        library = Library([Text(x.name, x.name) for x in chosen], by_name.__getitem__, 2**31)
+        copies, notes = far_copies(library, library.documents, GAPS, samples=SAMPLES)
+        assert not notes, notes
+        asked += [Asked(copy.trial, copy.gap) for copy in copies]
+    return asked
+
+
+def of_windows(windows: list[tuple[Trial, Entry]]) -> dict:
+    """Perplexities, their gap, divergence and agreement, with intervals over documents."""
+    names = ("dense_nll", "candidate_nll", "kl", "agreement")
+    sums = np.array([
+        [len(trial.tokens) - 1, *(sum(entry.sums[name]) for name in names)]
+        for trial, entry in windows
+    ])  # fmt: skip
+    dense, ours, kl, same = (
+        lambda x, place=place: x[..., place] / x[..., 0] for place in range(1, 5)
+    )
+    told = lambda statistic: estimate(statistic, sums, 0).model_dump()
+    return {
+        "documents": len(windows),
+        "perplexity_dense": told(lambda x: np.exp(dense(x))),
+        "perplexity": told(lambda x: np.exp(ours(x))),
+        "perplexity_gap": told(lambda x: np.exp(ours(x) - dense(x)) - 1),
+        "kl": told(kl),
+        "agreement": told(same),
+    }
+
+
+def of_copies(pairs: list[tuple[Asked, Entry]]) -> dict[str, dict[str, float]]:
+    """NLL of the second copy, nats per token, mean over the samples, by gap."""
+    found = {}
+    for gap in GAPS:
+        own = [(a.trial.spans[1], e.sums) for a, e in pairs if a.gap == gap]
+        if own:
+            found[str(gap)] = {
+                side: float(np.mean([s[f"{side}_nll"][1] / (b - a) for (a, b), s in own]))
+                for side in ("dense", "candidate")
+            }
+    return found
