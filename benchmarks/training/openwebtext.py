@@ -93,10 +93,12 @@ def main() -> None:
     asked.folder.mkdir(parents=True, exist_ok=True)
     if not asked.draw:
         build_corpus(asked.folder / "data")
-        for seed in SEEDS:
-            for side in SIDES:
-                _run(config_of(asked.folder, side, seed, asked.steps, asked.batch))
-                _write(asked)
+        # Those of equal cost first, so that a run cut short has them.
+        *equal, native = SIDES
+        runs = [(side, seed) for seed in SEEDS for side in equal]
+        for side, seed in runs + [(native, seed) for seed in SEEDS]:
+            _run(config_of(asked.folder, side, seed, asked.steps, asked.batch))
+            _write(asked)
     _write(asked)
 
 
