@@ -59,6 +59,10 @@ ci:
 bench *args:
     python -m benchmarks.must_show {{ args }}
 
+# the README's table and picture from committed rows
+headline:
+    python -m benchmarks.headline --draw
+
 # a few ratios that must not become worse; a part of the gate
 bench-gate:
     python -m benchmarks.gate

@@ -5,12 +5,14 @@ import importlib
 import pathlib
 import pkgutil
 import shlex
+import shutil
 import subprocess
 import sys
 
 import pytest
 
 import xsake
+from benchmarks import headline
 from tests.markdown_code import code_blocks
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -25,6 +27,15 @@ def test_readme_quick_start_runs_in_a_fresh_interpreter(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout
+
+
+def test_readme_figures_are_those_of_the_rows(tmp_path):
+    text = headline.README.read_text()
+    assert headline.with_table(text, headline.table()) == text, "run python -m benchmarks.headline"
+    shutil.copytree(headline.RESULTS, tmp_path / "results")
+    rows = tmp_path / "results" / "causal.jsonl"
+    rows.write_text(rows.read_text().replace('"median":1.47', '"median":1.37'))
+    assert headline.with_table(text, headline.table(tmp_path / "results")) != text
 
 
 @pytest.mark.timeout(1200)  # ten commands, each a new process that compiles

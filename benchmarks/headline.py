@@ -1,0 +1,245 @@
+"""The README's table of figures and its picture, made of committed rows and of nothing else.
+
+python -m benchmarks.headline           # writes the table between the marks of README.md
+python -m benchmarks.headline --draw    # the picture too: quality and time against effective cost
+
+A figure whose rows are missing is told as not measured. `tests/test_documentation.py` holds the
+README against this.
+"""
+
+import argparse
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks.experiment import RESULTS, ROOT
+from xsake.bench import BenchmarkRow, Spread
+from xsake.bench.whole_file import write_whole
+
+README = ROOT / "README.md"
+MARKS = ("<!-- headline -->", "<!-- /headline -->")
+PICTURE = RESULTS / "headline.png"
+LOSS = 0.089  # mean KL of attention at which rules are compared by what they cost
+PUBLISHED = ("minference", "flexprefill", "xattention_16", "sparge", "a_shape", "sliding_window")
+
+
+def rows_of(name: str, results: Path = RESULTS) -> list[BenchmarkRow]:
+    """The rows of an experiment; none if it was not run."""
+    path = results / f"{name}.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [BenchmarkRow.model_validate_json(line) for line in lines]
+
+
+def newest(name: str, side: str, results: Path = RESULTS, **wanted: object) -> BenchmarkRow | None:
+    """The last row of a side whose tokens, direction and the like are as asked for."""
+    found = [
+        row
+        for row in rows_of(name, results)
+        if row.side == side
+        and all(
+            wanted[x] == (row.shape.q_tokens if x == "tokens" else getattr(row, x)) for x in wanted
+        )
+    ]
+    return found[-1] if found else None
+
+
+def ratio(row: BenchmarkRow | None, baseline: str) -> str | None:
+    """Such as `0.33x [0.31, 0.35]`, or None where nothing was measured."""
+    if row is None or all(baseline != each.baseline for each in row.ratios):
+        return None
+    return told(row.ratio_to(baseline))
+
+
+def told(spread: Spread) -> str:
+    """A ratio with its quartiles.
+
+    Example:
+        >>> told(Spread(0.3256, 0.3139, 0.3598))
+        '0.33x [0.31, 0.36]'
+    """
+    return f"{spread.median:.2f}x [{spread.q25:.2f}, {spread.q75:.2f}]"
+
+
+def lines_of(path: Path) -> list[dict]:
+    """The lines of a file of results after its head; none if it is not there."""
+    return [json.loads(line) for line in path.read_text().splitlines()[1:]] if path.exists() else []
+
+
+def cost_of(rows: list[dict], rule: str, loss: float) -> float | None:
+    """The effective share of blocks at which a rule loses so much, straight between logarithms.
+
+    Example:
+        >>> rows = [{"rule": "a", "effective": e, "kl": k} for e, k in ((0.2, 0.1), (0.4, 0.025))]
+        >>> round(cost_of(rows, "a", 0.05), 3)
+        0.3
+    """
+    points = sorted((row["effective"], row["kl"]) for row in rows if row["rule"] == rule)
+    for (cheap, much), (dear, little) in zip(points, points[1:], strict=False):
+        if little <= loss <= much:
+            share = math.log(much / loss) / math.log(much / little)
+            return cheap + share * (dear - cheap)
+    return None
+
+
+def figures(results: Path = RESULTS) -> list[tuple[str, str]]:
+    """All lines of the table: what was asked, and what was measured."""
+    find = lambda *asked, **wanted: newest(*asked, results=results, **wanted)
+    beside = lambda row, **names: _joined({said: ratio(row, x) for x, said in names.items()})
+    dense = find("causal", "xsake", tokens=4096)
+    backward = find("backward", "ragged_25", tokens=4096)
+    flex = [find("flex", "xsake", tokens=4096, layout=f"ragged_{x}") for x in (25, 43)]
+    lines: list[tuple[str, str | None]] = [
+        ("full causal, 4096 tokens, forward", _joined({
+            "`jax.nn`": ratio(dense, "jax.nn"), "tokamax": ratio(dense, "tokamax"),
+            "torch SDPA": ratio(dense, "torch.sdpa"),
+        })),
+        ("the same ragged blocks, forward: 25% and 43%", _joined({
+            f"compiled FlexAttention at {x}%": ratio(row, "torch.flex")
+            for x, row in zip((25, 43), flex, strict=True)
+        })),
+        ("25% of the blocks, forward and backward, 4096 tokens", beside(
+            backward, **{"jax.nn": "`jax.nn`", "full causal": "our own full causal call"}
+        )),
+        ("temporary memory, forward and backward, 16,384 tokens", _memory(results)),
+        ("attention of SmolLM2-135M at 8192 tokens by a plan, choosing included", beside(
+            find("hads/speed", "plan_8192_128", tokens=8192) or find("hads/speed", "plan"),
+            dense="our own dense attention",
+        )),
+        ("its whole prefill of 8192 tokens by the same plan", beside(
+            find("prefill", "plan", tokens=8192),
+            **{"xsake": "our own dense attention", "jax.nn": "`jax.nn`"},
+        )),
+        (f"blocks at equal quality (KL {LOSS} of attention, 4096 tokens)", _equal_quality(results)),
+        ("perplexity at 30% of the work, 4096 tokens", _perplexity(results, "end_to_end_4096_32")),
+        ("perplexity at 30% of the work, 8192 tokens", _perplexity(results, "longer_8192_32")),
+        ("on a GPU or a TPU", None),
+    ]  # fmt: skip
+    return [(asked, found or "**not measured**") for asked, found in lines]
+
+
+def table(results: Path = RESULTS) -> str:
+    """The table in Markdown."""
+    lines = [f"| {asked} | {found} |" for asked, found in figures(results)]
+    return "\n".join(["| | measured |", "|---|---|", *lines])
+
+
+def with_table(text: str, made: str) -> str:
+    """A page with another table between its marks."""
+    before, _, rest = text.partition(MARKS[0])
+    _, _, after = rest.partition(MARKS[1])
+    assert rest and after, f"the page has no {MARKS[0]} ... {MARKS[1]}"
+    return f"{before}{MARKS[0]}\n{made}\n{MARKS[1]}{after}"
+
+
+def _joined(found: dict[str, str | None]) -> str | None:
+    known = [f"{ratio} of {name}" for name, ratio in found.items() if ratio]
+    return "time: " + ", ".join(known) if known else None
+
+
+def _memory(results: Path) -> str | None:
+    ours, theirs = (
+        newest("memory", side, results, tokens=16384) for side in ("xsake causal", "jax.nn")
+    )
+    if ours is None or theirs is None or not ours.temp_bytes or not theirs.temp_bytes:
+        return None
+    return f"{ours.temp_bytes / theirs.temp_bytes:.1%} of `jax.nn`"
+
+
+def _equal_quality(results: Path) -> str | None:
+    rows = lines_of(results / "hads" / "ladder_4096_64.jsonl")
+    ours, oracle = (cost_of(rows, name, LOSS) for name in ("hads", "oracle_model"))
+    others = {name: cost_of(rows, name, LOSS) for name in PUBLISHED}
+    reached = {name: cost for name, cost in others.items() if cost is not None}
+    if ours is None or not reached:
+        return None
+    best = min(reached, key=lambda name: reached[name])
+    said = f"{ours:.1%} of the work, best published rule ({best}) {reached[best]:.1%}"
+    return said + (f", true masses {oracle:.1%}" if oracle else "")
+
+
+def _perplexity(results: Path, name: str) -> str | None:
+    rows = {row["rule"]: row for row in lines_of(results / "hads" / f"{name}.jsonl")}
+    if "hads, by effect" not in rows:
+        return None
+    gap = lambda row: "{value:+.2%} [{low:.2%}, {high:.2%}]".format(**row["perplexity_gap"])
+    ours = rows["hads, by effect"]
+    said = f"{gap(ours)} over {ours['documents']} documents"
+    words = {"a_shape": "first block and window", "sliding_window": "window alone"}
+    others = [f"{words[x]} {rows[x]['perplexity_gap']['value']:+.1%}" for x in words if x in rows]
+    return ", ".join([said, *others])
+
+
+def draw(path: Path = PICTURE, results: Path = RESULTS) -> None:
+    """Quality and time against what is computed: one picture."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4.2), constrained_layout=True)
+    rows = lines_of(results / "hads" / "ladder_4096_64.jsonl")
+    styles = {
+        "hads": ("hads", "#1b7f5c", 2.4), "oracle_model": ("true masses", "#999999", 1.2),
+        "minference": ("MInference's patterns", "#3b62a8", 1.2),
+        "flexprefill": ("FlexPrefill", "#7d5ba6", 1.2),
+        "a_shape": ("first block and window", "#c4562b", 1.2),
+    }  # fmt: skip
+    for rule, (label, colour, width) in styles.items():
+        points = sorted((x["effective"], x["kl"]) for x in rows if x["rule"] == rule)
+        left.plot(*zip(*points, strict=True), color=colour, lw=width, label=label)
+    left.set(yscale="log", xlabel="work, choosing included / dense attention", xlim=(0.1, 0.5),
+             ylabel="lost: KL of attention, nats")  # fmt: skip
+    left.yaxis.set_major_formatter(matplotlib.ticker.FuncFormatter(lambda y, _: f"{y:g}"))
+    left.yaxis.set_minor_formatter(matplotlib.ticker.NullFormatter())
+    left.set_yticks([0.02, 0.05, 0.1, 0.2, 0.4])
+    left.set_title("What is lost (4096 tokens, 24 documents)", fontsize=10)
+    _draw_times(right, results)
+    for axes in (left, right):
+        axes.grid(alpha=0.25)
+        axes.legend(frameon=False, fontsize=8)
+        axes.xaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(1.0, decimals=0))
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+
+
+def _draw_times(axes, results: Path) -> None:
+    """Measured time against the share of blocks, beside the line of perfect skipping."""
+    axes.plot([0, 1], [0, 1], color="#999999", lw=1, ls="--", label="perfect skipping")
+    series: dict[str, Callable[[], list[BenchmarkRow]]] = {
+        "forward, 4096 tokens": lambda: _of_tokens("ragged", 4096, results),
+        "forward, 8192 tokens": lambda: _of_tokens("ragged", 8192, results),
+        "forward and backward, 4096 tokens": lambda: _of_tokens("backward", 4096, results),
+    }
+    for (label, rows), colour in zip(
+        series.items(), ("#1b7f5c", "#3b62a8", "#c4562b"), strict=True
+    ):
+        points = [(1.0, 1.0)]
+        for row in rows():
+            if row.budget not in (None, 1.0):
+                points.append((row.budget, row.ratio_to("full causal").median))
+        axes.plot(*zip(*sorted(points), strict=True), "o-", color=colour, lw=1.3, label=label)
+    axes.set(xlabel="computed blocks / visible blocks", ylabel="time / all blocks", xlim=(0, 1.02))
+    axes.set_ylim(0, 1.05)
+    axes.set_title("What is saved (2 CPU cores, ragged heads)", fontsize=10)
+
+
+def _of_tokens(name: str, tokens: int, results: Path) -> list[BenchmarkRow]:
+    rows = [row for row in rows_of(name, results) if row.shape.q_tokens == tokens]
+    last = rows[-1].run if rows else None
+    return [row for row in rows if row.run == last]
+
+
+def main() -> None:
+    """Write the table, and the picture if it is asked for."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--draw", action="store_true")
+    asked = parser.parse_args()
+    if asked.draw:
+        draw()
+    write_whole(README, with_table(README.read_text(), table()))
+    print(table())
+
+
+if __name__ == "__main__":
+    main()
