@@ -1,5 +1,6 @@
 """Faults of saves: kills, bits, files and disks that fail, folders and formats of others."""
 
+import concurrent.futures
 import json
 import os
 import random
@@ -19,20 +20,31 @@ REAL_RUNS = 2  # damaged checkpoints that a real run goes on from, beside those 
 
 
 def killed_while_saving(ground: Ground, is_quick: bool) -> Fault:
-    """F1: one run, saving after every step, killed again and again at moments drawn at random."""
+    """F1: runs that save after every step, killed again and again at moments drawn at random."""
     fault = Fault(
         "F1", "killed while it saves",
         "every restore gives the newest committed step, exactly", timed="restore",
     )  # fmt: skip
-    straight, draw = ground.straight, random.Random(1)
-    run = ground.run("f1", f"run.steps={STEPS}", "checkpoint.every=1", "checkpoint.keep=3")
+    draw, kills = random.Random(1), 3 if is_quick else 20
+    delays = [(number, draw.uniform(0.0, 0.15)) for number in range(kills)]
+    assert ground.straight, "made once, before two lanes ask for it"
+    lanes = [(ground, fault, f"f1-{lane}", delays[lane::2]) for lane in range(2)]
+    # Two runs, each on its own: a start takes one core.
+    with concurrent.futures.ThreadPoolExecutor(len(lanes)) as pool:
+        unfinished = sum(pool.map(lambda lane: _killed(*lane), lanes))
+    fault.figures["saves cut in two"] = unfinished
+    return fault
+
+
+def _killed(ground: Ground, fault: Fault, name: str, delays: list[tuple[int, float]]) -> int:
+    """Kill one run as often as there are delays; how many saves were cut in two by it."""
+    run = ground.run(name, f"run.steps={STEPS}", "checkpoint.every=1", "checkpoint.keep=3")
     unfinished = 0
-    for number in range(3 if is_quick else 20):
+    for number, delay in delays:
         before = max(run.steps, default=0)
         if before > STEPS - 8:  # it must be killed before its end
             shutil.rmtree(run.folder)
             before = 0
-        delay = draw.uniform(0.0, 0.15)
         with fault.trial(f"kill {number}, {delay:.3f} s after a save") as trial:
             with run.started() as started:
                 started.until(lambda past=before: max(run.steps, default=0) > past, "a save")
@@ -45,12 +57,11 @@ def killed_while_saving(ground: Ground, is_quick: bool) -> Fault:
             found = run.saved(notices=notices)
             trial.seconds = time.monotonic() - begin
             trial.require(found.step == newest, f"step {found.step}, newest {newest}")
-            is_exact = found.digest == straight.saved(found.step).digest
+            is_exact = found.digest == ground.straight.saved(found.step).digest
             trial.require(is_exact, f"step {found.step} has other bits")
             bad = [str(notice) for notice in notices if notice.kind != "adopted"]
             trial.require(not bad, bad)
-    fault.figures["saves cut in two"] = unfinished
-    return fault
+    return unfinished
 
 
 def flipped_bits(ground: Ground, is_quick: bool) -> Fault:

@@ -3,7 +3,6 @@
 import dataclasses
 
 import numpy as np
-import scipy.optimize
 from jaxtyping import Bool, Float
 
 from xsake.hads.budget import AlwaysOn
@@ -50,6 +49,8 @@ def _nonnegative(gram: Float[np.ndarray, "F1 F1"]) -> Float[np.ndarray, " F"]:
     if size <= 0:  # nothing to choose among: trust the estimate
         return np.eye(FEATURES)[0]
     root = np.linalg.cholesky(left + 1e-9 * size * np.eye(FEATURES))
+    import scipy.optimize  # here: it takes a second, and only calibration needs it
+
     found, _ = scipy.optimize.nnls(root.T, np.linalg.solve(root, right))
     return found if found.any() else np.eye(FEATURES)[0]
 
