@@ -159,3 +159,19 @@ def test_a_folder_that_cannot_be_written_is_told(quick, invoke, tmp_path):
     (tmp_path / "file").write_text("")
     done = invoke("--budget", "60%", name="file/plan.json")
     assert done.exit_code == 2 and "Not a directory" in done.stderr, done.output
+
+
+def test_loss_is_measured_against_cost(invoke, quick, checkpoint, texts, tmp_path):
+    assert invoke("--budget", "60%").exit_code == 0
+    rows, picture = tmp_path / "quality.jsonl", tmp_path / "quality.png"
+    words = ["bench", "quality", checkpoint, "--text", texts, "--context", 96, "--budgets", "80%"]
+    words += ["--profile", tmp_path / "plan.profile.json", "--policy", "kl", "-o", rows]
+    done = CliRunner().invoke(cli.app, list(map(str, [*words, "--plot", picture])))
+    assert done.exit_code == 0, done.output
+    plan, window = map(json.loads, rows.read_text().splitlines())
+    assert (plan["name"], window["name"]) == ("plan", "window")
+    assert plan["effective"] == pytest.approx(0.8) and 0.6 < window["effective"] <= 0.8
+    for row in (plan, window):
+        compared = row["report"]["contexts"][0]["comparison"]
+        assert compared["kl"]["value"] > 0 and 0 < compared["budget"] < row["effective"] + 1e-5
+    assert picture.stat().st_size > 1000 and "80.0%" in done.output

@@ -9,11 +9,13 @@ import rich.console
 import typer
 from rich.table import Table
 
+from xsake.cli.bench_quality import run_quality
 from xsake.cli.exits import exit_codes
 from xsake.cli.screen import MovingLine
 from xsake.errors import ArgumentError
 
 bench_app = typer.Typer(no_args_is_help=True, help="Measure attention on this machine.")
+bench_app.command("quality")(run_quality)
 STOPPED = "Interrupted. Rows of lengths that were done are in the file."
 _Shape = Annotated[str, typer.Option(help="Heads of a model: square, smollm2-135m, ...")]
 _Tokens = Annotated[str, typer.Option(help="Lengths, with commas.")]

@@ -74,7 +74,7 @@ def run_evaluate(
         candidate = _candidate(mask, layout, plan)
         subject = subject_of(model, dtype)
         kept = evaluation.Journal(out.with_suffix(".windows.jsonl"), fresh=fresh)
-        with _Screen(console, "cutting texts, compiling") as screen:
+        with EvaluationScreen(console, "cutting texts, compiling") as screen:
             report = evaluation.evaluate(
                 subject, texts, settings, candidate=candidate, journal=kept, watch=screen.show
             )
@@ -140,7 +140,7 @@ def _numbers(option: str, words: str) -> tuple[int, ...]:
         ) from error
 
 
-class _Screen(MovingLine):
+class EvaluationScreen(MovingLine):
     """Progress: one moving line on a terminal, a line per answer elsewhere."""
 
     def show(self, progress: Any) -> None:

@@ -5,6 +5,7 @@ import hashlib
 import json
 
 from xsake import masks
+from xsake.attention import BlockSparseAttention
 from xsake.hads import Planned, SparsityPlan
 from xsake.hads.budget import visible_blocks
 from xsake.layout import BlockLayout
@@ -36,9 +37,18 @@ class Candidate:
     tokens: int | None = None
 
     @classmethod
-    def of_mask(cls, mask: AbstractMask) -> "Candidate":
-        """A mask on top of the model's own rule; one that cannot be written down raises."""
-        return cls(repr(mask), Masked(mask), _digest(json.dumps(masks.to_dict(mask))))
+    def of_mask(cls, mask: AbstractMask, block: int | None = None) -> "Candidate":
+        """A mask on top of the model's own rule; one that cannot be written down raises.
+
+        Args:
+            mask: the mask.
+            block: tokens of a block; None: as attention does by itself.
+        """
+        text = json.dumps(masks.to_dict(mask))
+        if block is None:
+            return cls(repr(mask), Masked(mask), _digest(text))
+        attend = Masked(mask, BlockSparseAttention(block_q=block, block_kv=block))
+        return cls(f"{mask!r} in blocks of {block}", attend, _digest(f"{block} {text}"))
 
     @classmethod
     def of_layout(cls, layout: BlockLayout) -> "Candidate":

@@ -1,9 +1,10 @@
-"""A report as one PNG: NLL by position and far copies; matplotlib is imported when asked for."""
+"""Evaluations as PNGs: NLL by position, far copies, loss against cost; needs matplotlib."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
 from xsake.errors import MissingExtraError
+from xsake.evaluation.frontier import Point
 from xsake.evaluation.record import ContextResult, FarCopyResult, Report
 from xsake.evaluation.trial import Span
 
@@ -17,12 +18,8 @@ def draw(report: Report, path: Path) -> None:
         report: an evaluation.
         path: the PNG; its folder is made.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingExtraError("Plots need matplotlib.", fix="pip install 'xsake[viz]'") from error
     panels = 2 if report.far_copy else 1
-    figure = Figure(figsize=(5.4 * panels, 4.2), layout="constrained")
+    figure = _figure(5.4 * panels, 4.2)
     left, *right = figure.subplots(1, panels, squeeze=False)[0]
     longest = max(report.contexts, key=lambda result: result.context)
     _draw_positions(left, longest)
@@ -33,6 +30,36 @@ def draw(report: Report, path: Path) -> None:
     _title(figure, report, len(longest.documents))
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=160, format="png")
+
+
+def draw_frontier(points: Sequence[Point], path: Path) -> None:
+    """Loss against cost, one line for each kind of attention; needs `pip install xsake[viz]`.
+
+    Args:
+        points: of `frontier`.
+        path: the PNG; its folder is made.
+    """
+    figure = _figure(6.0, 4.0)
+    axes = figure.subplots()
+    for name, colour in (("plan", DENSE), ("window", CANDIDATE)):
+        own = sorted((x.effective, x.kl) for x in points if x.name == name)
+        axes.plot(*zip(*own, strict=True), "o-", color=colour, label=name)
+    axes.set_yscale("log")
+    axes.set_xlabel("cost / dense attention, choosing included")
+    axes.set_ylabel("lost: KL of next tokens, nats")
+    axes.xaxis.set_major_formatter(lambda x, _: f"{x:.0%}")
+    axes.grid(alpha=0.25)
+    axes.legend(frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+
+
+def _figure(width: float, height: float):
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MissingExtraError("Plots need matplotlib.", fix="pip install 'xsake[viz]'") from error
+    return Figure(figsize=(width, height), layout="constrained")
 
 
 def _draw_positions(axes, result: ContextResult) -> None:
