@@ -14,11 +14,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.experiment import RESULTS, ROOT
+from benchmarks.marked_page import filled
 from xsake.bench import BenchmarkRow, Spread
 from xsake.bench.whole_file import write_whole
 
 README = ROOT / "README.md"
-MARKS = ("<!-- headline -->", "<!-- /headline -->")
 PICTURE = RESULTS / "headline.png"
 LOSS = 0.089  # mean KL of attention at which rules are compared by what they cost
 PUBLISHED = ("minference", "flexprefill", "xattention_16", "sparge", "a_shape", "sliding_window")
@@ -121,15 +121,7 @@ def figures(results: Path = RESULTS) -> list[tuple[str, str]]:
 def table(results: Path = RESULTS) -> str:
     """The table in Markdown."""
     lines = [f"| {asked} | {found} |" for asked, found in figures(results)]
-    return "\n".join(["| | measured |", "|---|---|", *lines])
-
-
-def with_table(text: str, made: str) -> str:
-    """A page with another table between its marks."""
-    before, _, rest = text.partition(MARKS[0])
-    _, _, after = rest.partition(MARKS[1])
-    assert rest and after, f"the page has no {MARKS[0]} ... {MARKS[1]}"
-    return f"{before}{MARKS[0]}\n{made}\n{MARKS[1]}{after}"
+    return "\n".join(["| | measured |", "|---|---|", *lines, ""])
 
 
 def _joined(found: dict[str, str | None]) -> str | None:
@@ -237,7 +229,7 @@ def main() -> None:
     asked = parser.parse_args()
     if asked.draw:
         draw()
-    write_whole(README, with_table(README.read_text(), table()))
+    write_whole(README, filled(README.read_text(), {"headline": table()}))
     print(table())
 
 

@@ -13,6 +13,8 @@ import pytest
 
 import xsake
 from benchmarks import headline
+from benchmarks.faults import page as faults
+from benchmarks.marked_page import filled
 from tests.markdown_code import code_blocks
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -31,11 +33,17 @@ def test_readme_quick_start_runs_in_a_fresh_interpreter(tmp_path):
 
 def test_readme_figures_are_those_of_the_rows(tmp_path):
     text = headline.README.read_text()
-    assert headline.with_table(text, headline.table()) == text, "run python -m benchmarks.headline"
+    made = {"headline": headline.table()}
+    assert filled(text, made) == text, "run python -m benchmarks.headline"
     shutil.copytree(headline.RESULTS, tmp_path / "results")
     rows = tmp_path / "results" / "causal.jsonl"
     rows.write_text(rows.read_text().replace('"median":1.47203', '"median":1.57203'))
-    assert headline.with_table(text, headline.table(tmp_path / "results")) != text
+    assert headline.table(tmp_path / "results") != made["headline"]
+
+
+def test_the_table_of_faults_is_that_of_the_results():
+    text = faults.PAGE.read_text()
+    assert filled(text, {"faults": faults.table()}) == text, "run python -m benchmarks.faults.page"
 
 
 @pytest.mark.timeout(1200)  # ten commands, each a new process that compiles

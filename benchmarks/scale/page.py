@@ -4,16 +4,15 @@ python -m benchmarks.scale.page
 """
 
 import json
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.marked_page import filled
 from benchmarks.scale import arithmetic
 from benchmarks.scale.cases import BLOCK, LLAMA_8B, SINKS, WINDOW
 from benchmarks.scale.compiling import RESULTS
 from xsake.bench.whole_file import write_whole
 from xsake.certify.tpu import TARGETS
-from xsake.errors import ArgumentError
 
 PAGE = Path(__file__).parents[2] / "docs" / "scale.md"
 BUDGET = 0.25
@@ -69,25 +68,6 @@ def _cells(name: str, outcome: dict) -> list[str]:
     verdict = "fits" if memory["fits"] else "does not fit"
     needed = f"{giga('needed')} / {giga('limit')}"
     return [name, verdict, needed, giga("arguments"), giga("temporaries"), moved, seconds]
-
-
-def filled(text: str, tables: dict[str, str]) -> str:
-    """A page with the tables between their marks, whatever was there.
-
-    Args:
-        text: of the page.
-        tables: by the name of their mark.
-
-    Example:
-        >>> filled("<!-- a -->\\nold\\n<!-- /a -->", {"a": "new\\n"})
-        '<!-- a -->\\nnew\\n<!-- /a -->'
-    """
-    for name, table in tables.items():
-        marks = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
-        if not marks.search(text):
-            raise ArgumentError("the page has no place for a table", expected=f"<!-- {name} -->")
-        text = marks.sub(lambda found, table=table: found[1] + table + found[2], text)
-    return text
 
 
 def tables() -> dict[str, str]:

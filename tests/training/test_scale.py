@@ -4,10 +4,11 @@ import json
 
 import pytest
 
+from benchmarks.marked_page import filled
 from benchmarks.scale import arithmetic, hlo
 from benchmarks.scale.cases import BLOCK, LLAMA_8B, SINKS, WINDOW, ScaleCase, case_of
 from benchmarks.scale.compiling import RESULTS
-from benchmarks.scale.page import PAGE, filled, tables
+from benchmarks.scale.page import PAGE, tables
 from xsake.certify.tpu import TARGETS
 from xsake.errors import ArgumentError
 from xsake.layout import BlockLayout

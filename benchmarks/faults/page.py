@@ -1,0 +1,48 @@
+"""The table of docs/faults.md, from the results that `python -m benchmarks.faults` keeps.
+
+python -m benchmarks.faults.page
+"""
+
+import json
+
+from benchmarks.experiment import RESULTS, ROOT
+from benchmarks.marked_page import filled
+from xsake.bench.whole_file import write_whole
+
+PAGE = ROOT / "docs" / "faults.md"
+FILE = RESULTS / "faults.json"
+
+
+def table() -> str:
+    """Every fault, its gate and what came of it; a line that says so if nothing was measured."""
+    if not FILE.exists():
+        return "Not measured yet: `just faults` makes the table.\n"
+    document = json.loads(FILE.read_text())
+    where, faults = document["environment"], document["faults"]
+    met = sum(fault["is_met"] for fault in faults)
+    rows = [
+        f"{met} of {len(faults)} gates met, in {document['wall_seconds'] / 60:.0f} minutes on "
+        f"{where['cores']} cores ({where['utc'][:10]}, commit {where['commit'][:7]}).",
+        "",
+        "| | fault | survived when | passed | median | 95% | what is timed | also measured |",
+        "|---|---|---|---|---|---|---|---|",
+        *(_row(fault) for fault in faults),
+    ]
+    return "\n".join(rows) + "\n"
+
+
+def _row(fault: dict) -> str:
+    passed = f"{fault['passes']}/{fault['n']}"
+    seconds = [fault["seconds_p50"], fault["seconds_p95"]]
+    cells = [
+        fault["fault"], fault["name"], fault["gate"],
+        passed if fault["is_met"] else f"**{passed}, not met**",
+        *("" if x is None else f"{x:.2f} s" for x in seconds),
+        "" if seconds[0] is None else fault["timed"],
+        ", ".join(f"{name} {value}" for name, value in fault["figures"].items()),
+    ]  # fmt: skip
+    return "| " + " | ".join(cells) + " |"
+
+
+if __name__ == "__main__":
+    write_whole(PAGE, filled(PAGE.read_text(), {"faults": table()}))
