@@ -1,14 +1,19 @@
 """What the showcase explores: packed masses say the same as the library, and the files agree."""
 
+import gzip
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 
-from benchmarks.hads.explore import carry
+from benchmarks.hads.explore import PERCENTS, POLICIES, carry
 from benchmarks.hads.explored import WHOLE, Choices, Packed
 from xsake.hads.budget import AlwaysOn, level_totals, row_counts
 from xsake.hads.fit import curve
 
 ALWAYS = AlwaysOn()
+FOLDER = Path(__file__).parents[2] / "benchmarks/results/hads/explore_4096_32"
 
 
 def _masses(heads: int, n: int, seed: int = 0) -> np.ndarray:
@@ -73,3 +78,46 @@ def test_a_head_that_copies_carries_and_one_that_does_not_does_not():
     plain[:, :, 0] = copied[:, :, 0] = 1
     copied[0, 15, :2] = 0.25, 0.75  # the second row of the copy looks at its passage
     np.testing.assert_allclose(carry(plain, copied), [[0, 0], [0.75, 0]])
+
+
+@pytest.fixture(scope="module")
+def committed():
+    return json.loads((FOLDER / "explore.json").read_text())
+
+
+def test_the_committed_figures_follow_from_the_committed_masses(committed):
+    heads, layers = committed["model"]["q_heads"], committed["model"]["layers"]
+    parts = [
+        Packed.from_bytes((FOLDER / f"layer_{layer:02}.bin.gz").read_bytes(), heads)
+        for layer in range(layers)
+    ]
+    whole = Packed(
+        np.concatenate([part.codes for part in parts]),
+        np.concatenate([part.places for part in parts]),
+    )
+    totals = np.frombuffer(gzip.decompress((FOLDER / "totals.bin.gz").read_bytes()), "<u2")
+    totals = totals.reshape(len(POLICIES), len(PERCENTS), heads * layers).astype(np.int64)
+    choices = Choices(whole, AlwaysOn(**committed["always"]))
+    for policy in POLICIES:
+        own = totals[POLICIES.index(policy)]
+        visible = heads * layers * whole.codes.shape[-1]
+        spent = own.sum(-1) / visible
+        np.testing.assert_allclose(spent, np.array(PERCENTS) / 100, atol=1 / visible)
+        for percent in (5, 30):
+            place = PERCENTS.index(percent)
+            kept = choices.kept(own[place])
+            for field in ("kl", "mass", "recall"):
+                found = committed["whole"][policy][field][place]
+                np.testing.assert_allclose(found, getattr(kept, field).mean(), atol=2e-9)
+            for row in committed["reference"]:
+                if (row["policy"], row["percent"]) == (policy, percent):
+                    assert row["blocks"] == own[place, row["head"]]
+                    np.testing.assert_allclose(row["kl"], kept.kl[row["head"]], rtol=1e-12)
+
+
+def test_the_committed_policies_are_ordered_as_they_are_on_other_documents(committed):
+    """The yardstick of the policy kl is KL: no other of these may be better at it by much."""
+    place = PERCENTS.index(30)
+    kl = {name: committed["whole"][name]["kl"][place] for name in POLICIES}
+    assert kl["kl"] < kl["entropy_budget"] < kl["uniform"]
+    assert committed["largest_error"] <= 0.6 / WHOLE
