@@ -101,6 +101,8 @@ def served(
         file = Path(token_folder or folders[0].parent) / "token"
         file.write_text(token)
         given = ["--token-file", str(file)]
+    if "--showcase" not in options:
+        given.append("--no-showcase")
     command = [*PROGRAM, "serve", *map(str, folders), "--port", "0", *given, *options]
     kept = {**os.environ, "PYTHONUNBUFFERED": "1", "NO_COLOR": "1"}
     process = subprocess.Popen(

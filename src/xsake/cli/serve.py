@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from xsake.bench.environment import own_checkout
 from xsake.cli.exits import exit_codes
 from xsake.errors import ArgumentError, MissingExtraError
 
@@ -27,8 +28,14 @@ def run_serve(
         list[str] | None, typer.Option(help="Another name of the server, such as a proxy's.")
     ] = None,
     showcase: Annotated[
-        Path | None, typer.Option(help="Folder of the built showcase, served at /.")
+        Path | None,
+        typer.Option(
+            help="Folder of the built showcase, served at /; default: that of a checkout."
+        ),
     ] = None,
+    no_showcase: Annotated[
+        bool, typer.Option("--no-showcase", help="Serve the page of runs at /.")
+    ] = False,
     clients: Annotated[int, typer.Option(min=1, max=1024, help="Of live updates at once.")] = 32,
 ) -> None:
     """Serve a dashboard of runs, plans, benchmark rows and certificates; it only reads.
@@ -54,7 +61,7 @@ def run_serve(
         settings = Settings(
             folders=tuple(folders or [Path()]), host=host, port=port,
             token=new_token() if is_new else token, hosts=tuple(allow_host or ()),
-            showcase=showcase, clients=clients,
+            showcase=None if no_showcase else showcase or _built_showcase(), clients=clients,
         )  # fmt: skip
         config = uvicorn.Config(
             Dashboard(settings), host=host, port=port, log_level="warning", access_log=False,
@@ -63,6 +70,13 @@ def run_serve(
             http="h11",
         )  # fmt: skip
         _serve(config, settings.token if is_new else None)
+
+
+def _built_showcase() -> Path | None:
+    """What `just showcase` built in the checkout that this code belongs to."""
+    checkout = own_checkout()
+    built = None if checkout is None else checkout / "showcase" / "out"
+    return built if built is not None and (built / "index.html").is_file() else None
 
 
 def _token(file: Path | None) -> str | None:

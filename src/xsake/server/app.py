@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -12,8 +13,8 @@ from fastapi.responses import JSONResponse
 import xsake
 from xsake.server.api import health, router
 from xsake.server.exposition import Counts, text_of
-from xsake.server.files import BUILT_IN, Site, read_site
-from xsake.server.guard import Guard, policy
+from xsake.server.files import BUILT_IN, File, Site, read_site
+from xsake.server.guard import IS_KNOWN, Guard, policy
 from xsake.server.hub import Hub
 from xsake.server.settings import Settings
 from xsake.server.watcher import Watcher
@@ -68,18 +69,26 @@ class Dashboard:
             text = text_of(list(self.watcher.runs.values()), self.counts)
             return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
-        files = {**page.files, **({} if showcase is None else showcase.files)}
-        if showcase is None:
-            files["/"] = files["/page/index.html"]
+        files = _addresses(page, showcase)
 
         @app.api_route("/{address:path}", methods=["GET", "HEAD"], include_in_schema=False)
         def file(request: Request) -> Response:
-            found = files.get(request.url.path) or files.get(f"{request.url.path}.html")
+            path = request.url.path
+            found = files.get(path) or files.get(f"{path}.html") or files.get(f"{path}/")
+            if path == "/" and not request.scope.get(IS_KNOWN):
+                found = files["/page/"]  # who has not shown the token yet can show it there
             if found is None:
                 return JSONResponse({"detail": "there is nothing here"}, 404)
             return Response(found.content, media_type=found.kind)
 
         return app
+
+
+def _addresses(page: Site, showcase: Site | None) -> dict[str, File]:
+    """Files by address; pages are told that runs can be asked for, and whether `/` is theirs."""
+    own = {"/": page.files["/page/"]} if showcase is None else showcase.files
+    told = json.dumps({"is_live": True, "has_showcase": showcase is not None})
+    return {**own, "/live.json": File(told.encode(), "application/json"), **page.files}
 
 
 async def _refused(request: Request, error: Exception) -> JSONResponse:

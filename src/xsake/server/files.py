@@ -15,6 +15,8 @@ _TYPES = {
     ".js": "text/javascript; charset=utf-8",
     ".css": "text/css; charset=utf-8",
     ".json": "application/json",
+    ".jsonl": "application/jsonl",
+    ".gz": "application/gzip",  # packed data, which pages unpack themselves
     ".svg": "image/svg+xml",
     ".png": "image/png",
     ".ico": "image/x-icon",

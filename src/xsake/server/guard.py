@@ -18,6 +18,7 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 SESSION = "/api/v1/session"
+IS_KNOWN = "xsake.is_known"  # in the scope: whether the token was shown, where none has to be
 COOKIE = "xsake_session"
 OPEN_PATHS = frozenset({"/health", "/ready"})  # they tell nothing
 _PAGE = ("/", "/page/")  # the login page has to load before anybody can log in
@@ -146,7 +147,8 @@ class Guard:
 
     def _who(self, scope: Scope, headers: dict[bytes, list[bytes]]) -> tuple[int, str] | None:
         token, path = self._settings.token, scope["path"]
-        if token is None or path in OPEN_PATHS or path == _PAGE[0] or path.startswith(_PAGE[1]):
+        if token is None or path in OPEN_PATHS or path.startswith(_PAGE[1]):
+            scope[IS_KNOWN] = token is None
             return None
         given = headers.get(b"authorization", [])
         if given:
@@ -155,7 +157,8 @@ class Guard:
         else:
             cookie = _cookie(headers.get(b"cookie", []))
             is_known = hmac.compare_digest(cookie, session_of(token).encode())
-        return None if is_known else (401, "the token is missing or wrong")
+        scope[IS_KNOWN] = is_known
+        return None if is_known or path == _PAGE[0] else (401, "the token is missing or wrong")
 
     async def _refuse(self, send: Send, status: int, why: str) -> None:
         body = b'{"detail":"' + why.encode() + b'"}'

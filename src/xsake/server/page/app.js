@@ -48,6 +48,9 @@ async function start() {
     return undefined;
   }
   at("login").hidden = true;
+  const live = await (await fetch("/live.json", { credentials: "same-origin" })).json();
+  if (live.has_showcase && location.pathname === "/") return location.replace("/"); // this page stood in for it
+  at("showcase").hidden = !live.has_showcase;
   list();
   return undefined;
 }
