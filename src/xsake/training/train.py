@@ -95,28 +95,32 @@ def train(
 
 
 def _require_same_run(config: TrainingConfig, folder: Path) -> None:
-    """Keep the configuration beside the run, or refuse to go on with another one."""
+    """Keep the configuration beside the run, or refuse to go on with another one.
+
+    A run that failed before its first step left nothing to go on with: anything may change.
+    """
     path, text = folder / "config.json", config.to_json()
-    if not path.exists():
-        write_whole(path, text)
-        return
-    before = TrainingConfig.from_json(path.read_bytes())
-    may_change = {
-        "run": {"steps", "log_every", "hang_seconds"}, "mesh": True, "checkpoint": True,
-        "track": True, "attention": {"probe_every", "probe_rows"},
-    }  # fmt: skip
-    if before.model_dump(exclude=may_change) != config.model_dump(exclude=may_change):
+    has_begun = (folder / "metrics.jsonl").exists() or any((folder / "steps").glob("*"))
+    if path.exists() and has_begun:
+        before = TrainingConfig.from_json(path.read_bytes())
+        may_change = {
+            "run": {"steps", "log_every", "hang_seconds"}, "mesh": True, "checkpoint": True,
+            "track": True, "attention": {"probe_every", "probe_rows"},
+        }  # fmt: skip
+        old, new = (each.model_dump(exclude=may_change) for each in (before, config))
         changed = [
-            name
-            for name in type(config).model_fields
-            if getattr(before, name) != getattr(config, name)
+            f"{section}.{name}"
+            for section, values in new.items()
+            for name in values
+            if values[name] != old[section][name]
         ]
-        raise ArgumentError(
-            "the folder belongs to a run with other settings",
-            got=f"{folder}: different in {', '.join(changed)}",
-            expected=f"the settings of {path}",
-            fix="name another checkpoint.folder, or use the settings of the interrupted run",
-        )
+        if changed:
+            raise ArgumentError(
+                "the folder belongs to a run with other settings",
+                got=f"{folder}: different in {', '.join(changed)}",
+                expected=f"the settings of {path}",
+                fix="name another checkpoint.folder, or use the settings of the interrupted run",
+            )
     write_whole(path, text)
 
 
