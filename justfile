@@ -89,13 +89,13 @@ golden *args:
 smollm2 *args:
     python -m benchmarks.smollm2 {{ args }}
 
-# compile every case for every TPU target; writes certificates/
+# compile every case for every TPU and GPU target; writes certificates/
 certify *args:
     xsake certify --cases all {{ args }}
 
-# the gate's part of it: two targets, few cases, nothing is kept
+# the gate's part of it: two TPUs and two GPUs, few cases, nothing is kept
 certify-smoke *args:
-    xsake certify v5e v6e --cases smoke --no-figures --fresh --out .ci/certificates --environments .ci/environments {{ args }}
+    xsake certify v5e v6e sm_80 sm_90a_wgmma --cases smoke --no-figures --fresh --out .ci/certificates --environments .ci/environments {{ args }}
 
 # write the table of certificates into the documentation
 hardware:

@@ -82,6 +82,10 @@ def process_variables(dump) -> dict[str, str]:
     return {"JAX_PLATFORMS": "cpu"}
 
 
+def serves(case: Case) -> bool:
+    return True
+
+
 def device_kind(target) -> str:
     return f"{target.name} of {jax.default_backend()}"
 

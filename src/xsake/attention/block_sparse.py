@@ -52,8 +52,8 @@ def attention(
         q_positions: positions the mask sees, [Tq] or [B, Tq]; None is 0, 1, 2, ...
         kv_positions: likewise for keys.
         return_lse: also return the log of the softmax denominator, [B, Tq, Hq].
-        implementation: "mosaic_tpu", "xla" or "reference"; None picks for the platform that the
-            call is compiled for. A named one runs or raises.
+        implementation: "mosaic_gpu_hopper", "mosaic_gpu", "mosaic_tpu", "xla" or "reference"; None
+            picks for the platform that the call is compiled for. A named one runs or raises.
 
     Returns:
         The output [B, Tq, Hq, Dv] in the dtype of q, or `(output, lse)`.

@@ -157,8 +157,8 @@ def explain(
         k: keys [B, Tk, Hk, D].
         v: values [B, Tk, Hk, Dv].
         mask: as for `xsake.attention`, and so are all the others.
-        platform: what to explain the call for: "cpu", "tpu", "cuda" or "rocm", present or not; None
-            is the default device's.
+        platform: what to explain the call for: "cpu", "tpu", "cuda", "rocm", or one kind of
+            NVIDIA GPU such as "sm_80", present or not; None is the default device's.
 
     Returns:
         An `Explanation`.
@@ -314,6 +314,10 @@ def _pass_text(each: Pass) -> str:
     launches = (
         "" if each.launches is None else f"; {each.launches} launch" + "es" * (each.launches > 1)
     )
+    if each.balance is not None:
+        launches += f"; busiest of {each.cores} cores {each.balance:.2f} x their mean"
+    if each.padded is not None:
+        launches += f"; padded to the widest head {each.padded:.2f} x the blocks"
     return (
         f"{blocks} {_count(each.flops)}FLOP, reads {_count(each.bytes_read)}B, "
         f"writes {_count(each.bytes_written)}B{tiles}{launches}"

@@ -126,8 +126,8 @@ def apply_native_sparse_attention(
         block_size: tokens of a block.
         scale: factor on q.k; None is 1 / sqrt(D).
         cu_seqlens: where packed sequences begin; see `native_sparse_attention`.
-        implementation: "mosaic_tpu", "xla" or "reference"; None picks for the platform that the
-            call is compiled for. A named one runs or raises.
+        implementation: "mosaic_gpu", "mosaic_tpu", "xla" or "reference"; None picks for the
+            platform that the call is compiled for. A named one runs or raises.
 
     Returns:
         The output [B, T, Hq, Dv] in the dtype of q.

@@ -32,7 +32,8 @@ class BlockSparseAttention:
         dtype: q, k and v are cast to it; None leaves them.
         scale: factor on q.k; None is 1 / sqrt(D).
         block_q, block_kv: block sizes for calls without a layout.
-        implementation: "mosaic_tpu", "xla" or "reference"; None picks for the platform.
+        implementation: "mosaic_gpu_hopper", "mosaic_gpu", "mosaic_tpu", "xla" or "reference"; None
+            picks for the platform.
         mesh: devices to spread the call over: the batch over its axis "data", heads over its axis
             "tensor", if it has them; other axes repeat the work.
 

@@ -46,7 +46,7 @@ def build(case: Case, kernels: ModuleType) -> Built:
     cost = Cost(
         listed=cut.room,
         computed=None,
-        launches=1,
+        launches=kernels.LAUNCHES[case.pass_name],
         steps=cut.slots,
         balance=None,
         flops=2 * products * cut.room * cut.rows * case.block * case.head_dim,

@@ -10,7 +10,7 @@ from xsake.errors import ArgumentError
 
 PASSES: tuple[PassName, ...] = ("forward", "dq", "dkv")
 SELECTED_PASSES: tuple[PassName, ...] = ("selected_forward", "selected_backward")
-SMOKE_TARGETS = ("v5e", "v6e")
+SMOKE_TARGETS = ("v5e", "v6e", "sm_80", "sm_90a_wgmma")
 
 
 class Heads(NamedTuple):
@@ -79,8 +79,8 @@ def select(selection: str, family: Family) -> list[Case]:
     """
     controls = {case.name: case for case in family.CONTROLS}
     if selection == "smoke":
-        return [*_smoke(), *controls.values()]
-    known = every_case() | controls
+        return [*filter(family.serves, _smoke()), *controls.values()]
+    known = {name: case for name, case in every_case().items() if family.serves(case)} | controls
     if selection == "all":
         return list(known.values())
     chosen = [case for name, case in known.items() if fnmatch.fnmatchcase(name, selection)]

@@ -10,7 +10,12 @@ from xsake.certify.case import Case
 from xsake.errors import ArgumentError
 
 # Name -> module. Imported only when the family is asked for; adding a family is adding a line.
-FAMILIES: dict[str, str] = {"tpu": "xsake.certify.tpu"}
+FAMILIES: dict[str, str] = {
+    "tpu": "xsake.certify.tpu",
+    "cuda": "xsake.certify.cuda",
+    "hopper": "xsake.certify.hopper",
+    "turing": "xsake.certify.turing",
+}
 
 
 @dataclass(frozen=True)
@@ -62,7 +67,8 @@ class Facts:
         temp_bytes: temporary device memory outside the kernel's own.
         vmem_bytes: fast vector (or shared) memory of the kernel.
         smem_bytes: scalar memory of the kernel.
-        spills: spill stores and loads in the final schedule; of several kernels, their sum.
+        spills: spill stores and loads in the final schedule, or their bytes if only these are
+            told, as for GPUs; of several kernels, their sum.
         bundles: instruction bundles of the kernel; of several kernels, the largest.
         loop_bundles: bundles of the body that a grid step runs, if it can be told.
         details: what only this family knows: registers, slots, ...
@@ -119,6 +125,10 @@ class Family(Protocol):
         """
         ...
 
+    def serves(self, case: Case) -> bool:
+        """Whether the family's kernels take a case; what they decline is not selected."""
+        ...
+
     def device_kind(self, target: Target) -> str:
         """The compiler's own name for the device; called once in the worker."""
         ...
@@ -144,7 +154,7 @@ class Family(Protocol):
 def load(module: str) -> Family:
     """The family in a module, checked to have every name of `Family`."""
     loaded: Any = importlib.import_module(module)
-    functions = ("requirements", "process_variables", "device_kind", "compile")
+    functions = ("requirements", "process_variables", "serves", "device_kind", "compile")
     missing = [name for name in (*Family.__annotations__, *functions) if not hasattr(loaded, name)]
     if missing:
         raise ArgumentError(

@@ -27,7 +27,7 @@ class Cost(_Strict):
     launches: Count = Field(description="kernel launches: a long list is split")
     steps: Count = Field(description="groups of blocks that the kernels take, at most if traced")
     balance: float | None = Field(
-        description="steps of the busiest of two cores over their mean; None if traced"
+        description="steps of the busiest core over their mean; None if traced"
     )
     flops: Count = Field(description="of the matrix products")
     bytes_read: Count

@@ -25,7 +25,15 @@ def outcomes_table(target: str, outcomes: Iterable[Outcome]) -> Table:
     table = Table(title=f"xsake certify {target}", title_justify="left")
     table.add_column("case", overflow="fold")
     table.add_column("verdict")
-    for name in ("VMEM", "SMEM", "spills", "bundles", "launches", "steps", "not faster than"):
+    for name in (
+        "fast memory",
+        "SMEM",
+        "spills",
+        "bundles",
+        "launches",
+        "steps",
+        "not faster than",
+    ):
         table.add_column(name, justify="right")
     for outcome in outcomes:
         table.add_row(outcome.case.name, _verdict(outcome), *_numbers(outcome))
@@ -44,9 +52,13 @@ def surprises_text(outcomes: Iterable[Outcome]) -> str:
 
 
 def markdown(certificates: Iterable[Certificate]) -> str:
-    """Two tables: what is proved for each target, and the largest figures of each pass."""
+    """What is proved for each target, and for each family the largest figures of each pass."""
     certificates = list(certificates)
-    return "\n".join([*_targets(certificates), "", *_passes(certificates), ""])
+    families: dict[str, list[Certificate]] = {}
+    for one in certificates:
+        families.setdefault(one.family, []).append(one)
+    tables = [["", *_passes(members)] for members in families.values()] or [["", *_passes([])]]
+    return "\n".join([*_targets(certificates), *(line for part in tables for line in part), ""])
 
 
 def updated(page: str, certificates: Iterable[Certificate]) -> str:
@@ -81,7 +93,7 @@ def _targets(certificates: list[Certificate]) -> list[str]:
 
 
 def _passes(certificates: list[Certificate]) -> list[str]:
-    """Largest VMEM, spills and launches over the cases of a shape and pass, by target."""
+    """Largest memory, spills and registers over the cases of a shape and pass, by target."""
     lines = [
         "| heads of | pass | " + " | ".join(one.target for one in certificates) + " |",
         "|---|---|" + "---|" * len(certificates),
@@ -108,8 +120,11 @@ def _cell(certificate: Certificate, shape: str, pass_name: str) -> str:
     parts = [f"{sum(x.as_expected for x in members)} of {len(members)}"]
     memory = [x.vmem_bytes for x in facts if x.vmem_bytes is not None]
     spills = [x.spills for x in facts if x.spills is not None]
-    parts += [f"VMEM {_size(max(memory))}"] if memory else []
-    parts += [f"spills {max(spills)}"] if spills else []
+    registers = [x.details["registers"] for x in facts if "registers" in x.details]
+    name, unit = ("VMEM", "") if certificate.family == "tpu" else ("shared", " B")
+    parts += [f"{name} {_size(max(memory))}"] if memory else []
+    parts += [f"registers {max(registers)}"] if registers else []
+    parts += [f"spills {max(spills)}{unit}"] if spills else []
     return ", ".join(parts) if members else ""
 
 

@@ -132,6 +132,11 @@ def process_variables(dump: Path | None) -> dict[str, str]:
     return variables | {"LIBTPU_INIT_ARGS": " ".join(flags)}
 
 
+def serves(case: Case) -> bool:
+    """The kernels take every case."""
+    return True
+
+
 def device_kind(target: Target) -> str:
     """libtpu's own name for the device, such as "TPU v5 lite"."""
     return _device(target).device_kind

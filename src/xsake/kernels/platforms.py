@@ -20,6 +20,19 @@ from xsake.errors import ArgumentError, UnsupportedError
 PLATFORMS = ("cpu", "tpu", "cuda", "rocm")
 
 
+def capability_named(platform: str) -> tuple[int, int] | None:
+    """The compute capability in a platform's name: (8, 0) for "sm_80"; None if it names none."""
+    digits = platform.removeprefix("sm_").rstrip("af")
+    if not platform.startswith("sm_") or not digits.isdecimal() or len(digits) < 2:
+        return None
+    return int(digits[:-1]), int(digits[-1])
+
+
+def family_of(platform: str) -> str:
+    """The platform that programs are lowered for: "cuda" for the name of one kind of GPU."""
+    return platform if capability_named(platform) is None else "cuda"
+
+
 @dataclasses.dataclass(frozen=True)
 class Refusal:
     """Stands where a platform has no branch: what to tell whoever lowers for it.

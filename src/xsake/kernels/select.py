@@ -6,7 +6,7 @@ from xsake.errors import ArgumentError, UnsupportedError
 from xsake.kernels.block_sparse import op as block_sparse
 from xsake.kernels.block_sparse.op import Backend, Choice
 from xsake.kernels.block_sparse.problem import Operands, Problem
-from xsake.kernels.platforms import PLATFORMS, Refusal
+from xsake.kernels.platforms import PLATFORMS, Refusal, capability_named, family_of
 
 # Operation -> its backends, best first. `None` as implementation never picks the reference.
 OPERATIONS = {"block_sparse": block_sparse.BACKENDS}
@@ -29,15 +29,18 @@ def default_platform() -> str:
 
 
 def platform_named(name: str | None) -> str:
-    """The platform of this name, whether there is one here or not; None is the default."""
+    """The platform of this name, whether there is one here or not; None is the default.
+
+    A kind of NVIDIA GPU has a name as well: "sm_80" is "cuda" with compute capability 8.0.
+    """
     if name is None:
         return default_platform()
-    if name not in PLATFORMS:
+    if name not in PLATFORMS and capability_named(name) is None:
         raise ArgumentError(
             "no platform of this name",
             got=repr(name),
             expected=" or ".join(map(repr, PLATFORMS)),
-            fix="name 'cuda' or 'rocm' for a GPU, or pass None for the default device",
+            fix="name 'cuda' or 'rocm' for a GPU, 'sm_80' for one kind of it, or pass None",
         )
     return name
 
@@ -55,7 +58,8 @@ def _verdict(backend: Backend, operands, problem, platform: str) -> str | None:
 def _elsewhere(backend: Backend, platform: str) -> str | None:
     """Why a backend never runs on a platform; None if it may."""
     own = backend.platforms()
-    return None if own is None or platform in own else f"it runs on {' and '.join(own)} only"
+    is_own = own is None or family_of(platform) in own
+    return None if is_own else f"it runs on {' and '.join(own)} only"
 
 
 def choose(operands: Operands, problem: Problem, platform: str, name: str | None) -> str:

@@ -28,7 +28,10 @@ class Pass:
         bytes_read, bytes_written: between arrays and tiles; what a cache saves is not subtracted.
         launches: kernels that are launched; None where the compiler makes its own of it.
         steps: groups of blocks that these kernels take; at most, if known only at run time.
-        balance: steps of the busiest of two cores over their mean; None if known at run time only.
+        balance: steps of the busiest core over their mean; None if known at run time only.
+        cores: how many cores share the steps for `balance`; two unless told.
+        padded: how many times more blocks there would be if every head's row were as long as the
+            longest one of any head; None if known only at run time, or if nobody asked.
     """
 
     name: str
@@ -41,6 +44,8 @@ class Pass:
     launches: int | None = None
     steps: int | None = None
     balance: float | None = None
+    cores: int = 2
+    padded: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +56,7 @@ class Walked:
         tiles: what it computes at once.
         computed: blocks it computes; None if known only at run time.
         fetches_all: whether it also reads the blocks that it computes in vain.
-        launches, steps, balance: as in `Pass`.
+        launches, steps, balance, cores, padded: as in `Pass`.
     """
 
     tiles: TileSizes
@@ -60,6 +65,8 @@ class Walked:
     launches: int | None = None
     steps: int | None = None
     balance: float | None = None
+    cores: int = 2
+    padded: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,6 +119,8 @@ def blockwise(
             walked.launches,
             walked.steps,
             walked.balance,
+            walked.cores,
+            walked.padded,
         )
 
     bias = pairs * size.bias

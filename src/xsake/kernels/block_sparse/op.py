@@ -9,7 +9,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from xsake.kernels.block_sparse import mosaic_tpu, reference, xla
+from xsake.kernels.block_sparse import (
+    mosaic_gpu,
+    mosaic_gpu_hopper,
+    mosaic_tpu,
+    reference,
+    xla,
+)
 from xsake.kernels.block_sparse.cost import Pass
 from xsake.kernels.block_sparse.problem import Cotangents, Gradients, Operands, Problem
 from xsake.kernels.platforms import Branch, Refusal, by_platform
@@ -45,6 +51,8 @@ class Backend(Protocol):
 
 # Best first.
 BACKENDS: dict[str, Backend] = {
+    "mosaic_gpu_hopper": mosaic_gpu_hopper,
+    "mosaic_gpu": mosaic_gpu,
     "mosaic_tpu": mosaic_tpu,
     "xla": xla,
     "reference": reference,

@@ -236,6 +236,19 @@ def _chunk_of(call: Call, head, part, cut: Cut) -> tuple[Chunk, Tiles]:
     return chunk, tiles_of(call.blocks[head, part], call.k.shape[1], cut.tile, cut.room)
 
 
+def rows_of(x, tiles: Tiles, cut: Cut):
+    """[slots, rows, ...] of what each query has by head of the group; unused tiles are nobody's."""
+    nobody = jnp.full((cut.step, cut.tile), cut.chunk, jnp.int32)
+    query = jnp.concatenate([tiles.query, nobody])
+    return x.at[query].get(mode="promise_in_bounds").reshape(cut.slots, cut.rows, -1)
+
+
+def position_rows(chunk: Chunk, tiles: Tiles, cut: Cut):
+    """[slots, 1, rows]: the position of every row of every tile."""
+    rows = rows_of(jnp.repeat(chunk.positions[:, None], cut.group, axis=1), tiles, cut)
+    return rows.reshape(cut.slots, 1, cut.rows)
+
+
 def _of_blocks(x, like):
     """[heads, Nk, block, dim] as [B, Tk, Hk, dim]."""
     batch, tokens, heads, dim = like.shape

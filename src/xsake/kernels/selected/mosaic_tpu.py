@@ -18,11 +18,21 @@ from jax.experimental.pallas import tpu as pltpu
 from xsake.kernels.block_sparse import tiles as softmax
 from xsake.kernels.block_sparse.problem import cleaned
 from xsake.kernels.selected import call
-from xsake.kernels.selected.call import Chunk, Cut, Known, Partial, Tuning, cut_for
+from xsake.kernels.selected.call import (
+    Chunk,
+    Cut,
+    Known,
+    Partial,
+    Tuning,
+    cut_for,
+    position_rows,
+    rows_of,
+)
 from xsake.kernels.selected.lists import Tiles
 from xsake.kernels.selected.problem import Cotangents, Gradients, Operands, Problem
 
 TUNING = Tuning(rows=512, tiles=1, queries=4096)
+LAUNCHES = {"selected_forward": 1, "selected_backward": 1}  # of a chunk
 LN_2 = 0.6931471805599453
 
 
@@ -150,23 +160,11 @@ def _backward_kernel(
         d_q_ref[...] = jnp.zeros_like(d_q_ref)
 
 
-def _rows_of(x, tiles: Tiles, cut: Cut):
-    """[slots, rows, ...] of what each query has by head of the group; unused tiles are nobody's."""
-    nobody = jnp.full((cut.step, cut.tile), cut.chunk, jnp.int32)
-    query = jnp.concatenate([tiles.query, nobody])
-    return x.at[query].get(mode="promise_in_bounds").reshape(cut.slots, cut.rows, -1)
-
-
 def _lists(tiles: Tiles, cut: Cut):
     """The block of every tile, and how many tiles are used; unused ones stay at the last block."""
     last = jnp.maximum(tiles.total - 1, 0)
     used = jnp.minimum(jnp.arange(cut.slots, dtype=jnp.int32), last)
     return tiles.block[used], tiles.total.reshape(1).astype(jnp.int32)
-
-
-def _position_rows(chunk: Chunk, tiles: Tiles, cut: Cut):
-    rows = _rows_of(jnp.repeat(chunk.positions[:, None], cut.group, axis=1), tiles, cut)
-    return rows.reshape(cut.slots, 1, cut.rows)
 
 
 def _own(*shape: int) -> pl.BlockSpec:
@@ -211,8 +209,8 @@ def visit_forward(
     out_dim, rows = chunk.v.shape[-1], cut.rows
     factor = softmax.query_factor(problem.scale, None)
     inputs = (
-        _rows_of(chunk.q, tiles, cut),
-        _position_rows(chunk, tiles, cut),
+        rows_of(chunk.q, tiles, cut),
+        position_rows(chunk, tiles, cut),
         chunk.k.astype(kind),
         chunk.v.astype(kind),
     )
@@ -234,11 +232,11 @@ def visit_backward(
     number, size, dim = chunk.k.shape
     out_dim, rows = chunk.v.shape[-1], cut.rows
     factor = softmax.query_factor(problem.scale, None)
-    in_line = lambda x: _rows_of(x, tiles, cut).reshape(cut.slots, 1, rows)
+    in_line = lambda x: rows_of(x, tiles, cut).reshape(cut.slots, 1, rows)
     inputs = (
-        _rows_of(chunk.q, tiles, cut),
-        _position_rows(chunk, tiles, cut),
-        _rows_of(known.d_out, tiles, cut),
+        rows_of(chunk.q, tiles, cut),
+        position_rows(chunk, tiles, cut),
+        rows_of(known.d_out, tiles, cut),
         in_line(known.lse),
         in_line(known.delta),
         chunk.k.astype(kind),

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from xsake.errors import ArgumentError, UnsupportedError
 from xsake.kernels.platforms import Branch, Refusal, by_platform
-from xsake.kernels.selected import mosaic_tpu, reference, xla
+from xsake.kernels.selected import mosaic_gpu, mosaic_tpu, reference, xla
 from xsake.kernels.selected.problem import Cotangents, Gradients, Operands, Problem
 
 
@@ -37,7 +37,12 @@ class Backend(Protocol):
 
 
 # Best first.
-BACKENDS: dict[str, Backend] = {"mosaic_tpu": mosaic_tpu, "xla": xla, "reference": reference}
+BACKENDS: dict[str, Backend] = {
+    "mosaic_gpu": mosaic_gpu,
+    "mosaic_tpu": mosaic_tpu,
+    "xla": xla,
+    "reference": reference,
+}
 
 
 def selected(

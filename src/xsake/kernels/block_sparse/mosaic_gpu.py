@@ -1,0 +1,112 @@
+"""Block-sparse attention for NVIDIA GPUs from Ampere on: forward, dQ and dK/dV, from one source.
+
+A thread block owns a tile of 64 queries (of keys, for dK/dV) and walks the blocks that its row
+lists, and nothing else. Products run on tensor cores by `mma`, which every such GPU has; copies
+are `cp.async` before Hopper and TMA since.
+"""
+
+from typing import Any
+
+from xsake.kernels import mosaic_gpu_compat as gpu
+from xsake.kernels.block_sparse import cost, gpu_lists, gpu_passes
+from xsake.kernels.block_sparse.folded import folded
+from xsake.kernels.block_sparse.gpu_call import Walk
+from xsake.kernels.block_sparse.problem import Cotangents, Gradients, Operands, Problem
+from xsake.kernels.platforms import capability_named
+
+# Compute capabilities, by their major number, that these kernels were compiled for.
+CAPABILITIES = (8, 9, 10, 12)
+# Pass -> (features up to, tokens of a met tile).
+MET_TILES = {
+    "forward": ((128, 64), (gpu_passes.MOST_FEATURES, 32)),
+    "d_q": ((64, 64), (gpu_passes.MOST_FEATURES, 32)),
+    "d_kv": ((gpu_passes.MOST_FEATURES, 32),),
+}
+
+
+def platforms() -> tuple[str, ...]:
+    """The only platform that these kernels compile for."""
+    return ("cuda",)
+
+
+def unsupported(operands: Operands, problem: Problem, platform: str) -> str | None:
+    """Why this backend cannot serve the call on an NVIDIA GPU; None if it can."""
+    reason = gpu_passes.declined(operands, problem)
+    return reason or incapable(capability_named(platform) or gpu.capability())
+
+
+def incapable(capability: tuple[int, int] | None) -> str | None:
+    """Why no kernel runs on such a GPU; a kernel lowered for a wrong one ends the process."""
+    if capability is None:
+        return "no GPU is here, so nobody knows its compute capability"
+    if capability[0] < min(CAPABILITIES):
+        return f"compute capability {'.'.join(map(str, capability))} is older than 8.0 (Ampere)"
+    if capability[0] not in CAPABILITIES:
+        return f"compute capability {'.'.join(map(str, capability))} is not among those it knows"
+    return None
+
+
+def met_tile(name: str, operands: Operands) -> int:
+    """Tokens of a met tile: the most that registers hold without spilling, by certificates."""
+    features = max(operands.q.shape[-1], operands.v.shape[-1])
+    layout = operands.layout
+    block = layout.block_q if name == "d_kv" else layout.block_kv
+    most = next(tile for limit, tile in MET_TILES[name] if features <= limit)
+    return min(most, -(-block // 32) * 32)
+
+
+def passes(operands: Operands, problem: Problem, platform: str) -> tuple[cost.Pass, ...]:
+    """What forward and backward will compute."""
+    tiles_met = met_tile("forward", operands), met_tile("d_kv", operands)
+    return cost.blockwise(operands, *gpu_lists.walked(operands, tiles_met), widens=False)
+
+
+def _machine(interpret: Any) -> gpu.Machine:
+    if interpret:
+        return gpu.Machine(True, interpret)
+    capability = gpu.capability()
+    return gpu.Machine(capability is None or capability[0] >= 9)
+
+
+def walk_of(name: str, operands: Operands, interpret: Any) -> Walk:
+    """The walk of a pass: "forward", "d_q" or "d_kv"."""
+    make = gpu_lists.by_key if name == "d_kv" else gpu_lists.by_query
+    return Walk(operands, make(operands, met_tile(name, operands)), _machine(interpret))
+
+
+def forward(operands: Operands, problem: Problem, interpret: Any = None):
+    """`(out [B, Tq, Hq, Dv], lse [B, Tq, Hq])`."""
+
+    def attend(operands):
+        return gpu_passes.attend(walk_of("forward", operands, interpret), problem)
+
+    return folded(attend, operands)
+
+
+def backward(
+    operands: Operands, problem: Problem, out, lse, cotangents: Cotangents, interpret: Any = None
+) -> Gradients:
+    """Gradients for q, k and v, recomputing the weights of the listed blocks twice."""
+
+    def gradients(operands, *saved):
+        given = operands, problem, *saved, interpret
+        return query_gradient(*given), *key_value_gradient(*given)
+
+    d_q, d_k, d_v = folded(gradients, operands, out, lse, cotangents)
+    return Gradients(d_q, d_k, d_v, None)
+
+
+def query_gradient(
+    operands: Operands, problem: Problem, out, lse, cotangents: Cotangents, interpret: Any = None
+):
+    """dQ [B, Tq, Hq, D]."""
+    walk = walk_of("d_q", operands, interpret)
+    return gpu_passes.query_gradient(walk, problem, out, lse, cotangents)
+
+
+def key_value_gradient(
+    operands: Operands, problem: Problem, out, lse, cotangents: Cotangents, interpret: Any = None
+):
+    """dK [B, Tk, Hk, D] and dV [B, Tk, Hk, Dv]."""
+    walk = walk_of("d_kv", operands, interpret)
+    return gpu_passes.key_value_gradient(walk, problem, out, lse, cotangents)

@@ -1,0 +1,233 @@
+"""The GPU kernels by their interpreter, which looks for races: the conformance table and more.
+
+What is not seen here: registers, how copies are made before Hopper, and the hardware's own
+exponentials. Finite is asserted before any tolerance by the judge of the table itself.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import xsake
+from tests.kernels.interpreted import GPU_CHECKED, InterpretedGpu
+from xsake.bench.shapes import ragged_grid
+from xsake.errors import UnsupportedError
+from xsake.kernels.block_sparse import gpu_lists, mosaic_gpu, mosaic_gpu_hopper, op
+from xsake.kernels.block_sparse.problem import Cotangents, Operands, Problem
+from xsake.layout import BlockLayout
+from xsake.masks import Causal, FromFunction, PerHead, Window
+from xsake.testing.case_table import BY_NAME, CASES
+from xsake.testing.cases import Case
+from xsake.testing.conformance import check_case, failures
+
+WINDOWS = [Causal() & Window(left=left, right=0) for left in (2, 11, 24, 40, 7, 30, 18, 3, 26)]
+SMALL = {"q_tokens": 45, "kv_tokens": 45, "head_dim": 16, "value_dim": 16, "dtype": "bfloat16"}
+
+
+def _half(case: Case) -> Case:
+    """The case in a dtype that the kernels take."""
+    if case.dtype != "float32":
+        return case
+    return dataclasses.replace(case, name=f"{case.name}_in_bfloat16", dtype="bfloat16")
+
+
+SERVED = [_half(case) for case in CASES if case.bias is None]
+OWN_CASES = [
+    Case("group_of_three", PerHead(WINDOWS), block=(16, 32), q_heads=9, kv_heads=3, **SMALL),
+    Case("group_of_eight", Causal(), block=(32, 16), q_heads=8, kv_heads=1, batch=2, **SMALL),
+    Case(
+        "segments_and_windows",
+        PerHead(WINDOWS[:4]),
+        block=(32, 32),
+        q_heads=4,
+        kv_heads=2,
+        batch=2,
+        segments=(((20, 18), (20, 18)), ((45,), (45,))),
+        softcap=2.0,
+        sinks=2,
+        **SMALL,
+    ),
+    Case(
+        "blocks_of_several_tiles",
+        Causal() & Window(left=100, right=0),
+        block=(128, 64),
+        q_tokens=190,
+        kv_tokens=190,
+        q_heads=2,
+        kv_heads=1,
+        dtype="float16",
+    ),
+]
+# Each for what it alone has; the others are for the nightly lane.
+EVERY_TIME = [
+    *OWN_CASES[2:],
+    *(
+        _half(BY_NAME[name])
+        for name in (
+            "ragged_grid_traced",
+            "explicit_with_empty_rows_and_columns",
+            "layout_with_positions",
+            "head_dim_96_values_40",
+            "empty_layout_with_sinks",
+        )
+    ),
+]
+
+
+@pytest.fixture(autouse=True)
+def interpreter(monkeypatch):
+    """The interpreter, by name, as if it were an implementation."""
+    monkeypatch.setitem(op.BACKENDS, "gpu_checked", InterpretedGpu())
+    monkeypatch.setitem(op.BACKENDS, "hopper_checked", InterpretedGpu(mosaic_gpu_hopper))
+
+
+@pytest.mark.parametrize("case", EVERY_TIME, ids=lambda case: case.name)
+def test_kernels_are_within_the_error_budget_and_without_races(case):
+    assert failures(check_case(xsake.attention, case, "gpu_checked")) == []
+
+
+# Two workers to a thread block, and one.
+HOPPER_EVERY_TIME = [OWN_CASES[3], _half(BY_NAME["ragged_grid_traced"])]
+
+
+@pytest.mark.parametrize("case", HOPPER_EVERY_TIME, ids=lambda case: case.name)
+def test_teams_of_warp_groups_are_within_the_error_budget_and_without_races(case):
+    assert failures(check_case(xsake.attention, case, "hopper_checked")) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SERVED + OWN_CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("implementation", ["gpu_checked", "hopper_checked"])
+def test_the_whole_table_is_within_the_error_budget_and_without_races(case, implementation):
+    if implementation == "hopper_checked" and max(case.head_dim, case.value_dim) > 128:
+        with pytest.raises(UnsupportedError, match="128 features"):
+            check_case(xsake.attention, case, implementation)
+        return
+    assert failures(check_case(xsake.attention, case, implementation)) == []
+
+
+def operands_of(name: str, dtype=jnp.bfloat16) -> Operands:
+    case = BY_NAME[name]
+    x = case.inputs().operands
+    return Operands(*(jnp.asarray(x[part], dtype) for part in "qkv"), case.schedule)
+
+
+@pytest.mark.parametrize(
+    ("platform", "reason"),
+    [
+        ("cuda", "no GPU is here"),
+        ("sm_75", "7.5 is older than 8.0"),
+        ("sm_130", "13.0 is not among those"),
+        ("sm_80", None),
+        ("sm_89", None),
+        ("sm_90a", None),
+        ("sm_120a", None),
+    ],
+)
+def test_the_capability_is_checked_before_anything_is_lowered(platform, reason):
+    found = mosaic_gpu.unsupported(operands_of("ragged_grid"), Problem(0.2), platform)
+    assert found is None if reason is None else reason in found
+
+
+def test_float32_and_bias_are_declined_with_their_reasons():
+    operands, problem = operands_of("ragged_grid", jnp.float32), Problem(0.2)
+    assert "not float32" in mosaic_gpu.unsupported(operands, problem, "sm_80")
+    with pytest.raises(UnsupportedError, match="bias"):
+        check_case(xsake.attention, _half(BY_NAME["bias_shared"]), "gpu_checked")
+
+
+def test_explain_tells_what_each_gpu_would_run_and_why():
+    half, whole = (jax.ShapeDtypeStruct((1, 1024, 4, 64), x) for x in ("bfloat16", "float32"))
+    told = lambda x, platform: xsake.explain(x, x, x, mask=Causal(), platform=platform)
+    assert told(half, "sm_80").implementation == "mosaic_gpu"
+    assert told(half, "sm_90a").implementation == "mosaic_gpu_hopper"
+    assert "not 12.0" in told(half, "sm_120a").declined["mosaic_gpu_hopper"]
+    for platform, x, reason in (
+        ("sm_75", half, "older than 8.0 (Ampere)"),
+        ("sm_90", whole, "not float32"),
+        ("rocm", half, "runs on cuda only"),
+    ):
+        found = told(x, platform)
+        assert found.implementation == "xla"
+        assert reason in found.declined["mosaic_gpu"]
+
+
+def test_rules_that_need_tables_are_declined_for_traced_layouts_and_positions():
+    operands = operands_of("explicit_with_empty_rows_and_columns")
+    problem = Problem(0.25)
+    assert mosaic_gpu.unsupported(operands, problem, "sm_80") is None
+    traced = operands._replace(layout=operands.layout.traced())
+    assert "traced layout" in mosaic_gpu.unsupported(traced, problem, "sm_80")
+    moved = operands._replace(q_positions=jnp.arange(90)[None])
+    assert "positions" in mosaic_gpu.unsupported(moved, problem, "sm_80")
+
+
+def every_result(operands: Operands, problem: Problem) -> list[bytes]:
+    """out, lse, dQ, dK, dV of one call, as bytes."""
+
+    @jax.jit
+    def run(q, k, v, d_out, d_lse):
+        given = operands._replace(q=q, k=k, v=v)
+        out, lse = mosaic_gpu.forward(given, problem, GPU_CHECKED)
+        wanted = Cotangents(d_out, d_lse)
+        found = mosaic_gpu.backward(given, problem, out, lse, wanted, GPU_CHECKED)
+        return out, lse, *found[:3]
+
+    rng = np.random.default_rng(1)
+    d_out = jnp.asarray(rng.standard_normal(operands.q.shape), operands.q.dtype)
+    d_lse = rng.standard_normal(operands.q.shape[:3], np.float32)
+    return [np.asarray(x).tobytes() for x in run(*operands[:3], d_out, d_lse)]
+
+
+def small_operands() -> Operands:
+    rng = np.random.default_rng(0)
+    layout = BlockLayout.from_mask(Causal() & Window(20, 0), q_tokens=70, block_q=32, block_kv=32)
+    shapes = (1, 70, 4, 16), (1, 70, 2, 16), (1, 70, 2, 16)
+    arrays = (jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for shape in shapes)
+    return Operands(*arrays, layout)
+
+
+def test_a_traced_layout_gives_the_bits_of_the_static_one():
+    operands = small_operands()
+    traced = operands._replace(layout=operands.layout.traced(capacity=40))
+    assert every_result(traced, Problem(0.2)) == every_result(operands, Problem(0.2))
+
+
+def test_what_no_query_sees_changes_no_bit():
+    # Keys 50..53 and queries 60..63 share blocks with others, but see nobody.
+    hidden = lambda q, kv: ((kv < 50) | (kv >= 54)) & ((q < 60) | (q >= 64))
+    mask = Causal() & FromFunction(hidden)
+    layout = BlockLayout.from_mask(mask, q_tokens=70, block_q=32, block_kv=32)
+    clean = small_operands()._replace(layout=layout)
+    token = jnp.arange(70)[None, :, None, None]
+    bad_key, bad_query = (token >= 50) & (token < 54), (token >= 60) & (token < 64)
+    dirty = clean._replace(
+        k=jnp.where(bad_key, jnp.nan, clean.k),
+        v=jnp.where(bad_key, jnp.inf, clean.v),
+        q=jnp.where(bad_query, jnp.nan, clean.q),
+    )
+    assert every_result(dirty, Problem(0.2)) == every_result(clean, Problem(0.2))
+
+
+def test_rows_start_longest_first_and_every_row_once():
+    listing = gpu_lists.by_query(operands_of("ragged_grid"), 32)
+    starts, order = listing.lists.starts, listing.lists.order
+    lengths = np.diff(starts)[order]
+    assert (np.diff(lengths) <= 0).all()
+    assert sorted(order) == list(range(len(starts) - 1))
+
+
+def test_ragged_heads_keep_132_multiprocessors_busy_and_explain_says_so():
+    grid = ragged_grid(32, 32, 0.5, seed=0, low=0.1, high=0.9)
+    layout = BlockLayout.from_block_mask(grid, block_q=128, block_kv=128, mask=Causal())
+    q, k = (jax.ShapeDtypeStruct((1, 4096, heads, 128), "bfloat16") for heads in (32, 8))
+    told = xsake.explain(q, k, k, layout=layout, platform="sm_90a")
+    assert told.implementation == "mosaic_gpu_hopper"
+    for each in told.passes:
+        assert (each.cores, each.computed) == (132, each.listed)
+        assert 1 <= each.balance <= 1.10
+        assert each.padded > 1.2
+    assert "busiest of 132 cores" in str(told) and "padded to the widest head" in str(told)

@@ -1,0 +1,71 @@
+"""The GPU kernels of selected attention, by their interpreter: the budget, and empty blocks."""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from tests.kernels.error_budget import failures
+from tests.kernels.interpreted import GPU_CHECKED
+from tests.kernels.test_selected import allowed, drawn
+from xsake.errors import UnsupportedError
+from xsake.kernels.selected import mosaic_gpu, op, selected
+from xsake.kernels.selected.call import Tuning
+from xsake.kernels.selected.problem import Operands, Problem
+
+
+@dataclasses.dataclass(frozen=True)
+class Interpreted:
+    """The backend `mosaic_gpu`, but run by an interpreter and therefore on every platform."""
+
+    interpret: Any = GPU_CHECKED
+
+    def platforms(self):
+        return None
+
+    def unsupported(self, operands):
+        return None
+
+    def forward(self, operands, problem):
+        return mosaic_gpu.forward(operands, problem, self.interpret)
+
+    def backward(self, operands, problem, out, lse, cotangents):
+        return mosaic_gpu.backward(operands, problem, out, lse, cotangents, self.interpret)
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """Small tiles, so that blocks have several and queries come in chunks."""
+    monkeypatch.setitem(op.BACKENDS, "interpreted", Interpreted())
+    monkeypatch.setattr(mosaic_gpu, "TUNING", Tuning(rows=48, tiles=1, queries=20))
+    op._run.clear_cache()
+    yield
+    op._run.clear_cache()
+
+
+@pytest.mark.parametrize(
+    ("q_heads", "dtype"),
+    [
+        (6, "bfloat16"),
+        pytest.param(2, "bfloat16", marks=pytest.mark.slow),
+        pytest.param(8, "float16", marks=pytest.mark.slow),
+    ],
+)
+def test_interpreted_kernels_are_within_the_error_budget(q_heads, dtype, interpreted):
+    kind = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}[dtype]
+    arrays, blocks = drawn(45, q_heads, 2, block=8, slots=3, dtype=kind)
+    blocks[blocks == 2] = -1  # a block that nobody selects
+    call = lambda *x: selected(Operands(*x, blocks), Problem(8, 0.4), implementation="interpreted")
+    assert failures(call, arrays, allowed(blocks, 8, q_heads // 2, 45), 0.4, dtype) == []
+
+
+def test_it_is_declined_where_it_cannot_run():
+    arrays, blocks = drawn(8, 1, 1, block=4, slots=1)
+    call = lambda *x: selected(Operands(*x, blocks), Problem(4, 1.0), implementation="mosaic_gpu")
+    with pytest.raises(UnsupportedError, match="not float32"):
+        call(*arrays)
+    with pytest.raises(UnsupportedError, match="no GPU is here"):
+        call(*(jnp.asarray(x, jnp.bfloat16) for x in arrays))
