@@ -1,7 +1,7 @@
 """Puts faults into real training runs, one after the other, and measures what comes of them.
 
 python -m benchmarks.faults                 # all of them, about a quarter of an hour
-python -m benchmarks.faults --only F6,F7
+python -m benchmarks.faults --only F6,F7    # the rows of the others stay
 python -m benchmarks.faults --quick         # six of them, fewer trials, in one process; not kept
 """
 
@@ -55,7 +55,7 @@ def main() -> int:
     numbers = given.only.upper().split(",") if given.only else [*(QUICK if given.quick else FAULTS)]
     if unknown := [number for number in numbers if number not in FAULTS]:
         parser.error(f"there is no {', '.join(unknown)}; there are {', '.join(FAULTS)}")
-    out = given.out or (None if given.quick or given.only else RESULTS / "faults.json")
+    out = given.out or (None if given.quick else RESULTS / "faults.json")
     with tempfile.TemporaryDirectory(prefix="xsake-faults-") as temporary:
         return _measured(numbers, given.folder or Path(temporary), out, is_quick=given.quick)
 

@@ -20,9 +20,13 @@ def table() -> str:
     document = json.loads(FILE.read_text())
     where, faults = document["environment"], document["faults"]
     met = sum(fault["is_met"] for fault in faults)
+    busiest = max(fault["load_average"] for fault in faults)
+    missing = sorted({f"F{x}" for x in range(1, 21)} - {x["fault"] for x in faults})
+    told = f" Not measured: {', '.join(missing)}." if missing else ""
     rows = [
         f"{met} of {len(faults)} gates met, in {document['wall_seconds'] / 60:.0f} minutes on "
-        f"{where['cores']} cores ({where['utc'][:10]}, commit {where['commit'][:7]}).",
+        f"{where['cores']} cores (load average up to {busiest:.0f}; every row of "
+        f"`benchmarks/results/faults.json` has its date and commit).{told}",
         "",
         "| | fault | survived when | passed | median | 95% | what is timed | also measured |",
         "|---|---|---|---|---|---|---|---|",
@@ -39,9 +43,13 @@ def _row(fault: dict) -> str:
         passed if fault["is_met"] else f"**{passed}, not met**",
         *("" if x is None else f"{x:.2f} s" for x in seconds),
         "" if seconds[0] is None else fault["timed"],
-        ", ".join(f"{name} {value}" for name, value in fault["figures"].items()),
+        ", ".join(f"{name} {_short(value)}" for name, value in fault["figures"].items()),
     ]  # fmt: skip
     return "| " + " | ".join(cells) + " |"
+
+
+def _short(value: object) -> str:
+    return f"{value:.2g}" if isinstance(value, float) else str(value)
 
 
 if __name__ == "__main__":

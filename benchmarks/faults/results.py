@@ -125,22 +125,30 @@ class Fault:
 
 
 def save(path: Path, faults: list[Fault], where: Environment, *, is_quick: bool) -> None:
-    """Write all results, whole or not at all.
+    """Write all results, whole or not at all; faults that were not measured now keep their rows.
 
     Args:
-        path: the file; what it had is replaced.
+        path: the file.
         faults: measured so far.
         where: and with what.
         is_quick: fewer trials than what is published.
     """
+    when = {"utc": where.utc, "commit": where.commit, "load_average": where.load_average}
+    rows = {row["fault"]: row for row in _known(path)}
+    rows |= {fault.number: fault.row() | when for fault in faults}
+    ordered = sorted(rows.values(), key=lambda row: int(row["fault"][1:]))
     document = {
         "environment": asdict(where),
         "is_quick": is_quick,
-        "wall_seconds": _rounded(sum(fault.wall_seconds for fault in faults)),
-        "faults": [fault.row() for fault in faults],
+        "wall_seconds": _rounded(sum(row["wall_seconds"] for row in ordered)),
+        "faults": ordered,
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, json.dumps(document, indent=1) + "\n")
+
+
+def _known(path: Path) -> list[dict[str, Any]]:
+    return json.loads(path.read_text())["faults"] if path.exists() else []
 
 
 def table(faults: list[Fault]) -> Table:

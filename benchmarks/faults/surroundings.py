@@ -12,6 +12,9 @@ from benchmarks.observability import streams
 DAY = 86400.0
 PLANNED = ('attention.kind="plan"', "attention.budget=0.8", "attention.block=8")
 
+# Of F19; `benchmarks.observability.streams` takes four times as many steps for its own row.
+PAIRS, STEPS_OF_A_PAIR = 5, 50
+
 
 def odd_surroundings(ground: Ground, is_quick: bool) -> Fault:
     """F18: a clock that jumps, a cache that cannot be written, no home, no network."""
@@ -50,9 +53,9 @@ def slow_clients(ground: Ground, is_quick: bool) -> Fault:
         f"{streams.MOST_GROWTH:.0f} MB; clients that do not keep up miss updates",
         timed="a step, with the clients",
     )  # fmt: skip
-    count, pairs = (20, 1) if is_quick else (streams.CLIENTS, streams.PAIRS)
+    count, pairs = (20, 1) if is_quick else (streams.CLIENTS, PAIRS)
     with fault.trial(f"{count} clients, {pairs} times") as trial:
-        found = streams.measure(ground, clients=count, steps=streams.STEPS, pairs=pairs)
+        found = streams.measure(ground, clients=count, steps=STEPS_OF_A_PAIR, pairs=pairs)
         trial.seconds = found["seconds"][0]
         trial.require(found["ratio"] <= streams.MOST, f"{found['ratio']} times as long")
         growth = found["growth_megabytes"]
