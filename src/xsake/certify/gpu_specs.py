@@ -70,8 +70,8 @@ def target(name: str, family: str) -> Target:
     """A GPU as `certify` knows targets: "sm_80", or "sm_90a_wgmma" for other kernels on it."""
     spec = SPECS[_key(name)]
     peak = Peak(
-        spec.tera_flops * _TERA,
-        spec.giga_bytes * _GIGA,
+        float(spec.tera_flops * _TERA),
+        float(spec.giga_bytes * _GIGA),
         spec.gibi * _GIBI,
         shared_per_block(spec),
         f"NVIDIA, {spec.source}; shared memory from the CUDA programming guide",

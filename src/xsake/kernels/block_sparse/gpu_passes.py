@@ -42,12 +42,13 @@ def attend(walk: Walk, problem: Problem, dtype=None):
     """`(out [B, Tq, Hq, Dv], lse [B, Tq, Hq])`; out in `dtype`, or in that of the queries."""
     operands = walk.operands
     k, v = quarantine(operands.k, operands.v)
-    return walk.run(
+    out, lse = walk.run(
         _forward(problem, walk),
         walk.queries(operands.q),
         walk.keys(k, v),
         [(v.shape[-1], dtype or operands.q.dtype), (None, jnp.float32)],
     )
+    return out, lse
 
 
 def query_gradient(walk: Walk, problem: Problem, out, lse, cotangents: Cotangents, dtype=None):
@@ -98,7 +99,7 @@ def _forward(problem: Problem, walk: Walk) -> Visitor:
         if visible is not None:
             logits = jnp.where(visible, logits, -jnp.inf)
         peak, origin, decay = tiles.raised(peak, jnp.max(logits, 1), UNIT)
-        weight = jnp.exp2(logits - gpu.along(origin, logits.shape, 0))
+        weight = jnp.exp2(logits - gpu.along(origin, pairs.shape, 0))
         mass = mass * decay + jnp.sum(weight, 1)
         total = total * gpu.along(decay, total.shape, 0)
         total = machine.added(total, weight, met.v)
