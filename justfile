@@ -47,6 +47,17 @@ tree:
 docs:
     sphinx-build -q -W --keep-going -b html docs docs/_build/html
 
+# build the showcase from committed data, and walk through it if there is a Chromium; needs Node 20.9
+showcase:
+    cd showcase && npm ci --cache ../.ci/npm
+    cd showcase && npm test
+    cd showcase && NEXT_TELEMETRY_DISABLED=1 npm run build
+    cd showcase && npm run walk
+
+# Lighthouse's opinion of the built showcase
+showcase-score:
+    cd showcase && node tests/score.mjs
+
 # `pip install .` in an empty environment, then the README's quick start
 clean-install:
     .ci/clean_install

@@ -6,7 +6,9 @@ import pytest
 
 from benchmarks.observability.browser import NoBrowserError, chromium
 from tests.server.sample import TOKEN, inside, write_run
-from xsake.server.guard import COOKIE, session_of
+from xsake.bench.environment import own_checkout
+from xsake.server.files import read_site
+from xsake.server.guard import _PATH, COOKIE, session_of
 from xsake.server.settings import Settings
 
 PAGE = """<!doctype html><html lang="en"><head><title>a showcase</title>
@@ -81,6 +83,36 @@ def test_a_browser_logs_in_and_lands_in_the_showcase_which_sees_the_runs(tmp_pat
             assert page.run("location.href") == f"{server.place}/"
             page.open(f"{server.place}/page/")
             page.until("!document.querySelector('#showcase').hidden")
+            assert not page.problems, page.problems
+    except NoBrowserError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture
+def real():
+    folder = own_checkout() / "showcase" / "out"
+    if not (folder / "index.html").is_file():
+        pytest.skip("the showcase is not built here: just showcase")
+    return folder
+
+
+def test_every_file_of_the_built_showcase_has_an_address_that_the_guard_lets_through(real):
+    addresses = read_site(real, "/").files
+    assert "/explore/" in addresses and "/data/explore/layer_00.bin.gz" in addresses
+    odd = [address for address in addresses if not _PATH.fullmatch(address.encode())]
+    assert not odd
+
+
+@pytest.mark.timeout(600)
+def test_the_built_showcase_runs_under_the_policy_of_the_dashboard(tmp_path, real):
+    try:
+        with chromium(tmp_path) as page, inside(_settings(tmp_path, real, token=TOKEN)) as server:
+            page.open(f"{server.place}/#token={TOKEN}")
+            page.until("document.querySelectorAll('[data-figure]').length === 4")
+            page.open(f"{server.place}/explore/")
+            page.until("document.querySelector('#head-kl')?.dataset.value > 0")
+            page.open(f"{server.place}/training/")
+            page.until("document.querySelector('[data-live]')?.textContent.includes('living')")
             assert not page.problems, page.problems
     except NoBrowserError as error:
         pytest.skip(str(error))

@@ -1,0 +1,88 @@
+"use client";
+import { useState } from "react";
+import type { EndToEnd, Ladder } from "@/lib/data";
+import { address, commit, count, day, nats, percent } from "@/lib/words";
+import { Choice } from "./choice";
+import { Lines } from "./lines";
+
+const FIRST = ["hads", "uniform, sampled", "entropy_budget, sampled", "a_shape", "flexprefill", "minference", "sliding_window", "oracle_model"];
+const isOurs = (rule: string) => rule.startsWith("hads");
+
+export function Quality({ ladders, endToEnd, onOpen }: { ladders: Ladder[]; endToEnd: EndToEnd[]; onOpen: (id: string) => void }) {
+  const [which, setWhich] = useState(ladders.at(-1)?.file ?? "");
+  const [chosen, setChosen] = useState<string[]>(FIRST);
+  const ladder = ladders.find(({ file }) => file === which);
+  const rules = ladder ? [...new Set(ladder.rows.map(({ rule }) => rule))] : [];
+  return (
+    <>
+      {ladder && (
+        <section>
+          <h2 className="text-2xl">Rules and policies at equal counts of blocks</h2>
+          <p className="mt-1 mb-4 max-w-2xl text-sm text-muted">
+            What attention of SmolLM2-135M loses when each rule chooses the same number of blocks: KL(sparse ‖ dense), mean over
+            queries, heads and {ladder.documents} test documents. Lower is better; the oracle knows the true masses.
+          </p>
+          <Choice name="ladder" label="Tokens" value={which} onChange={setWhich}
+            options={ladders.map(({ file, context, block }) => [file, `${count(context)}, blocks of ${block}`] as const)} />
+          <div className="mt-4 grid gap-8 lg:grid-cols-[1fr_16rem]">
+            <div>
+              <Lines label="KL by budget and rule" onOpen={onOpen} height={430}
+                x={{ label: "share of the visible blocks", ticks: [0.1, 0.2, 0.3, 0.4, 0.5], shown: (v) => percent(v) }}
+                y={{ label: "KL, nats", ticks: [0.02, 0.05, 0.1, 0.2, 0.5, 1], shown: String, isLog: true }}
+                lines={rules.filter((rule) => chosen.includes(rule)).map((rule) => ({
+                  name: rule, isStrong: isOurs(rule), isDashed: rule.startsWith("oracle"),
+                  colour: isOurs(rule) ? "var(--accent)" : rule.startsWith("oracle") ? "var(--ink)" : "var(--faint)",
+                  points: ladder.rows.filter((row) => row.rule === rule).toSorted((a, b) => a.budget - b.budget)
+                    .map((row) => ({ x: row.budget, y: row.kl, id: row.id })),
+                }))} />
+              <p className="text-xs text-muted">
+                {ladder.environment.cpu.replaceAll("(R)", "")}, {day(ladder.environment.utc)}, commit {commit(ladder.environment.commit)}.{" "}
+                <a className="link" href={address(`/data/rows/${ladder.file}`)} download>download {ladder.file}</a>
+              </p>
+            </div>
+            <fieldset>
+              <legend className="eyebrow mb-2">Rules, with KL at 30%</legend>
+              <div className="max-h-[26rem] overflow-y-auto pr-2 text-sm" tabIndex={0} role="group" aria-label="Rules">
+                {rules.map((rule) => {
+                  const at = ladder.rows.find((row) => row.rule === rule && row.budget === 0.3);
+                  return (
+                    <label key={rule} className="flex items-baseline gap-2 py-0.5">
+                      <input type="checkbox" checked={chosen.includes(rule)} className="accent-(--accent)"
+                        onChange={() => setChosen(chosen.includes(rule) ? chosen.filter((x) => x !== rule) : [...chosen, rule])} />
+                      <span className={isOurs(rule) ? "text-accent" : ""}>{rule.replaceAll("_", " ")}</span>
+                      <span className="number ml-auto text-muted" data-rule={rule}>{at ? nats(at.kl) : "–"}</span>
+                    </label>
+                  );
+                })}
+              </div>
+            </fieldset>
+          </div>
+        </section>
+      )}
+      <section className="mt-16">
+        <h2 className="text-2xl">The whole model at 30% of the cost of attention</h2>
+        <p className="mt-1 mb-4 max-w-2xl text-sm text-muted">
+          Every layer sees what the sparse layers before it left; the cost of choosing is counted. Far copies: loss on a passage
+          that stood so many tokens earlier.
+        </p>
+        <div className="relative overflow-x-auto" tabIndex={0} role="region" aria-label="End to end">
+          <table className="table number">
+            <thead><tr><th>rule</th><th>blocks of</th><th>documents</th><th>perplexity</th><th>more than dense</th><th>KL of predictions</th><th>same next token</th><th>far copy 1,024</th><th>far copy 4,096</th></tr></thead>
+            <tbody>
+              {endToEnd.map((row) => (
+                <tr key={row.id}>
+                  <td><button type="button" className="link text-left" data-row={row.id} onClick={() => onOpen(row.id)}>{row.rule}</button></td>
+                  <td>{row.block}</td><td>{row.documents}</td><td>{row.perplexity.value.toFixed(2)}</td>
+                  <td data-gap>{percent(row.perplexity_gap.value, 1)}</td><td>{nats(row.kl.value)}</td><td>{percent(row.agreement.value, 1)}</td>
+                  {["1024", "4096"].map((gap) => (
+                    <td key={gap}>{row.far_copy[gap] ? `${row.far_copy[gap].candidate.toFixed(2)} (dense ${row.far_copy[gap].dense.toFixed(2)})` : "–"}</td>
+                  ))}
+                </tr>
+              ))}
+            </tbody>
+          </table>
+        </div>
+      </section>
+    </>
+  );
+}

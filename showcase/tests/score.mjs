@@ -1,0 +1,28 @@
+// Lighthouse's opinion of Home and Explore; not a part of the gate: node tests/score.mjs
+import { spawn } from "node:child_process";
+import { mkdirSync, readFileSync } from "node:fs";
+import { program } from "./browser.mjs";
+import { serve } from "./server.mjs";
+
+const LEAST = 0.95, ROOMS = ["", "explore/"];
+const site = await serve("out");
+mkdirSync("pictures", { recursive: true });
+let isLow = false;
+for (const room of ROOMS) {
+  const file = `pictures/lighthouse_${room.replace("/", "") || "home"}.json`;
+  const asked = ["--yes", "lighthouse@12.8.2", `${site.place}/${room}`, "--quiet", "--output=json", `--output-path=${file}`,
+    "--only-categories=performance,accessibility", "--chrome-flags=--headless=new --no-sandbox --disable-gpu"];
+  const { status } = await run(asked);
+  if (status) process.exit(status);
+  const { categories } = JSON.parse(readFileSync(file, "utf8"));
+  const scores = Object.values(categories).map(({ title, score }) => `${title} ${Math.round(100 * score)}`);
+  console.log(`/${room}: ${scores.join(", ")}`);
+  isLow ||= Object.values(categories).some(({ score }) => score < LEAST);
+}
+site.close();
+process.exit(isLow ? 1 : 0);
+
+async function run(asked) {
+  const made = spawn("npx", asked, { stdio: "inherit", env: { ...process.env, CHROME_PATH: program() } });
+  return new Promise((done) => made.on("exit", (status) => done({ status })));
+}
