@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from xsake.kernels import mosaic_gpu_compat as gpu
 from xsake.kernels.block_sparse import gpu_lists, tiles
 from xsake.kernels.block_sparse.call import saved_rows
-from xsake.kernels.block_sparse.gpu_call import FEATURES, Visitor, Walk
+from xsake.kernels.block_sparse.gpu_call import Visitor, Walk
+from xsake.kernels.block_sparse.gpu_room import room_of
 from xsake.kernels.block_sparse.problem import Cotangents, Operands, Problem, cleaned, quarantine
 
 # GPUs have a unit for 2^x.
@@ -198,4 +199,4 @@ def _gradient(weight, d_weight, delta, logits, problem: Problem):
 
 def _features(x) -> int:
     """Features as tiles have them."""
-    return -(-x.shape[-1] // FEATURES) * FEATURES
+    return room_of(x.shape[-1])
