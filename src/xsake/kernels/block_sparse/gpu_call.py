@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
@@ -363,4 +364,4 @@ def _shown(listing: Listing):
     if listing.shown is None:
         return None
     rows, columns = (x.room - x.block for x in (listing.own, listing.met))
-    return jnp.pad(jnp.asarray(listing.shown), ((0, 0), (0, rows), (0, columns)))
+    return jnp.asarray(np.pad(listing.shown, ((0, 0), (0, rows), (0, columns))))
