@@ -98,6 +98,7 @@ export interface Fault {
   timed: string;
   seconds_p50: number | null;
   seconds_p95: number | null;
+  utc?: string;
 }
 
 export interface Mark {
@@ -115,6 +116,13 @@ export interface RunAbout {
   steps: number;
   first_loss: number | null;
   last_loss: number | null;
+}
+
+export interface Comparison {
+  file: string;
+  about: { steps: number; batch: number; context: number; window_share?: number; hads_budget?: number; environment: { cpu: string; utc: string; commit: string | null } };
+  runs: { side: string; seed: number; seconds: number; validation: [number, number][] }[];
+  gaps: { gap_of: string; seeds: number[]; gaps: number[]; mean?: number; half_width_95?: number }[];
 }
 
 export interface Plan {
@@ -146,5 +154,6 @@ export const certificates = file<Certificate[]>("certificates");
 export const numerics = file<Numerics | null>("numerics");
 export const plans = file<Plan[]>("plans");
 export const runs = file<RunAbout[]>("runs");
+export const comparisons = file<Comparison[]>("comparisons");
 export const faults = file<Faults | null>("faults");
 export const explored = file<(Explored & { reference?: unknown }) | null>("explore");

@@ -133,6 +133,17 @@ function runs() {
   return found.map(({ about }) => about);
 }
 
+/** Runs of several sides and seeds beside each other: a head line, a line per run, and the gaps. */
+function comparisons() {
+  const folder = join(results, "training");
+  return listed(folder, ".jsonl").map((name) => ({ name, found: lines(join(folder, name)) }))
+    .filter(({ found }) => found.some((row) => "side" in row && Array.isArray(row.validation)))
+    .map(({ name, found: [about, ...rows] }) => {
+      cpSync(join(folder, name), join(downloads, "rows", "training", name));
+      return { file: `training/${name}`, about, runs: rows.filter((row) => "side" in row), gaps: rows.filter((row) => "gap_of" in row) };
+    });
+}
+
 function faults() {
   const path = join(results, "faults.json");
   return existsSync(path) ? JSON.parse(text(path)) : null;
@@ -161,6 +172,7 @@ save("numerics", numerics());
 save("plans", plans());
 save("explore", explored());
 save("runs", runs());
+save("comparisons", comparisons());
 save("faults", faults());
 for (const name of listed(results, ".jsonl")) cpSync(join(results, name), join(downloads, "rows", name));
 for (const name of [...listed(join(results, "hads"), ".jsonl"), ...listed(join(results, "hads"), ".json")]) {

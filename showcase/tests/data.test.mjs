@@ -53,7 +53,11 @@ test("a folder with metrics appears as a run, and faults as a table", () => {
   mkdirSync(run, { recursive: true });
   writeFileSync(join(run, "metrics.jsonl"), '{"event":"began","from_step":0}\n{"step":0,"loss":5.5}\n{"step":1,"loss":5.25}\n{"step":1,"entropy":[[1,2]]}\n');
   writeFileSync(join(repository, "benchmarks", "results", "faults.json"), JSON.stringify({ environment: {}, is_quick: true, faults: [] }));
+  writeFileSync(join(repository, "benchmarks", "results", "training", "sides.jsonl"),
+    '{"steps":2,"context":64}\n{"side":"dense","seed":0,"seconds":1,"validation":[[0,5.5],[1,5.0]]}\n{"gap_of":"hads","seeds":[0],"gaps":[0.01]}\n');
   assert.equal(gather().status, 0);
+  const sides = made("comparisons").find(({ file }) => file === "training/sides.jsonl");
+  assert.deepEqual([sides.about.steps, sides.runs.length, sides.gaps[0].gaps], [2, 1, [0.01]]);
   const about = made("runs").find(({ name }) => name === "new");
   assert.deepEqual([about.steps, about.first_loss, about.last_loss, about.marks], [2, 5.5, 5.25, []]);
   assert.deepEqual(made("faults").faults, []);

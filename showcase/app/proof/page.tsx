@@ -117,13 +117,14 @@ function Faults() {
         {day(faults.environment.utc)}, commit {commit(faults.environment.commit)}{faults.is_quick ? ", a quick run with few trials" : ""}.
       </p>
       <table className="table">
-        <thead><tr><th>no.</th><th>fault</th><th>survived when</th><th>trials passed</th><th>timed</th><th>median</th><th>95%</th></tr></thead>
+        <thead><tr><th>no.</th><th>fault</th><th>survived when</th><th>trials passed</th><th>timed</th><th>median</th><th>95%</th><th>date</th></tr></thead>
         <tbody className="number">
           {faults.faults.map((each) => (
             <tr key={each.fault} data-fault={each.fault}>
               <td className="text-muted">{each.fault}</td><td>{each.name}</td><td className="text-muted">{each.gate}</td>
               <td className={each.is_met ? "" : "text-accent"}>{each.passes} of {each.n}</td><td className="text-muted">{each.timed}</td>
               <td>{each.seconds_p50 === null ? "–" : `${each.seconds_p50} s`}</td><td>{each.seconds_p95 === null ? "–" : `${each.seconds_p95} s`}</td>
+              <td className="whitespace-nowrap">{each.utc ? day(each.utc) : "–"}</td>
             </tr>
           ))}
         </tbody>

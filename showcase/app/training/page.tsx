@@ -2,7 +2,8 @@ import type { Metadata } from "next";
 import { Missing, PageHead } from "@/components/page_head";
 import { Replay } from "@/components/replay";
 import { LiveRuns } from "@/components/live_runs";
-import { runs } from "@/lib/data";
+import { ComparedRuns } from "@/components/compared_runs";
+import { comparisons, runs } from "@/lib/data";
 
 export const metadata: Metadata = { title: "Training replay" };
 
@@ -26,6 +27,7 @@ export default function Page() {
           A folder under <code>benchmarks/results/training</code> with a <code>metrics.jsonl</code> appears here.
         </Missing>
       )}
+      {comparisons.map((found) => <ComparedRuns key={found.file} found={found} />)}
     </>
   );
 }
