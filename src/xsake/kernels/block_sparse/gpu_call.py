@@ -15,6 +15,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from xsake.kernels import mosaic_gpu_compat as gpu
+from xsake.kernels.block_sparse.gpu_arrays import (
+    numbers_of,
+    restored,
+    room_of,
+    statistic_of,
+    tokens_of,
+)
 from xsake.kernels.block_sparse.gpu_lists import Listing, Lists, Tile, arrays
 from xsake.kernels.block_sparse.gpu_step import Pairs, Place, place_of
 from xsake.kernels.block_sparse.problem import Operands
@@ -22,8 +29,6 @@ from xsake.kernels.block_sparse.ragged_grid import quotient, remainder
 
 # One tile is computed while the next one arrives.
 STAGES = 2
-# Features come in steps of what tensor cores contract at once.
-FEATURES = 16
 # What is copied into shared memory, and what is read where it is.
 _TILES = ("q", "d_out", "k", "v")
 _STATISTICS = ("lse", "delta", "poison")
@@ -93,23 +98,23 @@ class Walk:
         """The query side."""
         given, tile = self.operands, self._q_tile
         return QuerySide(
-            _tokens(q, tile),
-            None if d_out is None else _tokens(d_out, tile),
-            None if lse is None else _statistic(lse, tile, jnp.inf),
-            None if delta is None else _statistic(delta, tile, 0),
-            _numbers(given.q_positions, tile, 0),
-            _numbers(given.q_segment_ids, tile, -1),
+            tokens_of(q, tile),
+            None if d_out is None else tokens_of(d_out, tile),
+            None if lse is None else statistic_of(lse, tile, jnp.inf),
+            None if delta is None else statistic_of(delta, tile, 0),
+            numbers_of(given.q_positions, tile, 0),
+            numbers_of(given.q_segment_ids, tile, -1),
         )
 
     def keys(self, k, v, poison=None) -> KeySide:
         """The key side."""
         given, tile = self.operands, self._kv_tile
         return KeySide(
-            _tokens(k, tile),
-            _tokens(v, tile),
-            None if poison is None else _statistic(poison, tile, 0),
-            _numbers(given.kv_positions, tile, 0),
-            _numbers(given.kv_segment_ids, tile, -1),
+            tokens_of(k, tile),
+            tokens_of(v, tile),
+            None if poison is None else statistic_of(poison, tile, 0),
+            numbers_of(given.kv_positions, tile, 0),
+            numbers_of(given.kv_segment_ids, tile, -1),
         )
 
     def run(self, visitor: Visitor, own, met, results):
@@ -128,7 +133,7 @@ class Walk:
         shapes = [
             (grid.batch, grid.own_heads, tokens)
             if features is None
-            else (grid.batch, tokens, grid.own_heads * _room(features))
+            else (grid.batch, tokens, grid.own_heads * room_of(features))
             for features, _ in results
         ]
         inputs = arrays(listing.lists), own, met, _shown(listing)
@@ -157,7 +162,7 @@ class Walk:
         if grid.is_kv_major:
             own_tokens = self.listing.listed.kv_tokens
         return [
-            _restored(x, listing.own, own_tokens, features)
+            restored(x, listing.own, own_tokens, features)
             for x, (features, _) in zip(found, results, strict=True)
         ]
 
@@ -360,53 +365,3 @@ def _shown(listing: Listing):
         return None
     rows, columns = (x.room - x.block for x in (listing.own, listing.met))
     return jnp.asarray(np.pad(listing.shown, ((0, 0), (0, rows), (0, columns))))
-
-
-def _room(features: int) -> int:
-    return -(-features // FEATURES) * FEATURES
-
-
-def _tokens(x, tile: Tile):
-    """[B, T, H, D] -> [B, T, H * D], with blocks of whole tiles and features of whole steps."""
-    x = _padded(x, 3, _room(x.shape[-1]) - x.shape[-1], 0)
-    return _roomy(x.reshape(*x.shape[:2], -1), tile, 1, 0)
-
-
-def _statistic(x, tile: Tile, fill):
-    """[B, T, H] -> [B, H, T]."""
-    return _roomy(jnp.swapaxes(x, 1, 2), tile, 2, fill)
-
-
-def _numbers(x, tile: Tile, fill: int):
-    """[B or 1, T]; None stays None."""
-    return None if x is None else _roomy(x.astype(jnp.int32), tile, 1, fill)
-
-
-def _roomy(x, tile: Tile, axis: int, fill):
-    """`x` with room for whole blocks along an axis, and in each of them for whole tiles."""
-    x = _padded(x, axis, -x.shape[axis] % tile.block, fill)
-    if not tile.is_padded:
-        return x
-    before, after = x.shape[:axis], x.shape[axis + 1 :]
-    x = x.reshape(*before, -1, tile.block, *after)
-    x = _padded(x, axis + 1, tile.room - tile.block, fill)
-    return x.reshape(*before, -1, *after)
-
-
-def _padded(x, axis: int, missing: int, fill):
-    widths = [(0, missing if number == axis else 0) for number in range(x.ndim)]
-    return jnp.pad(x, widths, constant_values=fill) if missing else x
-
-
-def _restored(x, tile: Tile, tokens: int, features: int | None):
-    """A result without its padding, [B, T, H, ...]."""
-    axis = 2 if features is None else 1
-    if tile.is_padded:
-        before, after = x.shape[:axis], x.shape[axis + 1 :]
-        x = x.reshape(*before, -1, tile.room, *after)
-        x = lax.slice_in_dim(x, 0, tile.block, axis=axis + 1)
-        x = x.reshape(*before, -1, *after)
-    x = lax.slice_in_dim(x, 0, tokens, axis=axis)
-    if features is None:
-        return jnp.swapaxes(x, 1, 2)
-    return x.reshape(*x.shape[:2], -1, _room(features))[..., :features]
