@@ -15,14 +15,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from xsake.kernels import mosaic_gpu_compat as gpu
-from xsake.kernels.block_sparse.gpu_lists import Listing, Lists, Tile, arrays
-from xsake.kernels.block_sparse.gpu_room import (
+from xsake.kernels.block_sparse.gpu_arrays import (
     numbers_of,
     restored,
     room_of,
     statistic_of,
     tokens_of,
 )
+from xsake.kernels.block_sparse.gpu_lists import Listing, Lists, Tile, arrays
 from xsake.kernels.block_sparse.gpu_step import Pairs, Place, place_of
 from xsake.kernels.block_sparse.problem import Operands
 from xsake.kernels.block_sparse.ragged_grid import quotient, remainder

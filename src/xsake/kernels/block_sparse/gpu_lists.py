@@ -127,7 +127,8 @@ def by_key(operands: Operands, met_tile: int) -> Listing:
 
 def rule_of(mask) -> Rule | str | None:
     """The formula of a mask as GPU kernels can compute it, or why there is none."""
-    rule = None if mask is None else split_rule(mask)
+    with _no_named_device():
+        rule = None if mask is None else split_rule(mask)
     if isinstance(rule, Rule):
         for step in rule.steps:
             if step.operation in _MISSING:
@@ -211,8 +212,16 @@ def _lists(listed, grid: RaggedGrid, has_masks: bool) -> tuple[Lists, Any]:
     return Lists(*(None if x is None else _some(xp, x) for x in lists)), shown
 
 
-# Static lists are cached: forward and backward, and every layer, ask for the same ones.
-_static_lists = functools.lru_cache(maxsize=64)(_lists)
+# Cached: forward and backward, and every layer, ask for the same ones.
+@functools.lru_cache(maxsize=64)
+def _static_lists(listed, grid: RaggedGrid, has_masks: bool) -> tuple[Lists, Any]:
+    with _no_named_device():
+        return _lists(listed, grid, has_masks)
+
+
+def _no_named_device():
+    """Masks are asked here and now, on a device that is there: the named one may be on paper."""
+    return jax.default_device(None)
 
 
 def _some(xp, x):

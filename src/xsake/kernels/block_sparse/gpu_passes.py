@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from xsake.kernels import mosaic_gpu_compat as gpu
 from xsake.kernels.block_sparse import gpu_lists, tiles
 from xsake.kernels.block_sparse.call import saved_rows
+from xsake.kernels.block_sparse.gpu_arrays import room_of
 from xsake.kernels.block_sparse.gpu_call import Visitor, Walk
-from xsake.kernels.block_sparse.gpu_room import room_of
 from xsake.kernels.block_sparse.problem import Cotangents, Operands, Problem, cleaned, quarantine
 
 # GPUs have a unit for 2^x.
@@ -89,7 +89,7 @@ def _forward(problem: Problem, walk: Walk) -> Visitor:
     machine, rows = walk.machine, walk.listing.own.tile
 
     def open_row(own):
-        features = _features(walk.operands.v)
+        features = room_of(walk.operands.v.shape[-1])
         zeros = gpu.filled((rows, features), 0.0)
         return zeros, gpu.filled((rows,), -jnp.inf), gpu.filled((rows,), 0.0)
 
@@ -121,7 +121,7 @@ def _query_gradient(problem: Problem, walk: Walk) -> Visitor:
     machine, rows = walk.machine, walk.listing.own.tile
 
     def open_row(own):
-        total = gpu.filled((rows, _features(walk.operands.q)), 0.0)
+        total = gpu.filled((rows, room_of(walk.operands.q.shape[-1])), 0.0)
         return total, gpu.vector(own.lse, 0), gpu.vector(own.delta, 0)
 
     def visit(pairs, own, met, state, careful):
@@ -153,7 +153,9 @@ def _key_value_gradient(problem: Problem, walk: Walk) -> Visitor:
 
     def open_row(own):
         operands = walk.operands
-        return tuple(gpu.filled((rows, _features(x)), 0.0) for x in (operands.k, operands.v))
+        return tuple(
+            gpu.filled((rows, room_of(x.shape[-1])), 0.0) for x in (operands.k, operands.v)
+        )
 
     def visit(pairs, own, met, state, careful):
         d_k, d_v = state
@@ -195,8 +197,3 @@ def _tanh(x):
 def _gradient(weight, d_weight, delta, logits, problem: Problem):
     slope = tiles.softcap_slope(logits, problem.softcap, UNIT)
     return tiles.logit_gradient(weight, d_weight, delta, slope)
-
-
-def _features(x) -> int:
-    """Features as tiles have them."""
-    return room_of(x.shape[-1])

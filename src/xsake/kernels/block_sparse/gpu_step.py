@@ -26,7 +26,7 @@ class Place(NamedTuple):
 
     def tokens(self, size: int, features: int) -> tuple:
         """Index of the tile in arrays [B, T, H * D]."""
-        column = pl.ds(jnp.int32(self.head * features), features)
+        column = pl.ds(self.head * features, features)
         return self.batch, pl.ds(self.start, size), column
 
     def vector(self, size: int) -> tuple:
@@ -41,7 +41,7 @@ class Place(NamedTuple):
 def place_of(number: Any, part: Any, tile: Tile, heads: int, blocks: int) -> Place:
     """The place of one part of a block."""
     block, plane = remainder(number, blocks), quotient(number, blocks)
-    start = jnp.int32(block * tile.room + part * tile.tile)
+    start = block * tile.room + part * tile.tile
     return Place(quotient(plane, heads), remainder(plane, heads), block, number, part, start)
 
 
@@ -113,14 +113,13 @@ class Pairs:
     def _inside(self, axis: int) -> Any:
         """Indices of tokens within their block."""
         place, tile = self._at(axis)
-        return gpu.indices(self.shape, axis) + jnp.int32(place.part * tile.tile)
+        return gpu.indices(self.shape, axis) + place.part * tile.tile
 
     def _token(self, axis: int) -> Any:
         """Indices of tokens among all of their side."""
         place, tile = self._at(axis)
-        return gpu.indices(self.shape, axis) + jnp.int32(
-            place.block * tile.block + place.part * tile.tile
-        )
+        first = place.block * tile.block + place.part * tile.tile
+        return gpu.indices(self.shape, axis) + first
 
     def _positions(self, axis: int) -> Any:
         ref = self.sides[int(axis != self._q_axis)].positions
@@ -137,8 +136,8 @@ class Pairs:
 
     def _element_mask(self) -> Any:
         number = self.lists.shown[self.item]
-        rows = pl.ds(jnp.int32(self.own.part * self.listing.own.tile), self.shape[0])
-        columns = pl.ds(jnp.int32(self.met.part * self.listing.met.tile), self.shape[1])
+        rows = pl.ds(self.own.part * self.listing.own.tile, self.shape[0])
+        columns = pl.ds(self.met.part * self.listing.met.tile, self.shape[1])
         return gpu.fragment(self.shown.at[number, rows, columns], gpu.sums())
 
     def _scalars(self, rule: Rule) -> list:

@@ -1,4 +1,4 @@
-"""Arrays with room for whole tiles of a GPU kernel, and results without that room."""
+"""Arrays as GPU kernels take them, with room for whole tiles and features; and back again."""
 
 import jax.numpy as jnp
 from jax import lax
@@ -10,7 +10,7 @@ FEATURES = 16
 
 
 def room_of(features: int) -> int:
-    """Features of a tile that holds so many."""
+    """Features with what their last step lacks."""
     return -(-features // FEATURES) * FEATURES
 
 
