@@ -10,7 +10,7 @@ from xsake.errors import ArgumentError
 
 PASSES: tuple[PassName, ...] = ("forward", "dq", "dkv")
 SELECTED_PASSES: tuple[PassName, ...] = ("selected_forward", "selected_backward")
-SMOKE_TARGETS = ("v5e", "v6e", "sm_80", "sm_90a_wgmma")
+SMOKE_TARGETS = ("v5e", "v6e")
 
 
 class Heads(NamedTuple):
