@@ -106,7 +106,7 @@ function Player({ about, told }: { about: RunAbout; told: Told }) {
           </div>
         ))}
       </dl>
-      <div className="mt-6">
+      <div className="mt-6 max-w-4xl">
         <Lines label="Loss by step" lines={lines} marker={step} height={340}
           marks={about.marks.filter((mark) => mark.step <= step).map((mark) => ({ x: mark.step, words: mark.kind }))}
           x={{ label: "step", ticks: ticks(0, last).filter((t) => t <= last), shown: count, range: [0, last || 1] }}

@@ -1,7 +1,8 @@
 // Walks every room in a real Chromium, on a phone and on a desktop, and holds every page to its files.
 //
-//   node tests/walk.mjs [folder of the built site]
+//   node tests/walk.mjs [folder of the built site] [--only=training/] [--timed]
 //
+// --timed also holds the slider to its limit, which a busy machine would miss.
 // Without a Chromium it says so and ends well: a machine without one can still build the site.
 import assert from "node:assert/strict";
 import { gzipSync } from "node:zlib";
@@ -12,7 +13,8 @@ import { browser, program, SIZES } from "./browser.mjs";
 import { serve } from "./server.mjs";
 import { ROOMS } from "./rooms.mjs";
 
-const folder = process.argv[2] ?? "out";
+const words = process.argv.slice(2), folder = words.find((word) => !word.startsWith("--")) ?? "out";
+const only = words.find((word) => word.startsWith("--only="))?.slice("--only=".length);
 const AXE = readFileSync(createRequire(import.meta.url).resolve("axe-core/axe.min.js"), "utf8");
 const MOST_SCRIPT = 300 * 1024, MOST_REPAINT = 50;
 
@@ -46,6 +48,7 @@ const begin = Date.now();
 let failed = 0;
 for (const [size, viewport] of Object.entries(SIZES)) {
   for (const [room, walk] of Object.entries(ROOMS)) {
+    if (only !== undefined && room !== only) continue;
     const context = await own.newContext({ viewport, reducedMotion: "reduce", colorScheme: size === "phone" ? "dark" : "light" });
     context.setDefaultTimeout(120_000);
     const page = await context.newPage(), seen = watch(page, site.place);
