@@ -43,7 +43,8 @@ def interpreter(family: Family, folder: Path, announce: Callable[[str], None]) -
     """
     if len(installed_versions(family.PACKAGES)) == len(family.PACKAGES):
         return Path(sys.executable)
-    return prepared(family.NAME, requirements_of(family), folder, announce)
+    # Named by what is in it: families that need the same packages share one.
+    return prepared(family.PACKAGES[0], requirements_of(family), folder, announce)
 
 
 def prepared(
