@@ -86,7 +86,7 @@ def widest_window(effective: float, tokens: int, block: int) -> tuple[Candidate,
     Example:
         >>> candidate, cost = widest_window(0.3, 4096, 64)
         >>> candidate.description, round(cost, 3)
-        ('Window(left=512, right=0) | Sinks(count=64) in blocks of 64', 0.281)
+        ('Window(left=512, right=0) | Sinks(count=64) in blocks of 64', 0.286)
     """
     found = None
     for width in range(block, tokens + block, block):
