@@ -10,9 +10,7 @@ a run that is stopped goes on; rows go to results/hads/end_to_end_<context>_<blo
 
 import argparse
 import dataclasses
-import hashlib
 import json
-import time
 from pathlib import Path
 
 from benchmarks.hads.beside import Asked, Beside, of_copies, of_windows, questions
@@ -22,7 +20,7 @@ from benchmarks.hads.ladder import ENTRIES, RESULTS, Ladder
 from benchmarks.hads.ladder import Entry as Rung
 from benchmarks.hads.ruled import Ruled
 from benchmarks.smollm2 import directory
-from xsake.bench.environment import environment, own_checkout, source_digest
+from xsake.bench.environment import environment, own_checkout
 from xsake.bench.whole_file import write_whole
 from xsake.cli.calibrate import COPIED_DOCUMENTS, EFFECT_DOCUMENTS
 from xsake.evaluation.journal import Entry, Journal
@@ -38,11 +36,6 @@ from xsake.model.tokenizer import Tokenizer
 BEST = "hads, by effect"
 OURS = tuple(entry for entry in ENTRIES if entry.name in ("hads", BEST))
 EFFECTIVE = 0.3
-SOURCES = (
-    "attention", "evaluation/score.py", "hads/attend.py", "hads/budget.py", "hads/choose.py",
-    "hads/measure.py", "hads/plan.py", "hads/rules", "hads/selectors", "kernels", "layout", "masks",
-    "model",
-)  # fmt: skip
 # First those that the claims name, so that a run cut short has them.
 FIRST = (BEST, "hads", "sliding_window", "a_shape", "ada_kv", "sparge", "flexprefill", "minference",
          "xattention_16", "vertical_slash", "oracle_model")  # fmt: skip
@@ -113,16 +106,7 @@ def _answered(course: Course, side: str, trial: Trial, journal: Journal) -> Entr
     plan = course.plans[side].model_dump(mode="json") if side in course.plans else {}
     plan = {name: plan.get(name) for name in ("heads", "scope", "components", "selector")}
     base = [side, EFFECTIVE, rules.context, rules.block, plan]
-    text = json.dumps([*base, trial.digest, source_digest(*SOURCES)])
-    key = hashlib.sha256(text.encode()).hexdigest()[:32]
-    entry = journal.find(key)
-    if entry is None:
-        begin = time.monotonic()
-        sums = course.sums(side, trial)
-        entry = Entry(key=key, seconds=time.monotonic() - begin, sums=sums)
-        journal.add(entry)
-        print(f"  {side}: {trial.label}: {entry.seconds:.0f} s", flush=True)
-    return entry
+    return course.answer(side, trial, base, journal)
 
 
 def _write(ladder: Ladder, answers: dict[str, list]) -> None:

@@ -10,20 +10,18 @@ results/hads/longer_<context>_<block>.jsonl.
 
 import argparse
 import dataclasses
-import hashlib
 import json
-import time
 
 from benchmarks.experiment import RESULTS
-from benchmarks.hads.beside import Asked, Beside, of_windows, questions
+from benchmarks.hads.beside import Beside, of_windows, questions
 from benchmarks.hads.capture import CACHE
 from benchmarks.hads.corpus import documents
-from benchmarks.hads.end_to_end import BEST, SOURCES
+from benchmarks.hads.end_to_end import BEST
 from benchmarks.hads.ruled import Ruled
 from benchmarks.smollm2 import directory
-from xsake.bench.environment import environment, own_checkout, source_digest
+from xsake.bench.environment import environment, own_checkout
 from xsake.bench.whole_file import write_whole
-from xsake.evaluation.journal import Entry, Journal
+from xsake.evaluation.journal import Journal
 from xsake.hads import Planned, SparsityPlan
 from xsake.hads.rules import RULES
 from xsake.model.huggingface import load
@@ -56,22 +54,9 @@ def main() -> None:
     for question in trials:
         for name in (BEST, *WINDOWS):
             known = [name, effective, plan.block, chosen if name == BEST else None]
-            entry = _answered(side, name, question, known, journal)
+            entry = side.answer(name, question.trial, known, journal)
             answers.setdefault(name, []).append((question.trial, entry))
         _write(asked, plan, answers)
-
-
-def _answered(side: Beside, name: str, question: Asked, known: list, journal: Journal) -> Entry:
-    text = json.dumps([*known, question.trial.digest, source_digest(*SOURCES)])
-    key = hashlib.sha256(text.encode()).hexdigest()[:32]
-    entry = journal.find(key)
-    if entry is None:
-        begin = time.monotonic()
-        sums = side.sums(name, question.trial)
-        entry = Entry(key=key, seconds=time.monotonic() - begin, sums=sums)
-        journal.add(entry)
-        print(f"  {name}: {question.trial.label}: {entry.seconds:.0f} s", flush=True)
-    return entry
 
 
 def _write(asked: argparse.Namespace, plan: SparsityPlan, answers: dict[str, list]) -> None:

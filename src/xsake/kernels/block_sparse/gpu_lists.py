@@ -17,7 +17,6 @@ from xsake.kernels.block_sparse.rule import Rule
 from xsake.kernels.block_sparse.split import split_rule
 from xsake.kernels.block_sparse.walk import partial_first
 from xsake.kernels.block_sparse.work_list import Items
-from xsake.layout import TransposedLayout
 from xsake.layout.ragged import namespace
 
 # Tensor cores take 64 rows of the side that owns results: 16 for each of four warps.
@@ -184,7 +183,7 @@ def _balance(lengths: np.ndarray, repeats: int) -> float:
 
 
 def _listing(listed, own: Tile, met: Tile, operands: Operands) -> Listing:
-    rule, grid = rule_of(listed.mask), _grid(listed, operands)
+    rule, grid = rule_of(listed.mask), RaggedGrid.of(listed, operands)
     make = _static_lists if listed.is_static else _lists
     lists, shown = make(listed, grid, isinstance(rule, str))
     tables = np.zeros(1, np.int32)
@@ -227,19 +226,6 @@ def _no_named_device():
 def _some(xp, x):
     """At least one entry, so that an empty list can be an array."""
     return x if x.shape[0] else xp.zeros(1, x.dtype)
-
-
-def _grid(listed, operands: Operands) -> RaggedGrid:
-    return RaggedGrid(
-        isinstance(listed, TransposedLayout),
-        operands.q.shape[0],
-        operands.q.shape[2],
-        operands.k.shape[2],
-        listed.q_blocks,
-        listed.kv_blocks,
-        listed.batch,
-        listed.heads,
-    )
 
 
 def arrays(lists: Lists) -> Lists:

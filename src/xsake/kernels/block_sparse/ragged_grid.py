@@ -8,6 +8,7 @@ import dataclasses
 
 from jax import lax
 
+from xsake.kernels.block_sparse.problem import Operands
 from xsake.kernels.block_sparse.work_list import Items
 from xsake.layout import BlockLayout, TransposedLayout
 from xsake.layout.ragged import namespace, row_of_item, starts_of
@@ -31,6 +32,25 @@ class RaggedGrid:
     kv_blocks: int
     list_batch: int
     list_heads: int
+
+    @classmethod
+    def of(cls, listed: BlockLayout | TransposedLayout, operands: Operands) -> "RaggedGrid":
+        """The sizes of a call that walks a list.
+
+        Args:
+            listed: the list; a transposed one has rows of kv blocks.
+            operands: the call.
+        """
+        return cls(
+            isinstance(listed, TransposedLayout),
+            operands.q.shape[0],
+            operands.q.shape[2],
+            operands.k.shape[2],
+            listed.q_blocks,
+            listed.kv_blocks,
+            listed.batch,
+            listed.heads,
+        )
 
     @property
     def group(self) -> int:

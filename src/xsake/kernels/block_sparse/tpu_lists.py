@@ -14,7 +14,6 @@ from xsake.kernels.block_sparse.ragged_grid import RaggedGrid
 from xsake.kernels.block_sparse.rule import Rule
 from xsake.kernels.block_sparse.split import split_rule
 from xsake.kernels.block_sparse.work_list import Items, WorkList
-from xsake.layout import TransposedLayout
 
 # Scalar memory is 1 MiB on every TPU; libtpu 0.0.50.1 accepts lists of 245,760 words, not 262,144.
 MOST_WORDS = 240_000
@@ -111,7 +110,7 @@ def _most_words(rule: Rule | str | None) -> int:
 
 
 def _listing(listed, slots: int, operands: Operands) -> Listing:
-    rule, grid = _rule(listed), _grid(listed, operands)
+    rule, grid = _rule(listed), RaggedGrid.of(listed, operands)
     make = _static_list if listed.is_static else _list
     return Listing(listed, grid, make(listed, grid, slots, PARTS, _most_words(rule)), rule)
 
@@ -141,19 +140,6 @@ def _static_tiles(listed, grid: RaggedGrid, keys_first: bool):
     return mask_tiles(listed.mask, _items(listed, grid), grid, blocks, keys_first)
 
 
-def _grid(listed, operands: Operands) -> RaggedGrid:
-    return RaggedGrid(
-        isinstance(listed, TransposedLayout),
-        operands.q.shape[0],
-        operands.q.shape[2],
-        operands.k.shape[2],
-        listed.q_blocks,
-        listed.kv_blocks,
-        listed.batch,
-        listed.heads,
-    )
-
-
 def _counted(listing: Listing) -> cost.Walked:
     cut, work = listing.work.cut, listing.work
     borders = np.take_along_axis(work.starts, work.bounds - work.bounds[:, :1], 1)
@@ -167,7 +153,7 @@ def _counted(listing: Listing) -> cost.Walked:
 
 def _bounded(listed, slots: int, operands: Operands) -> cost.Walked:
     """The same of a list whose items are not known."""
-    grid = _grid(listed, operands)
+    grid = RaggedGrid.of(listed, operands)
     capacity = listed.capacity * (grid.group // listed.group if grid.is_kv_major else 1)
     groups = work_list.traced_groups(listed.rows, capacity, slots)
     cut = work_list.cut_of(
