@@ -59,9 +59,13 @@ showcase:
 showcase-score:
     cd showcase && node tests/score.mjs
 
-# `pip install .` in an empty environment, then the README's quick start
-clean-install:
-    .ci/clean_install
+# the wheel in an empty environment, then the README's quick start
+clean-install *args:
+    .ci/clean_install {{ args }}
+
+# sdist, wheel, bill of materials and pages in dist/, tried on every Python; publishes nothing
+release *tag:
+    .ci/release {{ tag }}
 
 # the whole gate
 ci:
@@ -118,3 +122,4 @@ hardware:
 lock:
     echo uv | {{ compile }} - -o requirements/uv.txt
     {{ compile }} pyproject.toml --all-extras --group dev -o requirements/dev.txt
+    {{ compile }} --group release -o requirements/release.txt

@@ -30,6 +30,12 @@ html_theme = "sphinx_book_theme"
 html_title = "XSAKE"
 html_show_sphinx = False
 html_theme_options = {"show_toc_level": 2}
+if tags.has("released"):  # `sphinx-build -t released`: other versions lie beside it
+    html_theme_options |= {
+        "switcher": {"json_url": "../switcher.json", "version_match": f"v{release}"},
+        "check_switcher": False,
+        "article_header_start": ["toggle-primary-sidebar.html", "version-switcher.html"],
+    }
 
 
 def warn_about_undocumented_names(app, env):
