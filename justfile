@@ -71,9 +71,20 @@ release *tag:
 ci:
     .ci/run
 
-# measure everything the README claims; rows go to benchmarks/results
+# every promise about speed and memory; rows go to benchmarks/results
 bench *args:
     python -m benchmarks.must_show {{ args }}
+
+# the same at small sizes, in a few minutes; nothing is kept
+bench-smoke:
+    python -m benchmarks.must_show --quick --rounds 3
+
+# everything the README's table tells about time and memory, then the table itself
+bench-all:
+    python -m benchmarks.must_show || true # a promise that is missed is in its rows
+    python -m benchmarks.hads.speed --rounds 3
+    python -m benchmarks.prefill --rounds 3
+    just venv={{ venv }} headline
 
 # the README's table and picture from committed rows
 headline:

@@ -84,7 +84,9 @@ def main() -> None:
     others = [name for name in RULES if name not in (*FIRST, *SKIPPED)]
     groups = [asked.rules.split(";")] if asked.rules else [FIRST, others]
     named = [name for group in groups for name in group if name in RULES]
-    ladder = Ladder(asked.context, asked.block, corpus, named, OURS, asked.effects, asked.copies)
+    ladder = Ladder(
+        asked.context, asked.block, corpus, named, OURS, effects=asked.effects, copies=asked.copies
+    )
     ladder.prepare()
     course = Course(ladder, load(folder).model)
     trials = questions(corpus, asked.context, asked.tests, has_copies=asked.far_copy)

@@ -98,6 +98,7 @@ class Ladder:
         corpus: all documents.
         rules: names of the published rules that are compared.
         entries: ours; only their selectors are calibrated.
+        budgets: shares of the blocks; those that do not buy what is always on are left out.
         effects: documents that tell what heads do to predictions.
         copies: so many of those end with a copy of their beginning.
     """
@@ -109,6 +110,7 @@ class Ladder:
         corpus: list[Document],
         rules: Iterable[str] = RULES,
         entries: tuple[Entry, ...] = ENTRIES,
+        budgets: Iterable[float] = BUDGETS,
         effects: int = EFFECT_DOCUMENTS,
         copies: int = COPIED_DOCUMENTS,
     ):
@@ -119,7 +121,7 @@ class Ladder:
         named = {entry.selector or "sampled" for entry in entries}
         self.selectors = tuple(x for x in SELECTORS if x.name in named)
         least = ALWAYS.total(self.n) / visible_blocks(self.n)
-        self.budgets = [budget for budget in BUDGETS if budget > least]
+        self.budgets = [budget for budget in budgets if budget > least]
 
     def prepare(self) -> None:
         """Calibrate our policies and the rules that learn."""
@@ -291,11 +293,16 @@ def main() -> None:
     parser.add_argument("--block", type=int, default=64)
     parser.add_argument("--tests", type=int, default=24, help="test documents, the first so many")
     parser.add_argument("--rules", help="names of published rules, with commas; default: all")
+    parser.add_argument("--entries", help="names of ours, with semicolons; default: all")
+    parser.add_argument("--budgets", help="shares of the blocks, with commas; default: ten of them")
     asked = parser.parse_args()
     corpus = documents(Tokenizer.load(directory()))
     tests = [x for x in corpus if x.split == "test"][: asked.tests]
     rules = asked.rules.split(",") if asked.rules else RULES
-    ladder = Ladder(asked.context, asked.block, corpus, rules)
+    entries = [] if asked.entries is None else asked.entries.split(";")
+    entries = tuple(x for x in ENTRIES if not entries or x.name in entries)
+    budgets = [float(x) for x in asked.budgets.split(",")] if asked.budgets else BUDGETS
+    ladder = Ladder(asked.context, asked.block, corpus, rules, entries, budgets)
     ladder.prepare()
     folder = RESULTS / "hads"
     folder.mkdir(exist_ok=True)
@@ -303,12 +310,10 @@ def main() -> None:
     for number, document in enumerate(tests, start=1):
         begin = time.monotonic()
         found.append(ladder.losses(document))
-        ours = found[-1]["hads"][0.3]
-        print(
-            f"{number} of {len(tests)}: {document.name}: hads at 30% KL {ours.kl:.4f}, "
-            f"{time.monotonic() - begin:.0f} s",
-            flush=True,
-        )
+        name, budget = entries[0].name, ladder.budgets[-1]
+        told = f"{name} at {budget:.0%} KL {found[-1][name][budget].kl:.4f}"
+        taken = time.monotonic() - begin
+        print(f"{number} of {len(tests)}: {document.name}: {told}, {taken:.0f} s", flush=True)
         _write(ladder, tests[:number], found, folder)
 
 

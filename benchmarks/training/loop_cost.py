@@ -14,48 +14,16 @@ import tempfile
 import time
 from pathlib import Path
 
-import jax
 import numpy as np
 
 from benchmarks.training.openwebtext import RESULTS, build_corpus, config_of
 from xsake.bench.environment import environment, own_checkout
 from xsake.bench.whole_file import write_whole
-from xsake.training.attention import make_attention
+from xsake.training.bare_step import BareStep
 from xsake.training.config import TrainingConfig
-from xsake.training.data import TokenLoader
-from xsake.training.state import define, first_state, optimizer_of
-from xsake.training.step import make_step
 from xsake.training.train import train
 
 SEGMENT, SEGMENTS = 10, 9  # the first segment warms up
-
-
-class BareStep:
-    """The compiled step alone, on one batch.
-
-    Args:
-        config: of the run.
-    """
-
-    def __init__(self, config: TrainingConfig):
-        definition = define(config)
-        attention = make_attention(config.attention, config.model.decoder)
-        optimizer = optimizer_of(config, definition)
-        self._step = make_step(config, definition, optimizer, attention.attends[0])
-        self._state, data = first_state(config), config.data
-        loader = TokenLoader(data.folder, context=data.context, batch=data.batch, seed=data.seed)
-        self._tokens = jax.device_put(next(loader).tokens)
-        loader.close()
-        self.seconds(1)
-
-    def seconds(self, steps: int) -> float:
-        """Of each of so many steps."""
-        jax.block_until_ready(self._state)
-        begin = time.perf_counter()
-        for _ in range(steps):
-            self._state, _ = self._step(self._state, self._tokens)
-        jax.block_until_ready(self._state)
-        return (time.perf_counter() - begin) / steps
 
 
 def main() -> None:

@@ -68,3 +68,48 @@ def test_the_process_keeps_to_the_cores_it_was_given():
 def test_what_cannot_run_is_told_with_exit_code_2(words, told):
     shown = invoke(*words.split())
     assert shown.exit_code == 2 and told in shown.output
+
+
+RUN = """
+[model]
+preset = "tiny"
+compute = "float32"
+[data]
+folder = "nowhere"
+context = 64
+batch = 2
+[optimizer]
+peak_learning_rate = 1e-3
+[checkpoint]
+folder = "elsewhere"
+[run]
+steps = 10
+"""
+
+
+def test_training_steps_of_several_runs_are_compared(tmp_path):
+    (tmp_path / "dense.toml").write_text(RUN)
+    (tmp_path / "window.toml").write_text(
+        RUN + '[attention]\nkind = "mask"\nmask = "window(15, 0)"\n'
+    )
+    out = tmp_path / "rows.jsonl"
+    paths = [str(tmp_path / f"{name}.toml") for name in ("dense", "window")]
+    shown = invoke("training", *paths, "--set", "data.batch=1", "--rounds", "2", "-o", str(out))
+    assert shown.exit_code == 0, shown.output
+    assert "window: " in shown.output and "tokens a second" in shown.output
+    dense, window = read_rows(out)
+    assert dense.ratios == () and window.ratio_to("dense").median > 0
+    assert window.shape.batch == 1 and window.mask == "window(15, 0)" and window.temp_bytes > 0
+
+
+@pytest.mark.parametrize(
+    ("setting", "told"),
+    [
+        ("mesh.data=2", "a step is timed on one device"),
+        ('attention={kind="plan",budget=0.5,block=4}', "has no plan yet"),
+    ],
+)
+def test_a_step_that_cannot_be_timed_alone_is_refused(tmp_path, setting, told):
+    (tmp_path / "run.toml").write_text(RUN)
+    shown = invoke("training", str(tmp_path / "run.toml"), "--set", setting)
+    assert shown.exit_code == 2 and told in shown.output

@@ -1,7 +1,6 @@
 """`xsake bench`: its arguments, its progress and its tables; the work is done elsewhere."""
 
 import dataclasses
-import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,12 +9,15 @@ import typer
 from rich.table import Table
 
 from xsake.cli.bench_quality import run_quality
+from xsake.cli.bench_training import run_training
+from xsake.cli.cores import Threads, keep_to
 from xsake.cli.exits import exit_codes
 from xsake.cli.screen import MovingLine
 from xsake.errors import ArgumentError
 
 bench_app = typer.Typer(no_args_is_help=True, help="Measure attention on this machine.")
 bench_app.command("quality")(run_quality)
+bench_app.command("training")(run_training)
 STOPPED = "Interrupted. Rows of lengths that were done are in the file."
 _Shape = Annotated[str, typer.Option(help="Heads of a model: square, smollm2-135m, ...")]
 _Tokens = Annotated[str, typer.Option(help="Lengths, with commas.")]
@@ -23,7 +25,6 @@ _Budgets = Annotated[str, typer.Option(help="Shares of the visible blocks, with 
 _Block = Annotated[int, typer.Option(min=1, help="Tokens of a block.")]
 _Dtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16.")]
 _Rounds = Annotated[int, typer.Option(min=1, help="Timed rounds; all sides in each.")]
-_Threads = Annotated[int | None, typer.Option(min=1, help="Cores to keep to; default: all.")]
 _Tiles = Annotated[Path | None, typer.Option(help="Tile sizes, as `xsake bench tune` writes.")]
 _Out = Annotated[Path | None, typer.Option("--out", "-o", help="Rows are added to this file.")]
 
@@ -36,7 +37,7 @@ def run_attention(
     block: _Block = 128,
     dtype: _Dtype = "float32",
     rounds: _Rounds = 9,
-    threads: _Threads = None,
+    threads: Threads = None,
     tiles: _Tiles = None,
     out: _Out = None,
 ) -> None:
@@ -52,7 +53,7 @@ def run_backward(
     block: _Block = 128,
     dtype: _Dtype = "float32",
     rounds: _Rounds = 9,
-    threads: _Threads = None,
+    threads: Threads = None,
     tiles: _Tiles = None,
     out: _Out = None,
 ) -> None:
@@ -66,7 +67,7 @@ def run_decode(
     tokens: _Tokens = "1024,4096,16384",
     dtype: _Dtype = "float32",
     rounds: _Rounds = 25,
-    threads: _Threads = None,
+    threads: Threads = None,
     out: _Out = None,
 ) -> None:
     """One new token that looks at a cache of so many."""
@@ -94,7 +95,7 @@ def run_growth(
     block: _Block = 128,
     dtype: _Dtype = "float32",
     rounds: _Rounds = 5,
-    threads: _Threads = None,
+    threads: Threads = None,
     out: _Out = None,
     plot: Annotated[Path | None, typer.Option(help="Draw it into this PNG.")] = None,
 ) -> None:
@@ -122,7 +123,7 @@ def run_tune(
     dtype: _Dtype = "float32",
     backward: Annotated[bool, typer.Option(help="Time gradients too.")] = False,
     rounds: _Rounds = 9,
-    threads: _Threads = None,
+    threads: Threads = None,
     out: Annotated[Path, typer.Option("--out", "-o", help="Findings are added to this file.")] = (
         Path("tuned.json")
     ),
@@ -133,7 +134,7 @@ def run_tune(
     """
     console = rich.console.Console()
     with exit_codes(STOPPED):
-        _keep_to(threads)
+        keep_to(threads)
         from xsake.bench import shape_of
         from xsake.bench.measure import grid_of
         from xsake.bench.tuned_file import TunedFile
@@ -235,7 +236,7 @@ def _run(kind: Any, asked: _Asked) -> list[Any]:
     """Measure, show and keep rows."""
     console = rich.console.Console()
     with exit_codes(STOPPED):
-        cores = _keep_to(asked.threads)
+        cores = keep_to(asked.threads)
         from xsake.bench import append_rows, rows_table
         from xsake.bench.measure import measure
         from xsake.bench.tuned_file import load_here
@@ -259,18 +260,6 @@ def _run(kind: Any, asked: _Asked) -> list[Any]:
     if any(row.is_correct is False for row in rows):
         raise typer.Exit(code=1)
     return rows
-
-
-def _keep_to(threads: int | None) -> int:
-    """Keep this process to so many cores, before the library starts its threads."""
-    if not hasattr(os, "sched_setaffinity"):
-        return threads or os.cpu_count() or 1
-    cores = sorted(os.sched_getaffinity(0))
-    if threads is not None:
-        if threads > len(cores):
-            raise ArgumentError("there are not so many cores", got=threads, expected=len(cores))
-        os.sched_setaffinity(0, set(cores[:threads]))
-    return threads or len(cores)
 
 
 def _number(word: str) -> int:
