@@ -52,5 +52,6 @@ def run_training(
         console.width = 160
     console.print(rows_table(rows, title=f"training steps, {cores} cores"))
     for row in rows:
+        assert row.seconds is not None, "every side was timed"
         rate = row.shape.batch * row.shape.q_tokens / row.seconds.median
         console.print(f"{row.side}: {rate:,.0f} tokens a second", highlight=False)

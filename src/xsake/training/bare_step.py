@@ -33,10 +33,8 @@ class BareStep:
         optimizer = optimizer_of(config, definition)
         step = make_step(config, definition, optimizer, self.attention.attends[-1])
         self._state, data = first_state(config), config.data
-        random = np.random.default_rng(data.seed)
-        drawn = random.integers(
-            config.model.decoder.vocabulary, size=(data.batch, data.context + 1)
-        )
+        size, known = (data.batch, data.context + 1), config.model.decoder.vocab_size
+        drawn = np.random.default_rng(data.seed).integers(known, size=size)
         self._tokens = jax.device_put(drawn.astype(np.int32))
         self._step = step.lower(self._state, self._tokens).compile()
         planned = self._step.memory_analysis()
@@ -81,6 +79,7 @@ def race(
         section, decoder, data = step.config.attention, step.config.model.decoder, step.config.data
         ratio = pair_ratio(times[name], times[first])
         plan = step.attention.plans[-1]
+        budget, block = (None, None) if plan is None else (plan.budget, plan.block)
         rows.append(BenchmarkRow(
             experiment="training", run=run, side=name, direction="forward+backward",
             implementation=f"xsake train, attention {section.kind}",
@@ -89,8 +88,8 @@ def race(
                 q_heads=decoder.q_heads, kv_heads=decoder.kv_heads, head_dim=decoder.head_dim,
             ),
             dtype=step.config.model.compute, mask=section.mask or "causal", layout=section.kind,
-            budget=1.0 if section.kind == "dense" else plan and plan.budget,
-            block_q=plan and plan.block, block_kv=plan and plan.block, threads=threads,
+            budget=1.0 if section.kind == "dense" else budget, block_q=block, block_kv=block,
+            threads=threads,
             device=jax.devices()[0].device_kind, compile_seconds=step.compile_seconds,
             seconds=Timing(**vars(Spread.of(times[name]))), repeats=rounds,
             ratios=() if name == first else (Ratio(baseline=first, **vars(ratio)),),
