@@ -9,7 +9,7 @@ import pytest
 
 import xsake
 from tests.kernels.interpreted import InterpretedGpu
-from xsake.kernels.block_sparse import gpu_call, gpu_lists, gpu_step, mosaic_gpu, op, tiles
+from xsake.kernels.block_sparse import gpu_call, gpu_lists, gpu_passes, gpu_step, op, tiles
 from xsake.kernels.block_sparse.ragged_grid import RaggedGrid
 from xsake.kernels.mosaic_gpu_compat import Machine
 from xsake.masks import Causal, Explicit, PerHead, Window
@@ -188,7 +188,7 @@ def the_softcap_has_no_slope(right):
     return lambda *given: None
 
 
-@bug(mosaic_gpu, "_logits")
+@bug(gpu_passes, "_logits")
 def logits_are_scaled_by_the_square_of_the_scale(right):
     return lambda *given: right(*given) * given[-1].scale
 

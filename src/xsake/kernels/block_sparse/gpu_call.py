@@ -23,6 +23,7 @@ from xsake.kernels.block_sparse.gpu_arrays import (
     tokens_of,
 )
 from xsake.kernels.block_sparse.gpu_lists import Listing, Lists, Tile, arrays
+from xsake.kernels.block_sparse.gpu_pieces import summed
 from xsake.kernels.block_sparse.gpu_step import Pairs, Place, place_of
 from xsake.kernels.block_sparse.problem import Operands
 from xsake.kernels.block_sparse.ragged_grid import quotient, remainder
@@ -129,13 +130,7 @@ class Walk:
             The results, [B, T, H, features] or [B, T, H].
         """
         listing, grid = self.listing, self.listing.grid
-        tokens = grid.own_blocks * listing.own.room
-        shapes = [
-            (grid.batch, grid.own_heads, tokens)
-            if features is None
-            else (grid.batch, tokens, grid.own_heads * room_of(features))
-            for features, _ in results
-        ]
+        shapes = [self._result(*result) for result in results]
         inputs = arrays(listing.lists), own, met, _shown(listing)
         flat, tree = jax.tree.flatten(inputs)
         scratch = self._scratch(own, met)
@@ -150,7 +145,7 @@ class Walk:
 
         call = gpu.launch(
             body,
-            [jax.ShapeDtypeStruct(shape, x) for shape, (_, x) in zip(shapes, results, strict=True)],
+            shapes,
             [leaf for group in scratch for leaf in group],
             listing.programs // max(self.team.workers, 1),
             name=f"block_sparse_{visitor.name}",
@@ -158,13 +153,29 @@ class Walk:
             team=self.team,
         )
         found = call(*flat)
+        if listing.most > 1:
+            found = [summed(x, listing.first, listing.most, grid) for x in found]
         own_tokens = self.listing.listed.q_tokens
         if grid.is_kv_major:
             own_tokens = self.listing.listed.kv_tokens
         return [
-            restored(x, listing.own, own_tokens, features)
-            for x, (features, _) in zip(found, results, strict=True)
+            restored(x, listing.own, own_tokens, features).astype(dtype)
+            for x, (features, dtype) in zip(found, results, strict=True)
         ]
+
+    def _result(self, features: int | None, dtype) -> jax.ShapeDtypeStruct:
+        """What the kernel writes: a result as it will be, or a sum for every piece of a row."""
+        listing, grid = self.listing, self.listing.grid
+        room = listing.own.room
+        if listing.most > 1:
+            assert features is not None, "statistics of pieces do not add up"
+            pieces = listing.lists.rows.shape[0] * grid.copies
+            return jax.ShapeDtypeStruct((pieces, room, room_of(features)), jnp.float32)
+        tokens = grid.own_blocks * room
+        shape = grid.batch, grid.own_heads, tokens
+        if features is not None:
+            shape = grid.batch, tokens, grid.own_heads * room_of(features)
+        return jax.ShapeDtypeStruct(shape, dtype)
 
     def _scratch(self, own, met) -> tuple[list, ...]:
         """Shared memory of own tiles and of met ones, and the barriers of both."""
@@ -208,7 +219,7 @@ class Memory(NamedTuple):
 
 
 class Row:
-    """One tile of a row, or as many as there are workers: what a thread block computes."""
+    """One tile of a piece of a row, or one for each worker: what a thread block computes."""
 
     def __init__(self, walk: Walk, visitor: Visitor, program: Program, results, memory: Memory):
         self.walk, self.visitor, self.program = walk, visitor, program
@@ -217,12 +228,12 @@ class Row:
         groups = self.listing.own.parts // max(walk.team.workers, 1)
         self._group = remainder(program.number, groups)
         turn = quotient(program.number, groups)
-        row = self.lists.order[quotient(turn, self.grid.copies)]
+        self._turn = quotient(turn, self.grid.copies)
         self._copy = remainder(turn, self.grid.copies)
-        self._own_number = self.grid.own_number(row, self._copy)
-        self._first, parts = self.lists.starts[row], self.listing.met.parts
-        self.steps = (self.lists.starts[row + 1] - self._first) * parts
-        self.careful = (self.lists.middles[row] - self._first) * parts
+        self._own_number = self.grid.own_number(self.lists.rows[self._turn], self._copy)
+        self._first, parts = self.lists.starts[self._turn], self.listing.met.parts
+        self.steps = (self.lists.stops[self._turn] - self._first) * parts
+        self.careful = (self.lists.middles[self._turn] - self._first) * parts
 
     def own(self, worker: Any) -> Place:
         """Where the tile of a worker is."""
@@ -285,6 +296,9 @@ class Row:
             state = lax.fori_loop(
                 middle if listing.has_careful else 0, self.steps, take(False), state
             )
+        if listing.most > 1:
+            piece = self.lists.order[self._turn] * self.grid.copies + self._copy
+            place = Place(piece, 0, 0, 0, place.part, place.part * listing.own.tile)
         for ref, x in zip(self.results, self.visitor.close(state), strict=True):
             at = place.vector(*x.shape) if x.ndim == 1 else place.tokens(*x.shape)
             gpu.store(ref.at[at], x.astype(ref.dtype))
@@ -293,7 +307,7 @@ class Row:
 def _alone(row: Row) -> None:
     """One warp group copies and computes.
 
-    Grid    (program,): row by row, longest first; of a row its copies, of a copy its tiles.
+    Grid    (program,): pieces of rows, longest first; of one its copies, of a copy its tiles.
     Reads   its own tiles; tile after tile of the blocks it lists: while one is computed the next
             one arrives.
     Loops   first over items with an element mask, then over those without.

@@ -2,27 +2,24 @@
 
 import dataclasses
 import functools
-import heapq
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from xsake.kernels.block_sparse import cost, ragged_grid
+from xsake.kernels.block_sparse import cost, gpu_pieces, ragged_grid
+from xsake.kernels.block_sparse.gpu_pieces import Pieces
 from xsake.kernels.block_sparse.mask_tiles import mask_tiles
 from xsake.kernels.block_sparse.problem import Operands, TileSizes
 from xsake.kernels.block_sparse.ragged_grid import RaggedGrid
 from xsake.kernels.block_sparse.rule import Rule
 from xsake.kernels.block_sparse.split import split_rule
 from xsake.kernels.block_sparse.walk import partial_first
-from xsake.kernels.block_sparse.work_list import Items
 from xsake.layout.ragged import namespace
 
 # Tensor cores take 64 rows of the side that owns results: 16 for each of four warps.
 OWN_TILE = 64
-# Multiprocessors of an H100, for which the balance of the work is told.
-CORES = 132
 # Elementwise steps of rules that Mosaic GPU 0.12 cannot lower, or only for signed numbers.
 _MISSING = ("population_count", "clz")
 
@@ -30,9 +27,11 @@ _MISSING = ("population_count", "clz")
 class Lists(NamedTuple):
     """What a kernel reads of a list, from global memory, one number at a time."""
 
-    order: Any  # int32 [R]: rows, longest first
-    starts: Any  # int32 [R + 1]: first item of a row
-    middles: Any  # int32 [R]: its first item without an element mask
+    order: Any  # int32 [P]: pieces of rows, longest first
+    rows: Any  # int32 [P]: the row of a piece, in that order
+    starts: Any  # int32 [P]: its first item
+    stops: Any  # int32 [P]: and the one after its last
+    middles: Any  # int32 [P]: its first item without an element mask
     numbers: Any  # int32 [W]: block of an item
     shown: Any  # int32 [W]: element mask of an item
     tables: Any  # int32: the rule's integers of every head
@@ -73,6 +72,8 @@ class Listing:
         listed: the layout, or its transpose.
         grid: what the list's numbers mean.
         lists: the list, in the order in which it is walked.
+        first: int32 [R + 1], first piece of a row.
+        most: pieces of one row; 1: all rows are whole.
         rule: the mask's formula, the reason why it has none, or None if there is no mask.
         own, met: tiles of the side that owns results, and of the other one.
         shown: element masks of blocks, [..., block_q, block_kv]; None unless the rule needs them.
@@ -81,6 +82,8 @@ class Listing:
     listed: Any
     grid: RaggedGrid
     lists: Lists
+    first: Any
+    most: int
     rule: Rule | str | None
     own: Tile
     met: Tile
@@ -88,8 +91,8 @@ class Listing:
 
     @property
     def programs(self) -> int:
-        """Thread blocks: one for each tile of a row."""
-        return self.grid.rows * self.own.parts
+        """Thread blocks: one for each tile of a piece."""
+        return self.lists.rows.shape[0] * self.grid.copies * self.own.parts
 
     @property
     def has_careful(self) -> bool:
@@ -152,11 +155,12 @@ def _counted(*listings: Listing) -> Any:
 
 def _walked(listing: Listing) -> cost.Walked:
     """Every listed block is computed, and of blocks smaller than a tile the rest of the tile."""
-    own, met, grid = listing.own, listing.met, listing.grid
-    lengths = np.diff(np.asarray(listing.lists.starts)).astype(np.int64)
+    own, met, grid, lists = listing.own, listing.met, listing.grid, listing.lists
+    lengths = np.asarray(lists.stops, np.int64) - np.asarray(lists.starts)
     items = int(lengths.sum()) * grid.copies
     waste = own.room * met.room / (own.block * met.block)
-    heads = lengths.reshape(grid.list_batch, -1, grid.own_blocks)
+    of_rows = np.bincount(np.asarray(lists.rows), lengths, grid.rows // grid.copies)
+    heads = of_rows.astype(np.int64).reshape(grid.list_batch, -1, grid.own_blocks)
     widest = int(heads.max(1).sum()) * heads.shape[1] * grid.copies
     return cost.Walked(
         TileSizes(1, 1),
@@ -164,58 +168,64 @@ def _walked(listing: Listing) -> cost.Walked:
         True,
         1,
         items,
-        _balance(lengths[np.asarray(listing.lists.order)], grid.copies * own.parts),
-        CORES,
+        gpu_pieces.balance(lengths, grid.copies * own.parts),
+        gpu_pieces.CORES,
         widest / items if items else 1.0,
     )
-
-
-def _balance(lengths: np.ndarray, repeats: int) -> float:
-    """Work of the busiest core over the mean, if each core takes the next row when it is free.
-
-    A row costs its items and, for what it begins and ends with, as much as one more.
-    """
-    cores = [0] * CORES
-    for length in lengths.tolist():
-        for _ in range(repeats):
-            heapq.heapreplace(cores, cores[0] + length + 1)
-    return max(cores) * CORES / sum(cores)
 
 
 def _listing(listed, own: Tile, met: Tile, operands: Operands) -> Listing:
     rule, grid = rule_of(listed.mask), RaggedGrid.of(listed, operands)
     make = _static_lists if listed.is_static else _lists
-    lists, shown = make(listed, grid, isinstance(rule, str))
+    lists, pieces, shown = make(listed, grid, own.parts, isinstance(rule, str))
     tables = np.zeros(1, np.int32)
     if isinstance(rule, Rule) and rule.rows:
         tables = rule.tables.reshape(-1)
-    return Listing(listed, grid, lists._replace(tables=tables), rule, own, met, shown)
+    lists = lists._replace(tables=tables)
+    return Listing(listed, grid, lists, pieces.first, pieces.most, rule, own, met, shown)
 
 
-def _lists(listed, grid: RaggedGrid, has_masks: bool) -> tuple[Lists, Any]:
+def _lists(listed, grid: RaggedGrid, parts: int, has_masks: bool) -> tuple[Lists, Pieces, Any]:
     xp = namespace(listed.row_starts)
     make = ragged_grid.items_by_key if grid.is_kv_major else ragged_grid.items_by_query
     items = make(listed, grid)
     order, partial = partial_first(items.row_starts, items.is_partial)
-    counts = items.row_starts[1:] - items.row_starts[:-1]
-    # Thread blocks start in this order, so the longest rows never start last.
-    rows = xp.argsort(-counts, stable=True).astype(xp.int32)
     shown, numbers = None, xp.zeros(order.shape[0], xp.int32)
     if has_masks:
         blocks = listed.block_q, listed.block_kv
         shown, numbers = mask_tiles(listed.mask, items, grid, blocks, keys_first=grid.is_kv_major)
-    found = Items(items.row_starts, items.number[order], items.is_partial)
-    middles = (found.row_starts[:-1] + partial).astype(xp.int32)
+    middles = (items.row_starts[:-1] + partial).astype(xp.int32)
+    pieces = _pieces(items.row_starts, middles, grid, parts, order.shape[0])
+    turns = gpu_pieces.launched(pieces)
+    of_pieces = (x[turns] for x in pieces[:4])
     numbers = numbers[order].astype(xp.int32)
-    lists = Lists(rows, found.row_starts, middles, found.number, numbers, None)
-    return Lists(*(None if x is None else _some(xp, x) for x in lists)), shown
+    rows, starts, stops, middles = of_pieces
+    lists = Lists(turns, rows, starts, stops, middles, items.number[order], numbers, None)
+    return Lists(*(None if x is None else _some(xp, x) for x in lists)), pieces, shown
+
+
+def _pieces(starts, middles, grid: RaggedGrid, parts: int, capacity: int) -> Pieces:
+    """Rows of keys are cut where cores would wait for the longest; those of queries never are."""
+    rows, repeats = gpu_pieces.whole(starts, middles), grid.copies * parts
+    if not grid.is_kv_major:
+        return rows
+    if namespace(starts) is np:
+        lengths = -np.sort(-np.diff(starts))
+        if gpu_pieces.balance(lengths, repeats) <= gpu_pieces.EVEN:
+            return rows
+    length, longest = gpu_pieces.length_of(capacity, repeats), grid.met_blocks * grid.group
+    if longest <= length:
+        return rows
+    return gpu_pieces.cut(starts, middles, length, capacity, longest)
 
 
 # Cached: forward and backward, and every layer, ask for the same ones.
 @functools.lru_cache(maxsize=64)
-def _static_lists(listed, grid: RaggedGrid, has_masks: bool) -> tuple[Lists, Any]:
+def _static_lists(
+    listed, grid: RaggedGrid, parts: int, has_masks: bool
+) -> tuple[Lists, Pieces, Any]:
     with _no_named_device():
-        return _lists(listed, grid, has_masks)
+        return _lists(listed, grid, parts, has_masks)
 
 
 def _no_named_device():

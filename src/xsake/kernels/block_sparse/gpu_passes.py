@@ -4,14 +4,26 @@ Tiles of logits are [own, met]: queries by keys, and for dK/dV keys by queries. 
 operands of the next product without leaving their registers.
 """
 
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
 import jax.numpy as jnp
 
 from xsake.kernels import mosaic_gpu_compat as gpu
 from xsake.kernels.block_sparse import gpu_lists, tiles
 from xsake.kernels.block_sparse.call import saved_rows
+from xsake.kernels.block_sparse.folded import folded
 from xsake.kernels.block_sparse.gpu_arrays import room_of
 from xsake.kernels.block_sparse.gpu_call import Visitor, Walk
-from xsake.kernels.block_sparse.problem import Cotangents, Operands, Problem, cleaned, quarantine
+from xsake.kernels.block_sparse.problem import (
+    Cotangents,
+    Gradients,
+    Operands,
+    Problem,
+    cleaned,
+    quarantine,
+)
 
 # GPUs have a unit for 2^x.
 UNIT = tiles.Unit(tiles.LOG2_E, jnp.exp2)
@@ -37,6 +49,50 @@ def declined(operands: Operands, problem: Problem) -> str | None:
     if operands.q_positions is not None or operands.kv_positions is not None:
         return f"{rule}, and positions are not known before the call"
     return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Passes:
+    """What a backend for GPUs offers, over walks of its own kind.
+
+    Args:
+        walk_of: from a pass ("forward", "d_q" or "d_kv"), operands and how to interpret the kernel
+            (None: not at all) to the walk.
+    """
+
+    walk_of: Callable[[str, Operands, Any], Walk]
+
+    def forward(self, operands: Operands, problem: Problem, interpret: Any = None):
+        """`(out [B, Tq, Hq, Dv], lse [B, Tq, Hq])`."""
+        return folded(
+            lambda own: attend(self.walk_of("forward", own, interpret), problem), operands
+        )
+
+    def backward(
+        self, operands: Operands, problem: Problem, out, lse, cotangents, interpret: Any = None
+    ) -> Gradients:
+        """Gradients for q, k and v, recomputing the weights of the listed blocks twice."""
+
+        def gradients(operands, *saved):
+            given = operands, problem, *saved, interpret
+            return self.query_gradient(*given), *self.key_value_gradient(*given)
+
+        d_q, d_k, d_v = folded(gradients, operands, out, lse, cotangents)
+        return Gradients(d_q, d_k, d_v, None)
+
+    def query_gradient(
+        self, operands: Operands, problem: Problem, out, lse, cotangents, interpret: Any = None
+    ):
+        """dQ [B, Tq, Hq, D]."""
+        walk = self.walk_of("d_q", operands, interpret)
+        return query_gradient(walk, problem, out, lse, cotangents)
+
+    def key_value_gradient(
+        self, operands: Operands, problem: Problem, out, lse, cotangents, interpret: Any = None
+    ):
+        """dK [B, Tk, Hk, D] and dV [B, Tk, Hk, Dv]."""
+        walk = self.walk_of("d_kv", operands, interpret)
+        return key_value_gradient(walk, problem, out, lse, cotangents)
 
 
 def attend(walk: Walk, problem: Problem, dtype=None):

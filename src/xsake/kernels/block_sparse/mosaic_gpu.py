@@ -9,9 +9,8 @@ from typing import Any
 
 from xsake.kernels import mosaic_gpu_compat as gpu
 from xsake.kernels.block_sparse import cost, gpu_lists, gpu_passes
-from xsake.kernels.block_sparse.folded import folded
 from xsake.kernels.block_sparse.gpu_call import Walk
-from xsake.kernels.block_sparse.problem import Cotangents, Gradients, Operands, Problem
+from xsake.kernels.block_sparse.problem import Operands, Problem
 from xsake.kernels.platforms import capability_named
 
 # Compute capabilities, by their major number, that these kernels were compiled for.
@@ -74,39 +73,6 @@ def walk_of(name: str, operands: Operands, interpret: Any) -> Walk:
     return Walk(operands, make(operands, met_tile(name, operands)), _machine(interpret))
 
 
-def forward(operands: Operands, problem: Problem, interpret: Any = None):
-    """`(out [B, Tq, Hq, Dv], lse [B, Tq, Hq])`."""
-
-    def attend(operands):
-        return gpu_passes.attend(walk_of("forward", operands, interpret), problem)
-
-    return folded(attend, operands)
-
-
-def backward(
-    operands: Operands, problem: Problem, out, lse, cotangents: Cotangents, interpret: Any = None
-) -> Gradients:
-    """Gradients for q, k and v, recomputing the weights of the listed blocks twice."""
-
-    def gradients(operands, *saved):
-        given = operands, problem, *saved, interpret
-        return query_gradient(*given), *key_value_gradient(*given)
-
-    d_q, d_k, d_v = folded(gradients, operands, out, lse, cotangents)
-    return Gradients(d_q, d_k, d_v, None)
-
-
-def query_gradient(
-    operands: Operands, problem: Problem, out, lse, cotangents: Cotangents, interpret: Any = None
-):
-    """dQ [B, Tq, Hq, D]."""
-    walk = walk_of("d_q", operands, interpret)
-    return gpu_passes.query_gradient(walk, problem, out, lse, cotangents)
-
-
-def key_value_gradient(
-    operands: Operands, problem: Problem, out, lse, cotangents: Cotangents, interpret: Any = None
-):
-    """dK [B, Tk, Hk, D] and dV [B, Tk, Hk, Dv]."""
-    walk = walk_of("d_kv", operands, interpret)
-    return gpu_passes.key_value_gradient(walk, problem, out, lse, cotangents)
+_PASSES = gpu_passes.Passes(walk_of)
+forward, backward = _PASSES.forward, _PASSES.backward
+query_gradient, key_value_gradient = _PASSES.query_gradient, _PASSES.key_value_gradient
