@@ -75,7 +75,7 @@ def _write(asked: argparse.Namespace, plan: SparsityPlan, answers: dict[str, lis
     write_whole(path, "".join(json.dumps(row) + "\n" for row in rows))
     for row in rows[1:]:
         gap, kl = row["perplexity_gap"], row["kl"]["value"]
-        told = f"{gap['value']:+.2%} [{gap['low']:.2%}, {gap['high']:.2%}]"
+        told = " ".join(f"{x:+.2%}" for x in gap.values() if isinstance(x, float))
         print(f"{row['rule']}: {row['documents']} documents, gap {told}, KL {kl:.4f}", flush=True)
 
 

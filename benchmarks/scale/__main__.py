@@ -1,6 +1,8 @@
-"""Compiles the 8B train step for 256 chips: python -m benchmarks.scale --target v5p-256.
+"""Compiles the 8B train step for many chips: python -m benchmarks.scale --target v5p-256.
 
-Needs libtpu beside jax and no TPU. One case is one process: python -m benchmarks.scale --help.
+python -m benchmarks.scale --target h100-64 --fsdp 8 --batch 8
+
+Needs the compiler beside jax (libtpu, or the CUDA plugin) and no chip. One case is one process.
 """
 
 import argparse
@@ -13,14 +15,14 @@ from pathlib import Path
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 
-from benchmarks.scale.cases import case_of
+from benchmarks.scale.cases import MACHINES, case_of
 from benchmarks.scale.compiling import compiled_case, record, write
 
 
 def main() -> None:
     """Compile one case and keep what came of it."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--target", default="v5p-256", help="v5p-256 or v5e-256")
+    parser.add_argument("--target", default="v5p-256", choices=tuple(MACHINES))
     parser.add_argument("--attention", default="mask", choices=("dense", "mask"))
     parser.add_argument("--data", type=int, default=1)
     parser.add_argument("--fsdp", type=int, default=32)

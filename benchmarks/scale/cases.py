@@ -1,15 +1,16 @@
-"""What is compiled: a Llama of 8B parameters on 256 chips, by target, mesh and attention."""
+"""What is compiled: a Llama of 8B parameters on many chips, by machine, mesh and attention."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from xsake.certify import cuda, tpu
 from xsake.errors import ArgumentError
 from xsake.model.config import DecoderConfig, LayerKind, Rope
 from xsake.training.config import MeshSection, TrainingConfig
 
 CONTEXT = 32768
-BLOCK = 512
+BLOCK = 512  # of TPUs, and of the arithmetic
 WINDOW, SINKS = 1024, 64
 MASK = f"window({WINDOW - 1}, 0) | sinks({SINKS})"
 
@@ -19,8 +20,36 @@ LLAMA_8B = DecoderConfig(
     kinds=(LayerKind(rope=Rope(base=500000.0)),),
 )  # fmt: skip
 
-TOPOLOGIES = {"v5p": "v5p:8x8x4", "v5e": "v5e:16x16"}
-"""256 chips of each, in libtpu's words."""
+
+class Machine(NamedTuple):
+    """Many chips, as their compiler knows them.
+
+    Attributes:
+        platform: of jax.
+        chip: a target of `xsake certify`.
+        topology: all chips, in the compiler's words.
+        implementation: of attention.
+        block: tokens of a block.
+    """
+
+    platform: Literal["tpu", "cuda"]
+    chip: str
+    topology: str
+    implementation: str
+    block: int
+
+    @property
+    def memory_bytes(self) -> int:
+        """Of one chip."""
+        known = tpu.TARGETS if self.platform == "tpu" else cuda.TARGETS
+        return known[self.chip].peak.hbm_bytes
+
+
+MACHINES = {
+    "v5p-256": Machine("tpu", "v5p", "v5p:8x8x4", "mosaic_tpu", BLOCK),
+    "v5e-256": Machine("tpu", "v5e", "v5e:16x16", "mosaic_tpu", BLOCK),
+    "h100-64": Machine("cuda", "sm_90a", "1x8x8", "mosaic_gpu_hopper", 128),
+}
 
 Attention = Literal["dense", "mask"]
 Positive = Annotated[int, Field(ge=1)]
@@ -30,36 +59,38 @@ class ScaleCase(BaseModel):
     """One program.
 
     Attributes:
-        chip: a key of `TOPOLOGIES`.
+        target: a key of `MACHINES`.
         attention: all visible blocks, or those of `MASK`.
         mesh: of all chips.
         batch: sequences of one update.
         accumulation: microbatches of one update.
-        block: tokens of a block.
         logit_positions: positions of each sequence whose logits exist at once.
         exchange: how context shards get at keys; used where `mesh.context` is above 1.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    chip: Literal["v5p", "v5e"]
+    target: str
     attention: Attention
     mesh: MeshSection
     batch: Positive
     accumulation: Positive = 1
     context: Positive = CONTEXT
-    block: Positive = BLOCK
     logit_positions: Positive = 256
     exchange: Literal["gather", "ring"] = "gather"
     decoder: DecoderConfig = LLAMA_8B
-    topology: str
+
+    @property
+    def machine(self) -> Machine:
+        """The chips that it is compiled for."""
+        return MACHINES[self.target]
 
     @property
     def name(self) -> str:
         """Of the file that keeps the outcome."""
         axes = "_".join(f"{axis}{n}" for axis, n in self.mesh.model_dump().items() if n > 1)
         parts = f"_in{self.accumulation}" if self.accumulation > 1 else ""
-        return f"{self.chip}_{self.attention}_{axes}_batch{self.batch}{parts}"
+        return f"{self.target}_{self.attention}_{axes}_batch{self.batch}{parts}"
 
     @property
     def config(self) -> TrainingConfig:
@@ -97,14 +128,11 @@ def case_of(
 
     Example:
         >>> case_of("v5e-256", "mask", {"fsdp": 32, "tensor": 8}, 32).name
-        'v5e_mask_fsdp32_tensor8_batch32'
+        'v5e-256_mask_fsdp32_tensor8_batch32'
     """
-    chip, _, chips = target.partition("-")
-    if chip not in TOPOLOGIES or chips != "256":
+    if target not in MACHINES:
         raise ArgumentError(
-            "there is no such target",
-            got=repr(target),
-            expected=" or ".join(f"{name}-256" for name in TOPOLOGIES),
+            "there is no such target", got=repr(target), expected=", ".join(MACHINES)
         )
-    fields = {"chip": chip, "attention": attention, "mesh": mesh, "batch": batch}
-    return ScaleCase.model_validate(fields | {"topology": TOPOLOGIES[chip]} | changes)
+    fields = {"target": target, "attention": attention, "mesh": mesh, "batch": batch}
+    return ScaleCase.model_validate(fields | changes)

@@ -1,5 +1,6 @@
-"""Compiles the train step of a case with libtpu, no TPU at hand, and writes down what it says."""
+"""Compiles the train step of a case, no chip at hand, and writes down what the compiler says."""
 
+import contextlib
 import dataclasses
 import json
 import re
@@ -20,7 +21,7 @@ from xsake.bench.environment import (
     source_digest,
 )
 from xsake.bench.whole_file import write_whole
-from xsake.certify.tpu import TARGETS
+from xsake.certify import gpu_specs
 from xsake.distributed import (
     ContextParallel,
     MeshShape,
@@ -41,6 +42,7 @@ NOTES = {
     "compiler_cost": "as the compiler counts: a loop's body once, kernels as they say themselves",
     "seconds": "of the compiler on this machine's two shared cores; no device ran anything",
 }
+COMPILERS = ("flax", "optax", "libtpu", "jax-cuda13-plugin", "nvidia-cuda-nvcc")
 _MOST_WORDS = 4000
 
 
@@ -51,13 +53,14 @@ def compiled_case(case: ScaleCase, text_file: Path | None = None) -> dict[str, A
         case: what to compile.
         text_file: where to leave the compiled program as text; None: nowhere.
     """
-    mesh = topology_mesh(case)
+    mesh, machine = topology_mesh(case), case.machine
     seconds: dict[str, float] = {}
     start = time.perf_counter()
     traced = traced_step(case, mesh)
     seconds["trace"] = round(time.perf_counter() - start, 1)
     start = time.perf_counter()
-    lowered = traced.lower(lowering_platforms=("tpu",))
+    with _named(case, mesh):
+        lowered = traced.lower(lowering_platforms=(machine.platform,))
     seconds["lower"] = round(time.perf_counter() - start, 1)
     start = time.perf_counter()
     try:
@@ -74,7 +77,7 @@ def compiled_case(case: ScaleCase, text_file: Path | None = None) -> dict[str, A
         "message": None,
         "seconds": seconds,
         "memory": memory_of(compiled, case),
-        "kernels": len(re.findall(r'custom_call_target="tpu_custom_call"', text)),
+        "kernels": len(re.findall(r'custom_call_target="(tpu_custom_call|mosaic_gpu\w*)"', text)),
         "loop_rounds": hlo.loop_rounds(text),
         "collectives": [dataclasses.asdict(one) for one in hlo.collectives(text)],
         "compiler_cost": _cost(compiled),
@@ -82,16 +85,23 @@ def compiled_case(case: ScaleCase, text_file: Path | None = None) -> dict[str, A
 
 
 def topology_mesh(case: ScaleCase) -> Mesh:
-    """The mesh of a case over devices that only libtpu knows."""
+    """The mesh of a case over devices that only their compiler knows."""
     from jax.experimental import topologies
 
-    if not installed_versions(("libtpu",)):
+    machine = case.machine
+    package = {"tpu": "libtpu", "cuda": "jax-cuda13-plugin"}[machine.platform]
+    if not installed_versions((package,)):
+        extra = {"tpu": "tpu", "cuda": "cuda13"}[machine.platform]
         raise ArgumentError(
-            "the compiler for TPUs is not installed",
-            expected="the package libtpu that belongs to this jax",
-            fix='run pip install "jax[tpu]" in an environment of its own',
+            "the compiler for these chips is not installed",
+            expected=f"the package {package} that belongs to this jax",
+            fix=f'run pip install "jax[{extra}]" in an environment of its own',
         )
-    devices = topologies.get_topology_desc(platform="tpu", topology_name=case.topology).devices
+    if machine.platform == "cuda":
+        devices = gpu_specs.devices(machine.chip, machine.topology)
+    else:
+        named = {"platform": "tpu", "topology_name": machine.topology}
+        devices = topologies.get_topology_desc(**named).devices
     return make_mesh(MeshShape(**case.mesh.model_dump()), devices)
 
 
@@ -114,15 +124,23 @@ def traced_step(case: ScaleCase, mesh: Mesh):
     )
     shape = (case.batch, case.context + 1)
     tokens = jax.ShapeDtypeStruct(shape, "int32", sharding=shardings.tokens)
-    return step.trace(state, tokens)
+    with _named(case, mesh):
+        return step.trace(state, tokens)
+
+
+def _named(case: ScaleCase, mesh: Mesh):
+    """Kernels for GPUs ask the default device which one they are lowered for."""
+    if case.machine.platform == "cuda":
+        return jax.default_device(mesh.devices.flat[0])
+    return contextlib.nullcontext()
 
 
 def _operator(case: ScaleCase, mesh: Mesh) -> BlockSparseAttention:
     settings: dict[str, Any] = {
         "mesh": mesh,
-        "block_q": case.block,
-        "block_kv": case.block,
-        "implementation": "mosaic_tpu",
+        "block_q": case.machine.block,
+        "block_kv": case.machine.block,
+        "implementation": case.machine.implementation,
     }
     if case.mesh.context > 1:
         return ContextParallel(exchange=case.exchange, **settings)
@@ -144,7 +162,7 @@ def memory_of(compiled: Any, case: ScaleCase) -> dict[str, int | bool]:
         found["arguments"] + found["outputs"] - found["shared_by_both"]
         + found["temporaries"] + found["program"]
     )  # fmt: skip
-    limit = TARGETS[case.chip].peak.hbm_bytes
+    limit = case.machine.memory_bytes
     return found | {"needed": needed, "limit": limit, "fits": needed <= limit}
 
 
@@ -166,7 +184,7 @@ def record(case: ScaleCase, outcome: dict[str, Any], command: str) -> dict[str, 
         "commit": here.commit,
         "dirty": here.dirty,
         "source": source_digest(),
-        "versions": here.versions | installed_versions(("flax", "optax", "libtpu")),
+        "versions": here.versions | installed_versions(COMPILERS),
         "host": {"processor": here.cpu, "cores": here.cores, "load_average": here.load_average},
     }
 
