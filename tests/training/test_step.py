@@ -198,7 +198,7 @@ from tests.training.test_step import RUN, SHORT, TOKENS
 from tests.training.test_config import config
 from xsake import BlockSparseAttention
 from xsake.model import Dense
-from xsake.model.sharding import sharding_of
+from xsake.placement import sharding_of
 from xsake.training.state import Shardings, define, first_state, optimizer_of, state_shardings
 from xsake.training.step import make_step
 

@@ -4,19 +4,17 @@ Arrays are known here by path, logical names and shape. `shardings_of` finds the
 metadata that flax leaves on variables, without knowing flax.
 """
 
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from xsake import placement
 from xsake.distributed.mesh import BATCH_AXES
 from xsake.errors import ArgumentError
-
-Rules = Mapping[str, str | tuple[str, ...] | None]
-"""From logical axes to mesh axes; None is on every device. Every name needs a rule."""
+from xsake.placement import Rules
 
 DEFAULT_RULES: Rules = MappingProxyType(
     {
@@ -30,9 +28,15 @@ DEFAULT_RULES: Rules = MappingProxyType(
         "head_dim": None,
         "layer": None,
         "position": None,
+        "branch": None,
+        "run": None,
+        "summary": None,
     }
 )
-"""Parameters are cut by `fsdp` and `tensor`, batches by `data` and `fsdp`, tokens by `context`."""
+"""Parameters are cut by `fsdp` and `tensor`, batches by `data` and `fsdp`, tokens by `context`.
+
+Every name needs a rule: None has it on every device.
+"""
 
 
 class NamedShape(NamedTuple):
@@ -67,47 +71,16 @@ def sharding_of(array: NamedShape, mesh: Mesh, rules: Rules = DEFAULT_RULES) -> 
             got=f"shape {array.shape}, names {array.names}",
             expected="a name for each axis",
         )
-    taken: list[str] = []
-    for name, size in zip(array.names, array.shape, strict=True):
-        axes = _mesh_axes(array, name, mesh, rules)
-        parts = math.prod(mesh.shape[axis] for axis in axes)
-        if size % parts:
+    for name in array.names:
+        if name not in rules:
             raise ArgumentError(
-                f"the axis {name!r} of {array.path} cannot be cut evenly",
-                got=f"{size} over {parts} devices ({', '.join(axes)})",
-                expected=f"a multiple of {parts}",
-                fix=f"map {name!r} to None in the rules, or change the mesh",
+                f"no rule for the axis {name!r} of {array.path}",
+                got="rules for " + ", ".join(rules),
+                expected=f"a rule for {name!r}",
+                fix=f"add {name!r}: None to have it on every device",
             )
-        taken += axes
-    if len(set(taken)) != len(taken):
-        raise ArgumentError(
-            f"two axes of {array.path} would take the same mesh axis",
-            got=", ".join(f"{name}: {rules[name]}" for name in array.names),
-            expected="every mesh axis at most once in an array",
-            fix="map one of the logical axes to None",
-        )
-    return NamedSharding(mesh, PartitionSpec(*(rules[name] for name in array.names)))
-
-
-def _mesh_axes(array: NamedShape, name: str, mesh: Mesh, rules: Rules) -> tuple[str, ...]:
-    if name not in rules:
-        raise ArgumentError(
-            f"no rule for the axis {name!r} of {array.path}",
-            got="rules for " + ", ".join(rules),
-            expected=f"a rule for {name!r}",
-            fix=f"add {name!r}: None to have it on every device",
-        )
-    axes = rules[name]
-    listed = () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
-    for axis in listed:
-        if axis not in mesh.shape:
-            raise ArgumentError(
-                f"the rule of {name!r} names an axis that the mesh lacks",
-                got=repr(axis),
-                expected="one of " + ", ".join(map(str, mesh.axis_names)),
-                fix="use make_mesh, which has every axis, or change the rule",
-            )
-    return listed
+        placement.require_mesh_axes(name, rules, mesh)
+    return placement.sharding_of(*array, mesh, rules)
 
 
 def shardings_by_path(

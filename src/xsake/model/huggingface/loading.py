@@ -25,7 +25,8 @@ from xsake.model.huggingface.files import (
 )
 from xsake.model.huggingface.placement import Placed, abstract_decoder, placed, variable
 from xsake.model.huggingface.report import LoadReport, TensorLine
-from xsake.model.sharding import TENSOR_PARALLEL, Rules, check_rules, sharding_of
+from xsake.model.sharding import TENSOR_PARALLEL, check_rules
+from xsake.placement import Rules, sharding_of
 
 
 @dataclasses.dataclass(frozen=True)
