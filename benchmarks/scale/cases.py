@@ -76,7 +76,8 @@ class ScaleCase(BaseModel):
     batch: Positive
     accumulation: Positive = 1
     context: Positive = CONTEXT
-    logit_positions: Positive = 256
+    # Every round gathers the last weights and scatters their gradient: few rounds, little traffic.
+    logit_positions: Positive = 2048
     exchange: Literal["gather", "ring"] = "gather"
     decoder: DecoderConfig = LLAMA_8B
 
