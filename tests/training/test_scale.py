@@ -139,7 +139,8 @@ def test_a_committed_outcome_has_what_the_page_needs(path):
     assert named.pop("name") == path.stem
     case = ScaleCase.model_validate(named)
     assert case.name == path.stem
-    assert outcome["versions"]["libtpu"]
+    compiler = {"tpu": "libtpu", "cuda": "jax-cuda13-plugin"}[case.machine.platform]
+    assert outcome["versions"][compiler] and outcome["dirty"] is False
     if outcome["verdict"] != "compiled":
         assert outcome["message"]
         return
