@@ -94,7 +94,8 @@ def test_training_steps_of_several_runs_are_compared(tmp_path):
     )
     out = tmp_path / "rows.jsonl"
     paths = [str(tmp_path / f"{name}.toml") for name in ("dense", "window")]
-    shown = invoke("training", *paths, "--set", "data.batch=1", "--rounds", "2", "-o", str(out))
+    smaller = ["--set", "data.batch=1", "--set", "model.decoder.layers=1", "--rounds", "2"]
+    shown = invoke("training", *paths, *smaller, "-o", str(out))
     assert shown.exit_code == 0, shown.output
     assert "window: " in shown.output and "tokens a second" in shown.output
     dense, window = read_rows(out)
