@@ -45,7 +45,7 @@ from xsake.hads.plan import SparsityPlan
 from xsake.hads.profile import CalibratedModel, Profile
 from xsake.hads.rules import RULES, Rule, Scene, Scope
 from xsake.hads.rules.rule import LearnsNothing
-from xsake.hads.selectors import Antidiagonal, Cumulant, Pooled, Sampled
+from xsake.hads.selectors import Antidiagonal, Cumulant, Pooled, Sampled, Selector
 from xsake.hads.shelf import Shelf
 from xsake.masks import Causal
 from xsake.model import LayerCall
@@ -99,6 +99,7 @@ class Ladder:
         rules: names of the published rules that are compared.
         entries: ours; only their selectors are calibrated.
         budgets: shares of the blocks; those that do not buy what is always on are left out.
+        selectors: one of each name.
         effects: documents that tell what heads do to predictions.
         copies: so many of those end with a copy of their beginning.
     """
@@ -111,6 +112,7 @@ class Ladder:
         rules: Iterable[str] = RULES,
         entries: tuple[Entry, ...] = ENTRIES,
         budgets: Iterable[float] = BUDGETS,
+        selectors: tuple[Selector, ...] = SELECTORS,
         effects: int = EFFECT_DOCUMENTS,
         copies: int = COPIED_DOCUMENTS,
     ):
@@ -119,7 +121,7 @@ class Ladder:
         self.rules = {name: RULES[name]() for name in rules}
         self.entries, self.effects, self.copies = entries, effects, copies
         named = {entry.selector or "sampled" for entry in entries}
-        self.selectors = tuple(x for x in SELECTORS if x.name in named)
+        self.selectors = tuple(x for x in selectors if x.name in named)
         least = ALWAYS.total(self.n) / visible_blocks(self.n)
         self.budgets = [budget for budget in budgets if budget > least]
 
@@ -295,6 +297,7 @@ def main() -> None:
     parser.add_argument("--rules", help="names of published rules, with commas; default: all")
     parser.add_argument("--entries", help="names of ours, with semicolons; default: all")
     parser.add_argument("--budgets", help="shares of the blocks, with commas; default: ten of them")
+    parser.add_argument("--sampled", help="queries and components of its selector, such as 2,24")
     asked = parser.parse_args()
     corpus = documents(Tokenizer.load(directory()))
     tests = [x for x in corpus if x.split == "test"][: asked.tests]
@@ -302,7 +305,11 @@ def main() -> None:
     entries = [] if asked.entries is None else asked.entries.split(";")
     entries = tuple(x for x in ENTRIES if not entries or x.name in entries)
     budgets = [float(x) for x in asked.budgets.split(",")] if asked.budgets else BUDGETS
-    ladder = Ladder(asked.context, asked.block, corpus, rules, entries, budgets)
+    selectors, suffix = SELECTORS, ""
+    if asked.sampled:
+        queries, dims = map(int, asked.sampled.split(","))
+        selectors, suffix = (Sampled(queries, dims), *SELECTORS[1:]), f"_sampled_{queries}_{dims}"
+    ladder = Ladder(asked.context, asked.block, corpus, rules, entries, budgets, selectors)
     ladder.prepare()
     folder = RESULTS / "hads"
     folder.mkdir(exist_ok=True)
@@ -314,11 +321,12 @@ def main() -> None:
         told = f"{name} at {budget:.0%} KL {found[-1][name][budget].kl:.4f}"
         taken = time.monotonic() - begin
         print(f"{number} of {len(tests)}: {document.name}: {told}, {taken:.0f} s", flush=True)
-        _write(ladder, tests[:number], found, folder)
+        path = folder / f"ladder_{asked.context}_{asked.block}{suffix}.jsonl"
+        _write(ladder, tests[:number], found, path)
 
 
-def _write(ladder: Ladder, tests, found, folder: Path) -> None:
-    """All rows of this context and block, whole."""
+def _write(ladder: Ladder, tests, found, path: Path) -> None:
+    """All rows, whole."""
     here = dataclasses.asdict(environment(own_checkout()))
     rows = []
     for name in found[0]:
@@ -340,7 +348,7 @@ def _write(ladder: Ladder, tests, found, folder: Path) -> None:
         "environment": here,
     }
     text = "".join(json.dumps(row) + "\n" for row in [head, *rows])
-    write_whole(folder / f"ladder_{ladder.context}_{ladder.block}.jsonl", text)
+    write_whole(path, text)
 
 
 if __name__ == "__main__":
