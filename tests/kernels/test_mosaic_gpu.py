@@ -224,3 +224,15 @@ def test_ragged_heads_keep_132_multiprocessors_busy_and_explain_says_so(mean):
         assert 1 <= each.balance <= 1.10
         assert each.padded > 1.2
     assert "busiest of 132 cores" in str(told) and "padded to the widest head" in str(told)
+
+
+@pytest.mark.parametrize(
+    ("platform", "features", "implementation"),
+    [("sm_86", 256, "xla"), ("sm_86", 192, "mosaic_gpu"), ("sm_80", 256, "mosaic_gpu"),
+     ("sm_120a", 256, "xla")],
+)  # fmt: skip
+def test_heads_that_do_not_fit_into_shared_memory_are_declined(platform, features, implementation):
+    q = jax.ShapeDtypeStruct((1, 256, 2, features), "bfloat16")
+    told = xsake.explain(q, q, q, mask=Causal(), platform=platform)
+    assert told.implementation == implementation
+    assert ("KiB of shared memory" in str(told)) == (implementation == "xla")

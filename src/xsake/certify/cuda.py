@@ -51,6 +51,10 @@ CONTROLS = (
 )
 
 
+class SharedMemoryError(Exception):
+    """A kernel that compiles and could never start."""
+
+
 def requirements(jax_version: str) -> tuple[str, ...]:
     """What pip has to install: the compiler of a plugin for this jax, without CUDA's libraries."""
     return (
@@ -92,12 +96,16 @@ def compile(run: Callable[..., Any], arguments: tuple, target: Target, dump: Pat
     kernels = ptx.read_kernels(dump)
     if not kernels:
         return Facts(seconds, temp_bytes)
-    largest = kernels[0]
+    largest, shared = kernels[0], max(kernel.shared_bytes for kernel in kernels)
+    room = target.peak.vmem_bytes
+    if room is not None and shared > room:
+        # The assembler takes it; a launch would not.
+        raise SharedMemoryError(f"needs {shared} bytes of shared memory; a thread block has {room}")
     stores, loads = (sum(kernel.spill_bytes[which] for kernel in kernels) for which in (0, 1))
     return Facts(
         seconds,
         temp_bytes,
-        vmem_bytes=max(kernel.shared_bytes for kernel in kernels),
+        vmem_bytes=shared,
         spills=stores + loads,
         details={
             "kernel": largest.name,

@@ -9,12 +9,16 @@ from typing import Any
 
 from xsake.kernels import mosaic_gpu_compat as gpu
 from xsake.kernels.block_sparse import cost, gpu_lists, gpu_passes
-from xsake.kernels.block_sparse.gpu_call import Walk
+from xsake.kernels.block_sparse.gpu_arrays import room_of
+from xsake.kernels.block_sparse.gpu_call import STAGES, Walk
 from xsake.kernels.block_sparse.problem import Operands, Problem
 from xsake.kernels.platforms import capability_named
 
 # Compute capabilities, by their major number, that these kernels were compiled for.
 CAPABILITIES = (8, 9, 10, 12)
+# Those whose thread blocks get little shared memory, and how much; others get 163 KiB or more.
+SMALL_SHARED = ((8, 6), (8, 9), (12, 0), (12, 1))
+LEAST_SHARED = 99 * 1024
 # Pass -> (features up to, tokens of a met tile).
 MET_TILES = {
     "forward": ((128, 64), (gpu_passes.MOST_FEATURES, 32)),
@@ -30,8 +34,9 @@ def platforms() -> tuple[str, ...]:
 
 def unsupported(operands: Operands, problem: Problem, platform: str) -> str | None:
     """Why this backend cannot serve the call on an NVIDIA GPU; None if it can."""
-    reason = gpu_passes.declined(operands, problem)
-    return reason or incapable(capability_named(platform) or gpu.capability())
+    capability = capability_named(platform) or gpu.capability()
+    reason = gpu_passes.declined(operands, problem) or incapable(capability)
+    return reason or _too_wide(operands, capability)
 
 
 def incapable(capability: tuple[int, int] | None) -> str | None:
@@ -43,6 +48,21 @@ def incapable(capability: tuple[int, int] | None) -> str | None:
     if capability[0] not in CAPABILITIES:
         return f"compute capability {'.'.join(map(str, capability))} is not among those it knows"
     return None
+
+
+def shared_bytes(operands: Operands) -> int:
+    """Shared memory of the pass that takes the most: dQ and dK/dV have four arrays in it."""
+    features = sum(room_of(x.shape[-1]) for x in (operands.q, operands.v))
+    tokens = gpu_lists.OWN_TILE + STAGES * max(met_tile(x, operands) for x in ("d_q", "d_kv"))
+    return tokens * features * operands.q.dtype.itemsize
+
+
+def _too_wide(operands: Operands, capability: tuple[int, int] | None) -> str | None:
+    if capability not in SMALL_SHARED or shared_bytes(operands) <= LEAST_SHARED:
+        return None
+    named = ".".join(map(str, capability))
+    needed, room = (f"{x // 1024} KiB" for x in (shared_bytes(operands), LEAST_SHARED))
+    return f"its tiles take {needed} of shared memory, and compute capability {named} gives {room}"
 
 
 def met_tile(name: str, operands: Operands) -> int:
