@@ -9,7 +9,8 @@ const FIRST = ["hads", "uniform, sampled", "entropy_budget, sampled", "a_shape",
 const isOurs = (rule: string) => rule.startsWith("hads");
 
 export function Quality({ ladders, endToEnd, onOpen }: { ladders: Ladder[]; endToEnd: EndToEnd[]; onOpen: (id: string) => void }) {
-  const [which, setWhich] = useState(ladders.at(-1)?.file ?? "");
+  const widest = ladders.toSorted((a, b) => b.documents - a.documents)[0];
+  const [which, setWhich] = useState(widest?.file ?? "");
   const [chosen, setChosen] = useState<string[]>(FIRST);
   const ladder = ladders.find(({ file }) => file === which);
   const rules = ladder ? [...new Set(ladder.rows.map(({ rule }) => rule))] : [];

@@ -46,9 +46,9 @@ function benchmarkRows() {
   return rows;
 }
 
-/** Rules at equal counts of blocks: one entry per context and block size. */
+/** Rules at equal counts of blocks: one entry per context and block size; variants of ours alone are left out. */
 function ladders() {
-  return listed(join(results, "hads"), ".jsonl").filter((name) => name.startsWith("ladder_")).map((name) => {
+  return listed(join(results, "hads"), ".jsonl").filter((name) => /^ladder_\d+_\d+\.jsonl$/.test(name)).map((name) => {
     const [head, ...rows] = lines(join(results, "hads", name));
     const file = `hads/${name}`;
     return {
