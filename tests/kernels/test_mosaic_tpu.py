@@ -158,6 +158,7 @@ def ragged_operands() -> Operands:
     return Operands(*(jnp.asarray(x[name]) for name in "qkv"), case.schedule)
 
 
+@pytest.mark.slow
 def test_launches_and_parts_change_no_bit(monkeypatch):
     operands, problem = ragged_operands(), Problem(0.2)
     whole = every_result(operands, problem)
@@ -218,7 +219,7 @@ def test_the_compiler_is_told_what_the_cost_model_counts():
     assert told.bytes_accessed == counted.bytes_read + counted.bytes_written
 
 
-@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("traced", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_vmap_joins_the_batch(traced):
     layout = BlockLayout.from_mask(Causal() & Window(20, 0), q_tokens=45, block_q=16, block_kv=16)
     layout = layout.traced() if traced else layout

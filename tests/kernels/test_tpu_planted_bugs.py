@@ -236,8 +236,15 @@ def test_there_are_at_least_ten_bugs():
     assert len({bug.name for bug in BUGS}) == len(BUGS) >= 10
 
 
-@pytest.mark.parametrize("launches", [1, 2])
-@pytest.mark.parametrize("interpreter", ["plain", "strict"])
+@pytest.mark.parametrize(
+    ("interpreter", "launches"),
+    [
+        ("strict", 1),
+        pytest.param("strict", 2, marks=pytest.mark.slow),
+        pytest.param("plain", 1, marks=pytest.mark.slow),
+        pytest.param("plain", 2, marks=pytest.mark.slow),
+    ],
+)
 def test_the_right_kernels_are_not_accused(interpreter, launches, monkeypatch):
     if launches == 2:
         monkeypatch.setattr(tpu_lists, "MOST_WORDS", 100)

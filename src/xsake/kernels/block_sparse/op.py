@@ -9,15 +9,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from xsake.kernels.block_sparse import (
-    mosaic_gpu,
-    mosaic_gpu_hopper,
-    mosaic_tpu,
-    reference,
-    xla,
-)
+from xsake.kernels.block_sparse import reference, xla
 from xsake.kernels.block_sparse.cost import Pass
 from xsake.kernels.block_sparse.problem import Cotangents, Gradients, Operands, Problem
+from xsake.kernels.later import Later
 from xsake.kernels.platforms import Branch, Refusal, by_platform
 from xsake.layout import BlockLayout
 
@@ -51,9 +46,9 @@ class Backend(Protocol):
 
 # Best first.
 BACKENDS: dict[str, Backend] = {
-    "mosaic_gpu_hopper": mosaic_gpu_hopper,
-    "mosaic_gpu": mosaic_gpu,
-    "mosaic_tpu": mosaic_tpu,
+    "mosaic_gpu_hopper": Later("xsake.kernels.block_sparse.mosaic_gpu_hopper"),
+    "mosaic_gpu": Later("xsake.kernels.block_sparse.mosaic_gpu"),
+    "mosaic_tpu": Later("xsake.kernels.block_sparse.mosaic_tpu"),
     "xla": xla,
     "reference": reference,
 }

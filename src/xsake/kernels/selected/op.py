@@ -8,8 +8,9 @@ import jax
 from jaxtyping import Array, Float
 
 from xsake.errors import ArgumentError, UnsupportedError
+from xsake.kernels.later import Later
 from xsake.kernels.platforms import Branch, Refusal, by_platform
-from xsake.kernels.selected import mosaic_gpu, mosaic_tpu, reference, xla
+from xsake.kernels.selected import reference, xla
 from xsake.kernels.selected.problem import Cotangents, Gradients, Operands, Problem
 
 
@@ -38,8 +39,8 @@ class Backend(Protocol):
 
 # Best first.
 BACKENDS: dict[str, Backend] = {
-    "mosaic_gpu": mosaic_gpu,
-    "mosaic_tpu": mosaic_tpu,
+    "mosaic_gpu": Later("xsake.kernels.selected.mosaic_gpu"),
+    "mosaic_tpu": Later("xsake.kernels.selected.mosaic_tpu"),
     "xla": xla,
     "reference": reference,
 }
