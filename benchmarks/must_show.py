@@ -20,8 +20,11 @@ EXPERIMENTS = {
 }
 
 
+MISSED = 3  # a crash ends with 1
+
+
 def main() -> int:
-    """Run all; 0 when every promise is kept."""
+    """Run all; 0 when every promise is kept, else `MISSED`."""
     settings = parse_settings(__doc__)
     claims = []
     for name, measure in EXPERIMENTS.items():
@@ -29,7 +32,7 @@ def main() -> int:
         report(name, outcome, settings)
         claims += outcome[1]
     show(claims_table(claims, title="All promises"))
-    return 0 if all(claim.verdict is Verdict.PASS for claim in claims) else 1
+    return 0 if all(claim.verdict is Verdict.PASS for claim in claims) else MISSED
 
 
 if __name__ == "__main__":

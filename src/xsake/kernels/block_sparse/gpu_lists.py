@@ -197,9 +197,8 @@ def _lists(listed, grid: RaggedGrid, parts: int, has_masks: bool) -> tuple[Lists
     middles = (items.row_starts[:-1] + partial).astype(xp.int32)
     pieces = _pieces(items.row_starts, middles, grid, parts, order.shape[0])
     turns = gpu_pieces.launched(pieces)
-    of_pieces = (x[turns] for x in pieces[:4])
+    rows, starts, stops, middles = (x[turns] for x in pieces[:4])
     numbers = numbers[order].astype(xp.int32)
-    rows, starts, stops, middles = of_pieces
     lists = Lists(turns, rows, starts, stops, middles, items.number[order], numbers, None)
     return Lists(*(None if x is None else _some(xp, x) for x in lists)), pieces, shown
 
