@@ -1,5 +1,8 @@
 """Attention as a user calls it: any length, any dtype, under every transformation."""
 
+import subprocess
+import sys
+
 import jax
 import jax.export
 import jax.numpy as jnp
@@ -25,6 +28,20 @@ def test_any_length_without_a_mask(q_tokens, kv_tokens, value):
     q, k, v = draw(q_tokens=q_tokens, kv_tokens=kv_tokens, value=value)
     ours = xsake.attention(q, k, v)
     np.testing.assert_allclose(ours, attend(q, k, v, True), atol=2e-6)
+
+
+def test_the_first_program_of_a_process_compiles_once():
+    """Backends are imported while it is traced, which must not make its second call another one."""
+    program = """
+import jax, xsake
+attend = jax.jit(lambda q: xsake.attention(q, q, q, mask=xsake.masks.Causal()))
+q = jax.numpy.ones((1, 32, 2, 16))
+attend(q), attend(q)
+print(attend._cache_size())
+"""
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == "1\n"
 
 
 def test_decoding_one_token_at_a_time_equals_the_whole():

@@ -184,6 +184,13 @@ def test_the_denominator_may_come_from_attention_that_ran_anyway():
     np.testing.assert_allclose(given, bound_of(call), rtol=1e-4)
 
 
+@pytest.mark.parametrize("size", [1e-30, 1.0, 2e38])
+def test_lengths_are_right_in_the_whole_range_of_floats(size):
+    x = np.array([[1.0, 1.0], [0.0, -1.0], [1.0, 0.5]], np.float32) * np.float32(size)
+    expected = np.sqrt(np.square(x.astype(np.float64)).sum(-1))
+    np.testing.assert_allclose(jax.jit(dropped.length)(x), expected, rtol=1e-6)
+
+
 def test_nothing_is_proved_where_logits_leave_the_range_of_floats():
     call = drawn(ODD, seed=3, size=1e30, keys="normal", density=0.0, diagonal=True)
     bound = bound_of(dataclasses.replace(call, k=call.k * 1e30))

@@ -48,6 +48,8 @@ class BlockBounds(NamedTuple):
     ) -> Float[Array, "B S Hq runs"]:
         """At least `q.k` for every key of each run, but for rounding (`dropped.rounding`).
 
+        It is inf where a number on the way to it left the range of floats.
+
         Args:
             q: queries, times the scale of logits.
             kind: which bound.
@@ -67,7 +69,9 @@ class BlockBounds(NamedTuple):
         if kind != Kind.BOX:
             radius = jnp.moveaxis(self.radius, 1, 2)[:, None, :, None]
             found.append(product(own, self.centre) + dropped.length(own)[..., None] * radius)
-        return functools.reduce(jnp.minimum, found).reshape(*q.shape[:3], -1)
+        # inf - inf is nan, or inf of either sign if the sum was begun elsewhere: it proves nothing.
+        proved = (jnp.where(jnp.isfinite(x), x, jnp.inf) for x in found)
+        return functools.reduce(jnp.minimum, proved).reshape(*q.shape[:3], -1)
 
 
 def dropped_bound(
@@ -228,8 +232,6 @@ class _Scene(NamedTuple):
             upper = softcap * jnp.tanh(upper / softcap)
         start = np.arange(upper.shape[-1], dtype=np.int32) * run
         seen = jnp.clip(rows.position[:, None] + 1 - start[None], 0, run)
-        # -inf is for runs that a query does not see; what overflows is proved by nothing.
-        upper = jnp.maximum(upper, jnp.finfo(upper.dtype).min)
         weights = upper + jnp.log(seen.astype(upper.dtype))[None, :, None]
         weights = jnp.where((seen > 0)[None, :, None], weights, -jnp.inf)
         missing = -weights.shape[-1] % (block // run)

@@ -142,7 +142,9 @@ def length(x: Float[Array, "... D"]) -> Float[Array, "..."]:
     """Euclidean, without squares that leave the range of floats."""
     largest = jnp.abs(x).max(-1, keepdims=True)
     safe = jnp.where(largest > 0, largest, 1)
-    return safe[..., 0] * jnp.sqrt(jnp.square(x / safe).sum(-1))
+    # A division may be done by a reciprocal, and that of a huge number is flushed to zero.
+    less = jnp.where(safe > 1, 1 / 16, 1).astype(x.dtype)
+    return safe[..., 0] * jnp.sqrt(jnp.square(x * less / (safe * less)).sum(-1))
 
 
 def reach_of(k: Float[Array, "B T Hk D"]) -> Float[Array, "B Hk"]:

@@ -4,6 +4,10 @@ import dataclasses
 import importlib
 from typing import Any
 
+# Pallas adds settings to those that JAX knows a trace by. Backends are first asked in the middle of
+# a trace: settings that came only then would make it another one, to be compiled a second time.
+import jax.experimental.pallas.fuser  # noqa: F401
+
 
 @dataclasses.dataclass(frozen=True)
 class Later:
