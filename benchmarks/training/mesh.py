@@ -37,7 +37,9 @@ ATTENTION = {
     "dense": {},
     "mask": {"kind": "mask", "mask": "window(63, 0) | sinks(16)"},
     "plan": {"kind": "plan", "budget": 0.6, "block": BLOCK, "profile": "profile.json"},
+    "native_sparse": {"kind": "native_sparse"},
 }
+NATIVE = {"length": 16, "stride": 8, "size": BLOCK, "count": 6, "window": 64}
 MESHES = (
     {"data": 8},
     {"fsdp": 8},
@@ -61,6 +63,8 @@ def main() -> None:
         for attention in ATTENTION:
             alone = _losses(_config(asked.data, folder, attention, {}))
             for mesh in MESHES:
+                if attention == "native_sparse" and "context" in mesh:
+                    continue  # it keeps the tokens of a sequence together
                 losses = _losses(_config(asked.data, folder, attention, mesh))
                 apart = float(np.abs(losses / alone - 1).max())
                 rows.append({
@@ -79,8 +83,9 @@ def _config(data: Path, folder: Path, attention: str, mesh: dict[str, int]) -> T
     if "profile" in section:
         section["profile"] = str(folder / section["profile"])
     name = "-".join([attention, *(f"{axis}{size}" for axis, size in mesh.items())])
+    decoder = DECODER | ({"native_sparse": NATIVE} if attention == "native_sparse" else {})
     return TrainingConfig.of({
-        "model": {"preset": "tiny", "compute": "float32", "decoder": DECODER},
+        "model": {"preset": "tiny", "compute": "float32", "decoder": decoder},
         "data": {"folder": str(data), "context": CONTEXT, "batch": 8},
         "optimizer": {"peak_learning_rate": 1e-3, "warmup_steps": 2},
         "attention": section,

@@ -2,6 +2,7 @@
 
 python -m benchmarks.training.openwebtext --folder RUNS         # twelve runs; a stopped one goes on
 python -m benchmarks.training.openwebtext --folder RUNS --draw  # rows and plot of what is there
+python -m benchmarks.training.openwebtext --folder RUNS --only dense-0 hads-0   # one of two lanes
 
 Every side of a seed starts from the same weights and reads the same windows in the same order; the
 validation loss is that of the attention that was trained. Rows go to
@@ -89,6 +90,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--draw", action="store_true", help="train nothing")
+    parser.add_argument("--only", nargs="+", help="these runs, such as dense-0; others are left")
     asked = parser.parse_args()
     asked.folder.mkdir(parents=True, exist_ok=True)
     if not asked.draw:
@@ -97,6 +99,8 @@ def main() -> None:
         *equal, native = SIDES
         runs = [(side, seed) for seed in SEEDS for side in equal]
         for side, seed in runs + [(native, seed) for seed in SEEDS]:
+            if asked.only and f"{side}-{seed}" not in asked.only:
+                continue
             _run(config_of(asked.folder, side, seed, asked.steps, asked.batch))
             _write(asked)
     _write(asked)

@@ -6,13 +6,15 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from xsake.attention.arguments import check_arrays, checks_itself
 from xsake.attention.block_sparse import attention
 from xsake.attention.native_blocks import Blocks, Branches, Compress, Gates, branches
 from xsake.attention.packed import Packed, pack
-from xsake.errors import ArgumentError, ShapeError
+from xsake.attention.sharded import each_part
+from xsake.errors import ArgumentError, ShapeError, UnsupportedError
 from xsake.kernels.pooled import pooled
 from xsake.kernels.pooled import problem as pooling
 from xsake.kernels.pooled.compress import means, runs, summaries_of
@@ -35,6 +37,7 @@ def native_sparse_attention(
     scale: float | None = None,
     cu_seqlens: Int[Array | np.ndarray, " S"] | None = None,
     return_blocks: bool = False,
+    mesh: Mesh | None = None,
     implementation: str | None = None,
 ):
     """Native Sparse Attention (arXiv 2502.11089): three causal branches, each with its softmax.
@@ -60,6 +63,8 @@ def native_sparse_attention(
         cu_seqlens: where packed sequences begin and the last one ends, [sequences + 1]; the batch
             size is then 1, and every sequence is attended to as if it were alone.
         return_blocks: also return the blocks that were used, [B, T, Hk, Ns], -1 for unused slots.
+        mesh: devices to spread the call over, as `xsake.BlockSparseAttention` does: the batch over
+            its axes "data" and "fsdp", heads over "tensor"; tokens stay together.
         implementation: "xla" or "reference" for every branch; None picks for the platform that
             the call is compiled for.
 
@@ -80,21 +85,19 @@ def native_sparse_attention(
     call = _checked(q, k, v, gates, _Sizes(blocks, block_counts, scale, implementation))
     packed = None
     if cu_seqlens is not None:
-        packed = _packed(call, cu_seqlens)
+        packed = _packed(call, cu_seqlens, mesh)
         call = call.moved(packed)
     summaries = None
     if call.gates.compressed is not None or block_indices is None:
         summaries = _summaries(call, compress or (None, None), packed)
-    out, listed = _compressed(call, summaries, packed, block_indices is None)
-    if block_indices is not None:
-        listed = _given(block_indices, call, packed)
-    if call.gates.selected is not None:
-        listed = _counted(listed, block_counts, packed)
-        found = _selected(call, listed)
-        out.append(found * call.gates.selected[..., None])
-    if call.gates.window is not None:
-        out.append(_window(call, packed) * call.gates.window[..., None])
-    total = sum(out[1:], out[0]).astype(call.q.dtype)
+    listed = None if block_indices is None else _given(block_indices, call, packed)
+    counts = _counts(block_counts, call, packed)
+
+    def attend(arrays, summaries, listed, counts):
+        return _attended(call._replace(**arrays), summaries, listed, counts, packed)
+
+    arrays = {"q": call.q, "k": call.k, "v": call.v, "gates": call.gates}
+    total, listed = each_part(mesh, attend, arrays, summaries, listed, counts)
     if packed is not None:
         total = packed.packed(total)
         listed = packed.packed(_relative(listed, packed, call.sizes.blocks.size) + 1) - 1
@@ -216,7 +219,14 @@ def _checked(q, k, v, gates: Gates, sizes: _Sizes) -> _Call:
     return _Call(q, k, v, Gates(*given), sizes._replace(scale=scale))
 
 
-def _packed(call: _Call, cu_seqlens) -> Packed:
+def _packed(call: _Call, cu_seqlens, mesh: Mesh | None) -> Packed:
+    if mesh is not None:
+        raise UnsupportedError(
+            "packed sequences are not spread over devices",
+            got=f"cu_seqlens, and a mesh of {mesh.size} devices",
+            expected="one of the two",
+            fix="give every device sequences of its own, or every sequence its own batch row",
+        )
     if call.q.shape[0] != 1:
         raise ShapeError(
             "packed sequences need a batch of one",
@@ -240,6 +250,18 @@ def _summaries(call: _Call, compress, packed: Packed | None):
         else:
             made.append(function(runs(x, blocks.length, blocks.stride), begins[None]))
     return made
+
+
+def _attended(call: _Call, summaries, listed, counts, packed: Packed | None):
+    """(the sum of the gated branches, the blocks that were used)."""
+    out, chosen = _compressed(call, summaries, packed, listed is None)
+    listed = chosen if listed is None else listed
+    if call.gates.selected is not None:
+        listed = _counted(listed, counts)
+        out.append(_selected(call, listed) * call.gates.selected[..., None])
+    if call.gates.window is not None:
+        out.append(_window(call, packed) * call.gates.window[..., None])
+    return sum(out[1:], out[0]).astype(call.q.dtype), listed
 
 
 def _compressed(call: _Call, summaries, packed: Packed | None, chooses: bool):
@@ -288,20 +310,28 @@ def _given(block_indices, call: _Call, packed: Packed | None):
     return jnp.where((same & earlier).any(-1), -1, jnp.maximum(listed, -1))
 
 
-def _counted(listed, counts, packed: Packed | None):
-    """The first so many slots of every list, and no others."""
-    if counts is None or isinstance(counts, int):
-        return listed
-    counts = jnp.asarray(counts)
+def _counts(block_counts, call: _Call, packed: Packed | None):
+    """How many slots every list uses; None: all that it has."""
+    if block_counts is None or isinstance(block_counts, int):
+        return None
+    counts = jnp.asarray(block_counts)
     if packed is not None:
         counts = packed.aligned(counts)
-    if counts.shape != listed.shape[:3]:
+    expected = (*call.q.shape[:2], call.k.selected.shape[2])
+    if counts.shape != expected:
         raise ShapeError(
             "`block_counts` does not fit",
             got=counts.shape,
-            expected=f"a number, or [B, T, Hk] {listed.shape[:3]}",
+            expected=f"a number, or [B, T, Hk] {expected}",
             fix="query heads of a kv head share their blocks",
         )
+    return counts
+
+
+def _counted(listed, counts):
+    """The first so many slots of every list, and no others."""
+    if counts is None:
+        return listed
     slot = jnp.arange(listed.shape[-1])[None, None, None]
     return jnp.where(slot < counts[..., None], listed, -1)
 

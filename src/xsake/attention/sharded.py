@@ -65,6 +65,26 @@ def attend_on_mesh(mesh: Mesh, q, k, v, rules: Rules, scores: Scores, implementa
     return _compiled(program)(arrays, data)
 
 
+def each_part(mesh: Mesh | None, function: Callable, *arrays: Any) -> Any:
+    """`function(*arrays)`, by every device for its part of the batch and of the heads.
+
+    Args:
+        mesh: None: one device does it all.
+        function: of arrays [B, T, heads, ...] and trees of them, to such arrays.
+        arrays: of the whole call; an absent one is None.
+    """
+    if mesh is None:
+        return function(*arrays)
+    shapes = [x.shape for x in jax.tree.leaves(arrays)]
+    batch_axes, _ = _axes(mesh, BATCH_AXES, "batch", shapes[0][0])
+    kv_heads = min(shape[2] for shape in shapes)
+    head_axes, _ = _axes(mesh, (HEAD_AXIS,), "number of kv heads", kv_heads)
+    spec = PartitionSpec(batch_axes, None, head_axes)
+    return jax.shard_map(
+        function, mesh=mesh, in_specs=(spec,) * len(arrays), out_specs=spec, check_vma=False
+    )(*arrays)
+
+
 @dataclasses.dataclass(frozen=True)
 class _Program:
     """What one compiled program is good for; a static layout is the same only as an object."""

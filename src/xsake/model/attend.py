@@ -29,7 +29,7 @@ class LayerCall:
         """This call, computed by a configured `xsake.attention`, or as its layer was made to."""
         if self.native is not None:
             self._refuse(layout)
-            return self.native(q, k, v, self)
+            return self.native(q, k, v, self, operator.mesh)
         return dataclasses.replace(operator, scale=self.scale)(
             q, k, v,
             mask=self.mask,

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from xsake.attention import Blocks, Branches, Gates, attention, native_sparse_attention
@@ -39,7 +40,7 @@ class Native:
     gates: Gates
     compress: tuple[Compress, Compress]
 
-    def __call__(self, q, k: Branches, v: Branches, call: LayerCall):
+    def __call__(self, q, k: Branches, v: Branches, call: LayerCall, mesh: Mesh | None = None):
         """Attention of a whole text that begins at position 0."""
         if call.segment_ids is not None or call.q_positions is not None:
             raise UnsupportedError(
@@ -49,8 +50,12 @@ class Native:
                 fix="give every text its own row; packed ones: xsake.native_sparse_attention",
             )
         return native_sparse_attention(
-            q, k, v, self.gates, blocks=self.blocks, compress=self.compress, scale=call.scale
-        )
+            q, k, v, self.gates,
+            blocks=self.blocks,
+            compress=self.compress,
+            scale=call.scale,
+            mesh=mesh,
+        )  # fmt: skip
 
     def kept(self, k: Branches, v: Branches, lengths: Int[Array, " B"], room: int) -> NativeState:
         """What decoding needs of a text that was read."""

@@ -125,13 +125,13 @@ def _require_used(section: AttentionSection) -> None:
         )
 
 
-def require_native(section: AttentionSection, decoder: DecoderConfig, devices: int) -> None:
+def require_native(section: AttentionSection, decoder: DecoderConfig, parts: int) -> None:
     """Raise unless the kind of attention is the one that the model was made for.
 
     Args:
         section: the settings.
         decoder: the model that is trained.
-        devices: of the mesh.
+        parts: devices that share the tokens of a sequence.
     """
     is_native = section.kind == "native_sparse"
     if is_native != (decoder.native_sparse is not None):
@@ -142,9 +142,10 @@ def require_native(section: AttentionSection, decoder: DecoderConfig, devices: i
             expected="attention.kind='native_sparse' and its sizes in model.decoder.native_sparse",
             fix="model.decoder.native_sparse = {} takes the paper's sizes",
         )
-    if is_native and devices > 1:
+    if is_native and parts > 1:
         raise ArgumentError(
-            "native sparse attention is trained on one device so far",
-            got=f"a mesh of {devices} devices",
-            expected="mesh sizes of 1",
+            "native sparse attention keeps the tokens of a sequence together",
+            got=f"mesh.context={parts}",
+            expected="mesh.context=1",
+            fix="spread the batch (mesh.data, mesh.fsdp) and the heads (mesh.tensor)",
         )

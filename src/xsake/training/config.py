@@ -6,7 +6,6 @@ that the command is started in.
 
 import difflib
 import hashlib
-import math
 import tomllib
 import typing
 from collections.abc import Sequence
@@ -212,7 +211,7 @@ class TrainingConfig(Strict):
     def _consistent(self) -> "TrainingConfig":
         _require_batch(self)
         _require_lengths(self)
-        require_native(self.attention, self.model.decoder, math.prod(dict(self.mesh).values()))
+        require_native(self.attention, self.model.decoder, self.mesh.context)
         _require_steps(self)
         _require_blocks(self)
         if self.data.folder == self.checkpoint.folder:
