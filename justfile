@@ -30,12 +30,12 @@ fmt:
     ruff check --fix
     ruff format
 
-# the tests of every change (arguments go to pytest)
+# the tests of every change (arguments go to pytest); compiled in a hurry, as JAX compiles its own tests
 [no-exit-message]
 test *args:
-    pytest -q {{ args }}
+    JAX_DISABLE_MOST_OPTIMIZATIONS=1 pytest -q {{ args }}
 
-# every test, slow ones included, with many more examples
+# every test, slow ones included, with many more examples, compiled as for users
 nightly *args:
     pytest -q -m "slow or not slow" --timeout=1800 --hypothesis-profile=nightly {{ args }}
 

@@ -28,6 +28,7 @@ def test_it_equals_equinox_with_a_rule_or_with_booleans():
     np.testing.assert_allclose(jitted(ours, TRIL), expected, atol=2e-6)  # a traced mask
 
 
+@pytest.mark.slow  # the test above in more sizes
 def test_grouped_heads_own_sizes_and_gradients():
     sizes = Sizes(query=16, key=6, value=10, output=4, qk=8, vo=5)
     layer = MultiheadAttention(4, sizes, num_kv_heads=2, use_bias=True, key=jax.random.key(0))

@@ -31,6 +31,7 @@ def test_nnx_layers_agree_with_flax(is_causal):
     np.testing.assert_allclose(ours, theirs, atol=1e-6)
 
 
+@pytest.mark.slow  # conformance has masks and gradients
 def test_a_structured_mask_equals_the_boolean_one_with_gradients():
     table = TRIL & np.asarray(Window(4, 0).allows(*np.indices((20, 20))))
     loss = lambda layer, mask: (layer(X, mask=mask) ** 2).sum()

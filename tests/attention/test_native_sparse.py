@@ -100,6 +100,7 @@ def test_outputs_choices_and_gradients_are_those_of_the_definition_in_float64():
             np.testing.assert_allclose(x, y, rtol=1e-8, atol=1e-10)
 
 
+@pytest.mark.slow  # the test above in other numbers
 def test_float32_and_the_reference_agree_with_float64():
     call = drawn()
     right, _ = definition(*call, SIZES)

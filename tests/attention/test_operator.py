@@ -123,6 +123,7 @@ SHARDED = textwrap.dedent("""
 """)
 
 
+@pytest.mark.slow  # a minute of compiling; a step on eight devices goes the same way
 def test_a_mesh_of_two_devices_gives_the_same_results_and_gradients():
     environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
     run = subprocess.run(

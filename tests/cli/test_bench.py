@@ -87,6 +87,7 @@ steps = 10
 """
 
 
+@pytest.mark.slow  # a minute of training steps
 def test_training_steps_of_several_runs_are_compared(tmp_path):
     (tmp_path / "dense.toml").write_text(RUN)
     (tmp_path / "window.toml").write_text(

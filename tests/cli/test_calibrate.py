@@ -161,6 +161,7 @@ def test_a_folder_that_cannot_be_written_is_told(quick, invoke, tmp_path):
     assert done.exit_code == 2 and "Not a directory" in done.stderr, done.output
 
 
+@pytest.mark.slow  # one more calibration
 def test_loss_is_measured_against_cost(invoke, quick, checkpoint, texts, tmp_path):
     assert invoke("--budget", "60%").exit_code == 0
     rows, picture = tmp_path / "quality.jsonl", tmp_path / "quality.png"

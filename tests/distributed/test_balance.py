@@ -79,6 +79,7 @@ def ragged(layers: int, heads: int, tokens: int, block: int) -> list[BlockLayout
     return [BlockLayout.from_block_mask(grid, **sizes) for grid in chosen]
 
 
+@pytest.mark.slow  # training/test_balanced.py has it with a plan
 def test_a_placed_decoder_computes_the_same_function():
     config = DecoderConfig.tiny(layers=2, q_heads=8, kv_heads=4, has_qkv_bias=True)
     model = Decoder(config, rngs=nnx.Rngs(0))

@@ -6,8 +6,9 @@ import numpy as np
 
 from xsake.distributed.ring import merged, with_sinks
 
-LOGITS = jax.random.normal(jax.random.key(0), (2, 3, 4, 10)) * 3
-VALUES = jax.random.normal(jax.random.key(1), (2, 3, 4, 10, 5))
+RNG = np.random.default_rng(0)
+LOGITS = jnp.asarray(3 * RNG.standard_normal((2, 3, 4, 10), np.float32))
+VALUES = jnp.asarray(RNG.standard_normal((2, 3, 4, 10, 5), np.float32))
 
 
 def soft(logits, values):

@@ -67,6 +67,7 @@ def test_a_layer_computes_the_blocks_that_were_chosen(profile, policy):
     assert chosen.sum((1, 2, 3)).tolist() == [total, total]
 
 
+@pytest.mark.slow  # test_bounds has it without a model
 def test_a_bounded_plan_drops_no_more_than_it_promises(model, tokens, profile):
     selector = hads.selector_named("sampled")
     policy = hads.policy_named("bounded", eps=0.3)
@@ -94,6 +95,7 @@ def test_new_inputs_compile_nothing(model, tokens, profile):
     assert run._cache_size() == 1
 
 
+@pytest.mark.slow  # test_choose has it without a model
 def test_rows_of_their_own_count_do_not_see_later_tokens(model, tokens, profile):
     attend = planned(profile, scope=hads.Scope.ROW)
     other = tokens.at[:, 5 * BLOCK :].set(0)
@@ -101,6 +103,7 @@ def test_rows_of_their_own_count_do_not_see_later_tokens(model, tokens, profile)
     assert np.abs(before(tokens) - before(other)).max() < 1e-5
 
 
+@pytest.mark.slow  # one more model to compile
 def test_decoding_after_a_planned_prefill_is_dense(model, tokens, profile):
     attend = planned(profile)
     _, cache = model.prefill(tokens, np.array([160, 160]), room=168, attend=attend)

@@ -50,6 +50,7 @@ def test_a_profile_says_what_was_measured(profile):
         assert gap.min() > -1e-5 and gap[..., 4:7].max() > 0
 
 
+@pytest.mark.slow  # one more calibration
 def test_the_order_of_documents_changes_nothing(profile, observe, readings):
     assert hads.calibrate(observe, MODEL, readings[::-1], SETTINGS).digest == profile.digest
 
@@ -80,6 +81,7 @@ def test_a_damaged_file_is_measured_again(profile, observe, readings, tmp_path):
     assert again.digest == profile.digest
 
 
+@pytest.mark.slow  # one more calibration
 def test_documents_side_by_side_give_the_same_profile(profile, observe, readings):
     wide = dataclasses.replace(SETTINGS, at_once=2)
     found = hads.calibrate(observe, MODEL, readings, wide)

@@ -168,6 +168,7 @@ def calibrated(readings, *, devices=None, effects=2, at_once=1, **keywords):
     return hads.calibrate(observer, identity, readings, settings, **keywords)
 
 
+@pytest.mark.slow  # three calibrations, one of them on two devices
 def test_calibration_measures_effects_whatever_the_order_and_the_devices(readings, tmp_path):
     seen = []
     profile = calibrated(readings, shelf=hads.Shelf(tmp_path), watch=seen.append)

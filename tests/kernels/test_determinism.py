@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import xsake
-from xsake.kernels.select import implementations
+from tests.lanes import RUNNABLE, each_implementation
 from xsake.masks import Full
 from xsake.testing.case_table import BY_NAME
 from xsake.testing.cases import Case
@@ -24,8 +24,6 @@ from xsake.testing.conformance import (
     with_gradients,
 )
 
-RUNNABLE = [name for name, declined in implementations().items() if declined is None]
-each_implementation = pytest.mark.parametrize("implementation", RUNNABLE)
 CASE = dataclasses.replace(BY_NAME["group_heads_differ"], name="deterministic", sinks=0)
 
 
@@ -45,6 +43,7 @@ def test_five_calls_give_the_same_bits(implementation):
         assert all(first[name].tobytes() == again[name].tobytes() for name in first)
 
 
+@pytest.mark.slow  # two more processes
 def test_another_process_gives_the_same_bits():
     script = (
         "import importlib.util, sys\n"

@@ -8,13 +8,11 @@ import numpy as np
 import pytest
 
 import xsake
-from xsake.kernels.select import implementations
+from tests.lanes import each_implementation
 from xsake.masks import Causal
 from xsake.testing.budget import non_finite
 from xsake.testing.cases import Case
 from xsake.testing.conformance import bind, call, run_naive, truth_of, with_gradients
-
-RUNNABLE = [name for name, declined in implementations().items() if declined is None]
 
 BASE = Case(
     "extreme",
@@ -73,7 +71,7 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("implementation", RUNNABLE)
+@each_implementation
 def test_finite_and_right_wherever_the_truth_is_finite(implementation, dtype):
     case = dataclasses.replace(BASE, dtype=dtype)
     run = jax.jit(with_gradients(bind(xsake.attention, case, implementation)))

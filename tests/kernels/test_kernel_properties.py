@@ -10,18 +10,15 @@ import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import xsake
-from xsake.kernels.select import implementations
+from tests.lanes import each_implementation
 from xsake.layout import BlockLayout
 from xsake.testing import strategies
 from xsake.testing.conformance import check_case, failures
 
-RUNNABLE = [name for name, declined in implementations().items() if declined is None]
-each_implementation = pytest.mark.parametrize("implementation", RUNNABLE)
 # Here every example compiles, so the profile's number is cut.
 few_examples = hypothesis.settings(
     max_examples=max(5, hypothesis.settings.default.max_examples // 4)

@@ -8,16 +8,13 @@ import numpy as np
 import pytest
 
 import xsake
+from tests.lanes import RUNNABLE, each_implementation
 from xsake.errors import LayoutError, XsakeError
-from xsake.kernels.select import implementations
 from xsake.layout import BlockLayout
 from xsake.masks import Causal, Explicit, Full, Window
 from xsake.testing.case_table import BY_NAME
 from xsake.testing.cases import Case
 from xsake.testing.conformance import compare, expected, failures, run_case
-
-RUNNABLE = [name for name, declined in implementations().items() if declined is None]
-each_implementation = pytest.mark.parametrize("implementation", RUNNABLE)
 
 
 @each_implementation

@@ -9,15 +9,13 @@ import numpy as np
 import pytest
 
 import xsake
-from xsake.kernels.select import implementations
+from tests.lanes import each_implementation
 from xsake.layout import BlockLayout
 from xsake.masks import Causal
 from xsake.testing.case_table import BY_NAME
 from xsake.testing.cases import Case
 from xsake.testing.conformance import bind, call, run_case, with_gradients
 
-RUNNABLE = [name for name, declined in implementations().items() if declined is None]
-each_implementation = pytest.mark.parametrize("implementation", RUNNABLE)
 CASE = Case(
     "transformed",
     Causal(),

@@ -186,6 +186,7 @@ def test_a_probe_measures_what_a_mask_keeps():
     np.testing.assert_allclose(found.mass, kept.mean((0, 2)), rtol=1e-4)
 
 
+@pytest.mark.slow  # one more model to compile
 def test_a_probe_reads_with_the_attention_of_the_step(definition, first, attention):
     options = {"rows": SECTION.probe_rows, "block": SECTION.block}
     key = step_key(first)

@@ -1,0 +1,29 @@
+"""Which tests of a table run with every change, and which wait for the nightly lane."""
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import pytest
+
+from xsake.kernels.select import implementations
+
+RUNNABLE = [name for name, declined in implementations().items() if declined is None]
+
+
+def gate(names: Collection[str], rows: Iterable[Any]) -> list[Any]:
+    """The rows (strings, or values with a name); all but those named are marked slow.
+
+    A row is named if it has something that no cheaper row has.
+    """
+    rows = list(rows)
+    known = [getattr(row, "name", row) for row in rows]
+    unknown = set(names) - set(known)
+    assert not unknown, f"no such rows: {sorted(unknown)}"
+    return [
+        row if name in names else pytest.param(row, marks=pytest.mark.slow)
+        for name, row in zip(known, rows, strict=True)
+    ]
+
+
+# What backends share is tested on one of them every time; conformance always runs them all.
+each_implementation = pytest.mark.parametrize("implementation", gate(["xla"], RUNNABLE))
