@@ -124,6 +124,9 @@ def test_wandb_offline_writes_a_run_that_can_be_read(subject, caplog):
     pytest.importorskip("wandb")
     log_all("wandb", subject, caplog)
     [file] = subject.folder.glob("wandb/offline-run-*/run-*.wandb")
+    deadline = time.monotonic() + 60  # a process of wandb's own writes it, some time after
+    while b"entropy/0/1" not in file.read_bytes() and time.monotonic() < deadline:
+        time.sleep(0.1)
     data = file.read_bytes()
     assert b"entropy/0/1" in data and b"training_step" in data
 

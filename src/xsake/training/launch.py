@@ -299,22 +299,25 @@ class _Launcher:
         deadline, told = float("inf"), 0
         living = dict(enumerate(self._ranks))
         while living:
+            known = (
+                failure  # one that fails drags others along: all that are found at once are told
+            )
             for process, rank in [*living.items()]:
                 if (code := rank.poll()) is None:
                     continue
                 del living[process]
                 self._bury(rank)
-                if code == 0 or was_killed or failure:
+                if code == 0 or was_killed or known:
                     continue
                 self._say(f"process {process} {_ending(code)}")
                 if code == RESTART_ME:
                     is_restart_wanted = True
                     deadline = min(deadline, time.monotonic() + self._rules.grace_seconds)
                     continue
-                failure = code if code > 0 else 128 - code
-                if not told:
-                    _send(living, signal.SIGTERM)
-                    deadline = min(deadline, time.monotonic() + self._rules.failure_grace_seconds)
+                failure = failure or (code if code > 0 else 128 - code)
+            if failure and not known and not told:
+                _send(living, signal.SIGTERM)
+                deadline = min(deadline, time.monotonic() + self._rules.failure_grace_seconds)
             for name in [*self._asked][told:]:
                 told += 1
                 _send(living, name)
