@@ -53,7 +53,10 @@ def test_sums_go_to_the_blocks_that_the_kernel_calls_by_number(list_batch, list_
             np.testing.assert_allclose(found[batch, block, :, head], wanted, rtol=1e-6)
 
 
-@pytest.mark.parametrize(("backend", "is_traced"), [(mosaic_gpu_hopper, False), (mosaic_gpu, True)])
+@pytest.mark.parametrize(
+    ("backend", "is_traced"),
+    [pytest.param(mosaic_gpu_hopper, False, marks=pytest.mark.slow), (mosaic_gpu, True)],
+)
 def test_gradients_of_cut_rows_are_those_of_whole_ones(backend, is_traced, monkeypatch):
     layout = BlockLayout.from_mask(Causal(), q_tokens=256, block_q=64, block_kv=64)
     q, k = (

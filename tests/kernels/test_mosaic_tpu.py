@@ -94,9 +94,7 @@ STRICT = [
 
 EVERY_TIME = [
     "one_token",
-    "decode_one_query",
     "head_dim_96_values_40",
-    "ragged_grid",
     "ragged_grid_traced",
     "explicit_with_empty_rows_and_columns_bfloat16",
     "positions_per_batch",

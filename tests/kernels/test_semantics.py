@@ -46,6 +46,7 @@ def test_sinks_alone_give_their_own_lse(implementation):
     )
 
 
+@pytest.mark.slow  # conformance has sinks in several blocks
 @each_implementation
 def test_sink_mass_does_not_depend_on_how_keys_are_cut(implementation):
     whole = Case("cut", Full(), block=(64, 64), q_tokens=64, kv_tokens=64, q_heads=2, sinks=0)
@@ -57,6 +58,7 @@ def test_sink_mass_does_not_depend_on_how_keys_are_cut(implementation):
         assert failures(compare(got, plain, truth, dtype="float32")) == [], block
 
 
+@pytest.mark.slow  # test_tile_sizes has tiles; here is the layout's own
 @each_implementation
 def test_block_sizes_never_change_the_meaning(implementation):
     rule = Causal() & Window(left=60, right=0)
