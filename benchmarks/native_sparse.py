@@ -11,6 +11,7 @@ in turns.
 """
 
 import functools
+import sys
 import uuid
 from collections.abc import Callable
 from typing import Any
@@ -92,6 +93,9 @@ def measure(settings: Settings) -> Outcome:
     lengths = settings.choose(LENGTHS, quick=256)
     for tokens in lengths:
         for direction, limit in LIMITS.items():
+            print(
+                f"{tokens} tokens, {direction}, of up to {lengths[-1]}", file=sys.stderr, flush=True
+            )
             found = _raced(tokens, direction, settings, worst)
             rows += found
             if tokens == JUDGED or len(lengths) == 1:
