@@ -299,9 +299,8 @@ class _Launcher:
         deadline, told = float("inf"), 0
         living = dict(enumerate(self._ranks))
         while living:
-            known = (
-                failure  # one that fails drags others along: all that are found at once are told
-            )
+            # Who fails drags others along: all that are found failed at once are told.
+            known = failure
             for process, rank in [*living.items()]:
                 if (code := rank.poll()) is None:
                     continue
