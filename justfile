@@ -3,6 +3,8 @@ set shell := ["bash", "-euo", "pipefail", "-c"]
 
 venv := ".venv"
 export PATH := justfile_directory() / venv / "bin:" + env("PATH")
+# Some machines forbid it: every process would then compile all of JAX's modules again, 10 s of them.
+export PYTHONDONTWRITEBYTECODE := ""
 compile := "uv pip compile --quiet --universal --python-version 3.12 --generate-hashes --no-annotate --no-emit-index-url --no-emit-find-links --custom-compile-command 'just lock'"
 
 _default:
