@@ -102,6 +102,8 @@ class Ground:
             "JAX_COMPILATION_CACHE_DIR": str(self.cache),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+            # On CPU, only the first process writes what it compiled, and no other can read it.
+            "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
             "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.getenv("PYTHONPATH")])]),
             "NO_COLOR": "1",
         }
