@@ -124,23 +124,28 @@ class Fault:
         }
 
 
-def save(path: Path, faults: list[Fault], where: Environment, *, is_quick: bool) -> None:
+def save(
+    path: Path, faults: list[Fault], where: Environment, *, seconds: float, is_quick: bool
+) -> None:
     """Write all results, whole or not at all; faults that were not measured now keep their rows.
 
     Args:
         path: the file.
         faults: measured so far.
         where: and with what.
+        seconds: that it took so far; less than the sum, where some run beside others.
         is_quick: fewer trials than what is published.
     """
     when = {"utc": where.utc, "commit": where.commit, "load_average": where.load_average}
     rows = {row["fault"]: row for row in _known(path)}
+    kept = rows.keys() - {fault.number for fault in faults}
+    seconds += sum(rows[number]["wall_seconds"] for number in kept)
     rows |= {fault.number: fault.row() | when for fault in faults}
     ordered = sorted(rows.values(), key=lambda row: int(row["fault"][1:]))
     document = {
         "environment": asdict(where),
         "is_quick": is_quick,
-        "wall_seconds": _rounded(sum(row["wall_seconds"] for row in ordered)),
+        "wall_seconds": _rounded(seconds),
         "faults": ordered,
     }
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,5 @@
 """Faults of saves: kills, bits, files and disks that fail, folders and formats of others."""
 
-import concurrent.futures
 import json
 import os
 import random
@@ -25,23 +24,10 @@ def killed_while_saving(ground: Ground, is_quick: bool) -> Fault:
         "F1", "killed while it saves",
         "every restore gives the newest committed step, exactly", timed="restore",
     )  # fmt: skip
-    draw, kills = random.Random(1), 3 if is_quick else 20
-    delays = [(number, draw.uniform(0.0, 0.15)) for number in range(kills)]
-    assert ground.straight, "made once, before two lanes ask for it"
-    lanes = [(ground, fault, f"f1-{lane}", delays[lane::2]) for lane in range(2)]
-    # Two runs, each on its own: a start takes one core.
-    with concurrent.futures.ThreadPoolExecutor(len(lanes)) as pool:
-        unfinished = sum(pool.map(lambda lane: _killed(*lane), lanes))
-    fault.figures["saves cut in two"] = unfinished
-    return fault
-
-
-def _killed(ground: Ground, fault: Fault, name: str, delays: list[tuple[int, float]]) -> int:
-    """Kill one run as often as there are delays; how many saves were cut in two by it."""
-    run = ground.run(name, f"run.steps={STEPS}", "checkpoint.every=1", "checkpoint.keep=3")
-    unfinished = 0
-    for number, delay in delays:
-        before = max(run.steps, default=0)
+    draw, unfinished = random.Random(1), 0
+    run = ground.run("f1", f"run.steps={STEPS}", "checkpoint.every=1", "checkpoint.keep=3")
+    for number in range(3 if is_quick else 20):
+        delay, before = draw.uniform(0.0, 0.15), max(run.steps, default=0)
         if before > STEPS - 8:  # it must be killed before its end
             shutil.rmtree(run.folder)
             before = 0
@@ -61,7 +47,8 @@ def _killed(ground: Ground, fault: Fault, name: str, delays: list[tuple[int, flo
             trial.require(is_exact, f"step {found.step} has other bits")
             bad = [str(notice) for notice in notices if notice.kind != "adopted"]
             trial.require(not bad, bad)
-    return unfinished
+    fault.figures["saves cut in two"] = unfinished
+    return fault
 
 
 def flipped_bits(ground: Ground, is_quick: bool) -> Fault:
