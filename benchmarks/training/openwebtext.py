@@ -32,6 +32,7 @@ from xsake.training.train import Ending, train
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "training"
 CONTEXT, BLOCK, HEAD_DIM = 1024, 32, 32
 WINDOW_BLOCKS = 5  # that a row of the window touches
+VALIDATION_WINDOWS = 24
 SIDES = ("dense", "hads", "window", "native")
 SEEDS = (0, 1, 2)
 NATIVE = {"length": 16, "stride": 8, "size": BLOCK, "count": 6, "window": 128}
@@ -78,7 +79,7 @@ def config_of(folder: Path, side: str, seed: int, steps: int, batch: int) -> Tra
         "checkpoint": {"folder": str(folder / f"{side}-{seed}"), "every": steps // 4, "keep": 1},
         "run": {
             "name": f"{side}-{seed}", "steps": steps, "seed": seed, "log_every": 20,
-            "evaluate_every": steps // 10, "evaluation_batches": 6,
+            "evaluate_every": steps // 10, "evaluation_batches": VALIDATION_WINDOWS // batch,
         },
     })  # fmt: skip
 
@@ -87,8 +88,8 @@ def main() -> None:
     """Train what has not been trained yet, then write rows and the plot."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, required=True, help="of data and runs")
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=800)
+    parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--draw", action="store_true", help="train nothing")
     parser.add_argument("--only", nargs="+", help="these runs, such as dense-0; others are left")
     asked = parser.parse_args()
