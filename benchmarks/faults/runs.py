@@ -29,6 +29,9 @@ from xsake.training.state import TrainState, digest
 
 HEARTBEAT = 10
 INTERVAL = 10  # steps between checkpoints
+# On CPU only the first of several processes keeps what it compiles, and no other can read it: all
+# runs on a mesh compile in a hurry, so that they have the same bits.
+HURRY = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
 STEPS = 60  # of the straight run; most others have 40
 SETTINGS = """\
 [model]
@@ -102,8 +105,6 @@ class Ground:
             "JAX_COMPILATION_CACHE_DIR": str(self.cache),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-            # On CPU, only the first process writes what it compiled, and no other can read it.
-            "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
             "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.getenv("PYTHONPATH")])]),
             "NO_COLOR": "1",
         }
@@ -278,7 +279,8 @@ class Run:
             is_piped: its words go through another process, so that they have room in any case.
         """
         log = self.ground.folder / f"{self.name}.log"
-        changed = self.ground.variables | dict(variables or {})
+        hurry = HURRY if any(word.startswith("mesh.") for word in self.settings) else {}
+        changed = self.ground.variables | hurry | dict(variables or {})
         given = {name: value for name, value in changed.items() if value is not None}
         words = command or self.command(*options, inject=inject)
         with log.open("ab") as out:
