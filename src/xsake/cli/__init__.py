@@ -71,7 +71,7 @@ def run_doctor(
     ] = None,
     file: Annotated[
         Path | None,
-        typer.Option("--report", help="With --kernels: default xsake-kernels-<platform>.json."),
+        typer.Option("--report", help="With --kernels: default xsake-kernels-PLATFORM.json."),
     ] = None,
 ) -> None:
     """Show what can run on this machine, and prove it with a one-second self-test.

@@ -45,7 +45,7 @@ def run_calibrate(
     ] = "float32",
     out: Annotated[Path, typer.Option("--out", "-o", help="The plan.")] = Path("plan.json"),
     profile: Annotated[
-        Path | None, typer.Option(help="The profile; default <plan>.profile.json.")
+        Path | None, typer.Option(help="The profile; default PLAN.profile.json.")
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the plan and nothing else.")

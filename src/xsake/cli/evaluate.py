@@ -41,7 +41,7 @@ def run_evaluate(
     seed: Annotated[int, typer.Option(help="Of passages and intervals.")] = 0,
     out: Annotated[
         Path | None,
-        typer.Option("--out", "-o", help="The report; default xsake-evaluation-<model>.json."),
+        typer.Option("--out", "-o", help="The report; default xsake-evaluation-MODEL.json."),
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the report into this PNG.")] = None,
     as_json: Annotated[

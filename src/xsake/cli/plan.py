@@ -66,7 +66,7 @@ def check(
         int | None, typer.Option(min=1, help="Tokens read of each; default: as calibrated.")
     ] = None,
     profile: Annotated[
-        Path | None, typer.Option(help="Its profile; default <plan>.profile.json.")
+        Path | None, typer.Option(help="Its profile; default PLAN.profile.json.")
     ] = None,
     dtype: Annotated[
         Literal["float32", "bfloat16"], typer.Option(help="Of weights and activations.")

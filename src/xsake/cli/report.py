@@ -16,7 +16,7 @@ PROFILE = ".profile.json"  # in the place of a plan's suffix
 def run_report(
     plan: Annotated[Path, typer.Argument(help="A plan, as `xsake calibrate` makes it.")],
     profile: Annotated[
-        Path | None, typer.Option(help="Its profile; default <plan>.profile.json, if it is there.")
+        Path | None, typer.Option(help="Its profile; default PLAN.profile.json, if it is there.")
     ] = None,
     ladder: Annotated[
         Path | None, typer.Option(help="Rows of a policy comparison, .jsonl, to be shown as well.")
@@ -25,7 +25,7 @@ def run_report(
         Path | None, typer.Option(help="A JSON file of figures about bounds, likewise.")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="The page; default <plan>.html.")
+        Path | None, typer.Option("--out", "-o", help="The page; default PLAN.html.")
     ] = None,
     png: Annotated[Path | None, typer.Option(help="Draw PNGs into this folder too.")] = None,
     as_json: Annotated[
