@@ -45,7 +45,7 @@ export default function Home() {
               <h3 className="mt-1 text-lg leading-snug">{each.title}</h3>
               <p className="mt-2 text-sm text-muted">{each.detail}</p>
               <p className="mt-2 text-xs text-muted">{each.hardware}</p>
-              <Link className="link mt-2 inline-block text-sm" href={each.link}>
+              <Link prefetch={false} className="link mt-2 inline-block text-sm" href={each.link}>
                 the row behind it<span className="sr-only">: {each.title}</span>
               </Link>
             </article>
@@ -72,7 +72,7 @@ export default function Home() {
         <ul className="mt-6 border-t border-rule">
           {ROOMS.map(([place, name, words]) => (
             <li key={place} className="border-b border-rule">
-              <Link href={place} className="group grid gap-1 py-5 sm:grid-cols-[16rem_1fr_2rem] sm:items-baseline">
+              <Link prefetch={false} href={place} className="group grid gap-1 py-5 sm:grid-cols-[16rem_1fr_2rem] sm:items-baseline">
                 <span className="font-serif text-2xl group-hover:text-accent">{name}</span>
                 <span className="text-muted">{words}</span>
                 <span aria-hidden="true" className="hidden text-right text-accent sm:block">→</span>

@@ -26,9 +26,16 @@ export function unpack(bytes: Uint8Array, heads: number, n: number): Packed {
   return { n, heads, codes, places: bytes.slice(2 * size) };
 }
 
+/** When the words are on the screen: what is only drawn comes after them. Hidden pages never paint, and do not wait. */
+const painted = () => new Promise<void>((done) => {
+  requestAnimationFrame(() => setTimeout(done));
+  setTimeout(done, 1000);
+});
+
 /** A file as it is stored, whether or not a host has already undone its gzip. */
 export async function inflated(address: string, signal?: AbortSignal): Promise<Uint8Array> {
-  const answer = await fetch(address, { signal });
+  await painted();
+  const answer = await fetch(address, { signal, priority: "low" });
   if (!answer.ok) throw new Error(`${address}: ${answer.status}`);
   const bytes = new Uint8Array(await answer.arrayBuffer());
   if (bytes[0] !== 0x1f || bytes[1] !== 0x8b) return bytes;
