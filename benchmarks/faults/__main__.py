@@ -18,7 +18,7 @@ from rich.console import Console
 from benchmarks.experiment import RESULTS
 from benchmarks.faults.numbers import NUMBERS
 from benchmarks.faults.processes import PROCESSES
-from benchmarks.faults.results import Fault, save, table
+from benchmarks.faults.results import Fault, save, seconds_of, table
 from benchmarks.faults.runs import Ground, prepare
 from benchmarks.faults.saves import SAVES
 from benchmarks.faults.surroundings import SURROUNDINGS
@@ -65,7 +65,7 @@ def main() -> int:
 
 def _measured(numbers: list[str], folder: Path, out: Path | None, *, is_quick: bool) -> int:
     console, where, done = Console(), environment(ROOT), []
-    begin = time.monotonic()
+    begin, earlier = time.monotonic(), seconds_of(out)
     ground = prepare(folder.absolute(), is_inside=is_quick)
     for fault in _in_lanes(numbers, ground, is_quick=is_quick):
         done.append(fault)
@@ -76,7 +76,8 @@ def _measured(numbers: list[str], folder: Path, out: Path | None, *, is_quick: b
             for problem in trial.problems:
                 console.print(f"  {trial.label}: {problem}", style="red", markup=False)
         if out is not None:
-            save(out, done, where, seconds=time.monotonic() - begin, is_quick=is_quick)
+            spent = time.monotonic() - begin
+            save(out, done, where, seconds=spent, earlier=earlier, is_quick=is_quick)
     console.print(table(sorted(done, key=lambda fault: int(fault.number[1:]))))
     console.print(f"{time.monotonic() - begin:.0f} s in all")
     return 0 if all(fault.is_met for fault in done) else 1
@@ -85,6 +86,8 @@ def _measured(numbers: list[str], folder: Path, out: Path | None, *, is_quick: b
 def _in_lanes(numbers: list[str], ground: Ground, *, is_quick: bool) -> Iterator[Fault]:
     """Faults as they are done."""
     together = [] if is_quick else [number for number in numbers if number not in TIMED]
+    if len(together) == 1:
+        together = []
     if together:
         assert ground.straight and ground.straight_pair, "made once, before two lanes ask for them"
         with concurrent.futures.ThreadPoolExecutor(LANES) as pool:

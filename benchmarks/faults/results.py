@@ -125,7 +125,13 @@ class Fault:
 
 
 def save(
-    path: Path, faults: list[Fault], where: Environment, *, seconds: float, is_quick: bool
+    path: Path,
+    faults: list[Fault],
+    where: Environment,
+    *,
+    seconds: float,
+    earlier: float,
+    is_quick: bool,
 ) -> None:
     """Write all results, whole or not at all; faults that were not measured now keep their rows.
 
@@ -134,18 +140,18 @@ def save(
         faults: measured so far.
         where: and with what.
         seconds: that it took so far; less than the sum, where some run beside others.
+        earlier: seconds of the command that measured the rows that are kept.
         is_quick: fewer trials than what is published.
     """
     when = {"utc": where.utc, "commit": where.commit, "load_average": where.load_average}
     rows = {row["fault"]: row for row in _known(path)}
     kept = rows.keys() - {fault.number for fault in faults}
-    seconds += sum(rows[number]["wall_seconds"] for number in kept)
     rows |= {fault.number: fault.row() | when for fault in faults}
     ordered = sorted(rows.values(), key=lambda row: int(row["fault"][1:]))
     document = {
         "environment": asdict(where),
         "is_quick": is_quick,
-        "wall_seconds": _rounded(seconds),
+        "wall_seconds": _rounded(seconds + (earlier if kept else 0.0)),
         "faults": ordered,
     }
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -154,6 +160,11 @@ def save(
 
 def _known(path: Path) -> list[dict[str, Any]]:
     return json.loads(path.read_text())["faults"] if path.exists() else []
+
+
+def seconds_of(path: Path | None) -> float:
+    """How long the results in a file took; 0 without any."""
+    return json.loads(path.read_text())["wall_seconds"] if path and path.exists() else 0.0
 
 
 def table(faults: list[Fault]) -> Table:

@@ -1,5 +1,6 @@
 """`xsake serve`: its arguments and what it prints; the dashboard is made elsewhere."""
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -8,6 +9,8 @@ import typer
 from xsake.bench.environment import own_checkout
 from xsake.cli.exits import exit_codes
 from xsake.errors import ArgumentError, MissingExtraError
+
+NICENESS = 10
 
 
 def run_serve(
@@ -93,6 +96,7 @@ def _serve(config, new_token: str | None) -> None:
     """Listen, say where, and serve until Ctrl-C."""
     import uvicorn
 
+    os.nice(NICENESS)  # it gives way to the runs that it watches
     server, listening = uvicorn.Server(config), config.bind_socket()
     address = f"[{config.host}]" if ":" in config.host else config.host
     place = f"http://{address}:{listening.getsockname()[1]}/"

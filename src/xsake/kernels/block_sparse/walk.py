@@ -116,6 +116,11 @@ def walked_items(rows: Rows, tiles: TileSizes) -> int:
     return sum(int(np.asarray(x).sum(dtype=np.int64)) for x in turns) * tiles.rows
 
 
+def _ever(steps) -> bool:
+    """Whether some group takes such a step: what none takes has no loop, and costs no compiling."""
+    return not isinstance(steps, np.ndarray) or bool(steps.any())
+
+
 def walk(rows: Rows, visitor: Visitor, tiles: TileSizes, shared: Any):
     """Run `visitor` over all rows.
 
@@ -153,10 +158,13 @@ def walk(rows: Rows, visitor: Visitor, tiles: TileSizes, shared: Any):
 
             return lax.fori_loop(0, steps, body, (*carry, fetch(0)))[:2]
 
-        carry = sweep((state, shared), partial, 1, True, 0, limits.partial)
+        carry = state, shared
+        if _ever(groups.partial):
+            carry = sweep(carry, partial, 1, True, 0, limits.partial)
         cuts = _cuts(limits.full, tiles)
-        for most, (width, first, own_steps) in zip(steps, cuts, strict=True):
-            carry = sweep(carry, most, width, False, limits.partial + first, own_steps)
+        for known, most, (width, first, own_steps) in zip(groups.steps, steps, cuts, strict=True):
+            if _ever(known):
+                carry = sweep(carry, most, width, False, limits.partial + first, own_steps)
         state, shared = carry
         return visitor.finish(named, state, shared), None
 
