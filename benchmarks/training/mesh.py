@@ -32,7 +32,8 @@ from xsake.training.state import define
 from xsake.training.train import train
 
 STEPS, CONTEXT, BLOCK = 20, 256, 16
-DECODER = {"vocab_size": 8192, "context": CONTEXT, "q_heads": 8, "kv_heads": 8}
+DECODER = {"vocab_size": 8192, "context": CONTEXT}
+BALANCED_HEADS = (32, 8)  # the runs take the plan of the last
 ATTENTION = {
     "dense": {},
     "mask": {"kind": "mask", "mask": "window(63, 0) | sinks(16)"},
@@ -59,7 +60,8 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        rows += _balance(_config(asked.data, folder, "dense", {}), folder)
+        for kv_heads in BALANCED_HEADS:
+            rows += _balance(_config(asked.data, folder, "dense", {}, kv_heads), folder)
         for attention in ATTENTION:
             alone = _losses(_config(asked.data, folder, attention, {}))
             for mesh in MESHES:
@@ -78,12 +80,15 @@ def main() -> None:
     write_whole(RESULTS / "mesh.jsonl", "".join(json.dumps(row) + "\n" for row in [head, *rows]))
 
 
-def _config(data: Path, folder: Path, attention: str, mesh: dict[str, int]) -> TrainingConfig:
+def _config(
+    data: Path, folder: Path, attention: str, mesh: dict[str, int], kv_heads: int = 8
+) -> TrainingConfig:
     section = dict(ATTENTION[attention])
     if "profile" in section:
         section["profile"] = str(folder / section["profile"])
     name = "-".join([attention, *(f"{axis}{size}" for axis, size in mesh.items())])
-    decoder = DECODER | ({"native_sparse": NATIVE} if attention == "native_sparse" else {})
+    decoder = DECODER | {"q_heads": kv_heads, "kv_heads": kv_heads}
+    decoder |= {"native_sparse": NATIVE} if attention == "native_sparse" else {}
     return TrainingConfig.of({
         "model": {"preset": "tiny", "compute": "float32", "decoder": decoder},
         "data": {"folder": str(data), "context": CONTEXT, "batch": 8},
@@ -135,7 +140,8 @@ def _balance(config: TrainingConfig, folder: Path) -> list[dict[str, Any]]:
         assert (counted["given"] == placement.before).all()
         assert (counted["balanced"] == placement.after).all()
         rows.append({
-            "tensor_shards": shards, "kv_heads": DECODER["kv_heads"], "budget": section.budget,
+            "tensor_shards": shards, "kv_heads": config.model.decoder.kv_heads,
+            "budget": section.budget,
             **{
                 f"{name}_busiest_over_mean": round(float((x.max(1) / x.mean(1)).max()), 4)
                 for name, x in counted.items()

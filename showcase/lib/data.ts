@@ -82,8 +82,8 @@ export interface Certificate {
   topology: string;
   device_kind: string;
   made_at: string;
-  commit: string;
-  dirty: boolean;
+  compiler: string;
+  commits: string[];
   versions: Record<string, string>;
   outcomes: Outcome[];
 }

@@ -68,11 +68,12 @@ function compiled(): Headline | null {
   const outcomes = certificates.flatMap((each) => each.outcomes);
   const accepted = outcomes.filter(({ expects, verdict }) => expects === "compiles" && verdict === "compiled");
   const refused = outcomes.filter(({ expects, verdict }) => expects === "refused" && verdict === "refused");
+  const tpus = certificates.filter(({ family }) => family === "tpu").length;
   return {
     figure: count(accepted.length),
-    title: `kernels taken by the compiler of ${certificates.length} TPU generations`,
-    detail: `Forward, dQ and dK/dV for heads of real models, and ${refused.length} controls refused as they must be. ` +
-      "Compiled without the hardware: never run on a TPU, so no speed is claimed.",
+    title: `kernels taken by the compilers of ${tpus} TPU and ${certificates.length - tpus} GPU targets`,
+    detail: `Forward and gradients for heads of real models, and ${refused.length} controls refused as they must be. ` +
+      "Compiled without the hardware: never run on a TPU or GPU, so no speed is claimed.",
     hardware: certificates.map(({ target }) => target).join(", "),
     source: "certificates/", link: "/proof/",
   };

@@ -68,13 +68,18 @@ function endToEnd() {
   });
 }
 
+const COMPILERS = ["libtpu", "nvidia-cuda-nvcc", "jax"];
+
 function certificates() {
   const check = validator("certificate"), folder = join(root, "certificates");
   return listed(folder, ".json").map((name) => {
     const found = check(JSON.parse(text(join(folder, name))), `certificates/${name}`);
     const { outcomes, ...about } = found;
+    const inOrder = outcomes.toSorted((one, other) => one.made_at.localeCompare(other.made_at));
     return {
       file: `certificates/${name}`, ...about,
+      compiler: COMPILERS.filter((each) => each in about.versions).map((each) => `${each} ${about.versions[each]}`).join(", "),
+      commits: [...new Set(inOrder.map(({ commit }) => commit))],
       outcomes: outcomes.map(({ case: own, verdict, as_expected, facts }) => ({
         name: own.name, shape: own.shape, pass: own.pass_name, tokens: own.tokens, budget: own.budget,
         dtype: own.dtype, traced: own.traced, expects: own.expects, because: own.because, verdict, as_expected,

@@ -23,7 +23,9 @@ async function home(page) {
   assert.equal(found.length, 4);
   for (const [source, figure] of found) {
     if (source === "certificates/") {
-      const all = readdirSync(join(root, "certificates")).flatMap((name) => JSON.parse(readFileSync(join(root, "certificates", name), "utf8")).outcomes);
+      const names = readdirSync(join(root, "certificates")), tpus = names.filter((name) => name.startsWith("tpu_")).length;
+      assert.match(await page.locator("[data-source='certificates/']").textContent(), new RegExp(`${tpus} TPU and ${names.length - tpus} GPU targets`));
+      const all = names.flatMap((name) => JSON.parse(readFileSync(join(root, "certificates", name), "utf8")).outcomes);
       const compiled = all.filter((each) => each.case.expects === "compiles" && each.verdict === "compiled");
       assert.equal(figure, String(compiled.length));
       continue;

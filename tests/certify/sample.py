@@ -13,6 +13,7 @@ def sample_certificate(**changes) -> Certificate:
     """One case that compiled and one control that was refused."""
     counts = {"listed": 9, "computed": 9, "launches": 2, "steps": 12, "balance": 1.0}
     cost = Cost(**counts, flops=10, bytes_read=5, bytes_written=1, least_bytes=4)
+    origin = {"commit": "0123456789abcdef", "dirty": False, "source": "feed"}
     compiled = Outcome(
         case=case("good"),
         verdict="compiled",
@@ -22,6 +23,7 @@ def sample_certificate(**changes) -> Certificate:
         cost=cost,
         bound=Bound(seconds=0.002, label="a bound"),
         made_at="2026-11-15T10:00:00+00:00",
+        **origin,
     )
     refused = Outcome(
         case=case("control", expects="refused", because="vmem"),
@@ -32,6 +34,7 @@ def sample_certificate(**changes) -> Certificate:
         cost=None,
         bound=None,
         made_at="2026-11-15T10:00:01+00:00",
+        **origin,
     )
     told = {
         "family": "tpu",
@@ -40,9 +43,6 @@ def sample_certificate(**changes) -> Certificate:
         "device_kind": "TPU v5 lite",
         "made_at": "2026-11-15T10:00:01+00:00",
         "command": "xsake certify v5e",
-        "commit": "0123456789abcdef",
-        "dirty": False,
-        "source": "feed",
         "figures": True,
         "versions": {"xsake": "0.1.0", "jax": "0.12.0.1", "libtpu": "0.0.50.1"},
         "host_processor": "made up",

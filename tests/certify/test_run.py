@@ -135,6 +135,16 @@ def test_outcomes_are_not_kept_once_something_changed(quick, certify, monkeypatc
     assert certify("fake_good")[1] == ["fake_good"]
 
 
+def test_outcomes_of_older_sources_stay_until_they_are_asked_again(quick, certify, monkeypatch):
+    first, _ = certify("fake_good*")
+    monkeypatch.setattr(run, "source_digest", lambda module: "other")
+    second, new = certify("fake_good")
+    assert new == ["fake_good"]
+    sources = {outcome.case.name: outcome.source for outcome in second.outcomes}
+    old = first.outcomes[0].source
+    assert sources == {"fake_good": "other", "fake_good_dkv": old, "fake_good_dq": old}
+
+
 def test_an_interrupted_run_leaves_what_it_has(quick, certify, tmp_path):
     quick.is_interrupted = True
     with pytest.raises(KeyboardInterrupt):

@@ -12,7 +12,7 @@ function Targets() {
     <div className="relative overflow-x-auto" tabIndex={0} role="region" aria-label="Certificates by target">
       <table className="table">
         <thead>
-          <tr><th>target</th><th>compiles</th><th>controls refused</th><th>not as expected</th><th>compiler</th><th>commit</th><th>date</th><th>file</th></tr>
+          <tr><th>target</th><th>compiles</th><th>controls refused</th><th>not as expected</th><th>compiler</th><th>commits</th><th>last made</th><th>file</th></tr>
         </thead>
         <tbody className="number">
           {certificates.map((each) => {
@@ -25,8 +25,8 @@ function Targets() {
                 <td data-compiled>{took(wanted)} of {wanted.length}</td>
                 <td>{controls.filter(({ verdict }) => verdict === "refused").length} of {controls.length}</td>
                 <td className={odd.length ? "text-accent" : ""}>{odd.length}</td>
-                <td className="text-muted">libtpu {each.versions.libtpu}, jax {each.versions.jax}</td>
-                <td className="font-mono text-xs">{commit(each.commit)}</td>
+                <td className="text-muted">{each.compiler}</td>
+                <td className="font-mono text-xs">{each.commits.map(commit).join(", ")}</td>
                 <td className="whitespace-nowrap">{day(each.made_at)}</td>
                 <td><a className="link" href={address(`/data/${each.file}`)}>JSON<span className="sr-only"> of {each.target}</span></a></td>
               </tr>
@@ -45,7 +45,7 @@ function cell(found: Certificate, shape: string, pass: string) {
   return (
     <>
       {took(own)} of {own.length}
-      {memory.length > 0 && <span className="block text-xs text-muted">up to {bytes(Math.max(...memory))} VMEM</span>}
+      {memory.length > 0 && <span className="block text-xs text-muted">up to {bytes(Math.max(...memory))} {found.family === "tpu" ? "VMEM" : "shared"}</span>}
     </>
   );
 }
@@ -145,8 +145,9 @@ export default function Proof() {
       <section aria-labelledby="certificates">
         <h2 id="certificates" className="text-3xl">Certificates</h2>
         <p className="mt-2 mb-4 max-w-2xl text-muted">
-          Google&apos;s compiler took these kernels for these TPUs, on a machine without one. Controls are cases that must
-          be refused: they prove that the check can fail. Never run on a TPU; no speed is known.
+          Google&apos;s compiler took these kernels for TPUs and NVIDIA&apos;s for GPUs, on a machine that has neither.
+          Controls are cases that must be refused: they prove that the check can fail. Never run on the device; no speed
+          is known.
         </p>
         {certificates.length ? <Targets /> : <Missing what="There are no certificates" command="xsake certify" />}
         {certificates.length > 0 && (

@@ -64,21 +64,26 @@ class Outcome(_Strict):
     cost: Cost | None
     bound: Bound | None
     made_at: str = Field(description="UTC")
+    commit: str | None
+    dirty: bool | None
+    source: str = Field(description="digest of the sources that were compiled")
+
+    @property
+    def commit_text(self) -> str:
+        """The commit in few letters, and whether there were changes on top of it."""
+        return f"{(self.commit or 'none')[:8]}{' with changes' if self.dirty else ''}"
 
 
 class Certificate(_Strict):
     """What one vendor's compiler made of our kernels for one target. It never states a speed."""
 
-    schema_version: Literal[1] = 1
+    schema_version: Literal[2] = 2
     family: str
     target: str
     topology: str
     device_kind: str = Field(description="the compiler's own name for the device")
     made_at: str = Field(description="UTC, of the newest outcome")
-    command: str
-    commit: str | None
-    dirty: bool | None
-    source: str = Field(description="digest of the sources that were compiled")
+    command: str = Field(description="that made the newest outcome")
     figures: bool = Field(description="whether the compiler was asked about memory and schedule")
     versions: dict[str, str]
     host_processor: str = Field(description="where the compiler ran; compile seconds are its own")
@@ -94,9 +99,15 @@ class Certificate(_Strict):
         """Outcomes that are not as expected."""
         return [outcome for outcome in self.outcomes if not outcome.as_expected]
 
+    @property
+    def commits(self) -> list[str]:
+        """Commits that the outcomes were made at, the oldest first."""
+        by_time = sorted(self.outcomes, key=lambda outcome: outcome.made_at)
+        return list(dict.fromkeys(outcome.commit_text for outcome in by_time))
+
     def continues(self, other: "Certificate") -> bool:
-        """Whether outcomes of `other` still hold: same target, sources, versions and question."""
-        same = ("family", "target", "topology", "device_kind", "source", "figures", "versions")
+        """Whether outcomes of `other` belong here too: same target, versions and question."""
+        same = ("family", "target", "topology", "device_kind", "figures", "versions")
         return all(getattr(self, name) == getattr(other, name) for name in same)
 
 

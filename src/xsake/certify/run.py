@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import NamedTuple
 
 import xsake
 from xsake.bench.environment import environment, own_checkout
@@ -19,7 +20,14 @@ from xsake.certify.record import Answer, Certificate, Outcome
 
 PACKAGE = Path(xsake.__file__).parent
 # What decides the outcome of a case, beside its own fields and its family.
-SOURCES = ("bench/shapes.py", "certify/build.py", "kernels", "layout", "masks")
+SOURCES = (
+    "bench/shapes.py",
+    "certify/build.py",
+    "certify/build_selected.py",
+    "kernels",
+    "layout",
+    "masks",
+)
 CASE_SECONDS = 300.0
 
 
@@ -79,8 +87,8 @@ def certify(
         families: modules by family name.
 
     Returns:
-        The certificate with everything that is known about these sources, and the outcomes of the
-        selected cases.
+        The certificate with everything that is known about the target, what older sources gave for
+        cases that were not selected included, and the outcomes of the selected cases.
     """
     watcher = watcher or Watcher()
     module = families[target.family]
@@ -89,14 +97,16 @@ def certify(
     python = environments.interpreter(family, plan.environments, watcher.announce)
     setting = Setting(python, module, family, target, plan.time_limit, plan.figures)
     with Worker(setting) as worker:
-        certificate = _begin(target, worker, plan, module)
+        origin = _origin(module)
+        certificate = _begin(target, worker, plan)
         known = _known(certificate, family, plan)
-        clock = _Clock(sum(case.name not in known for case in chosen))
+        holds = {name for name, outcome in known.items() if outcome.source == origin.source}
+        clock = _Clock(sum(case.name not in holds for case in chosen))
         selected: dict[str, Outcome] = {}
         for done, case in enumerate(chosen, start=1):
-            is_new = case.name not in known
+            is_new = case.name not in holds
             if is_new:
-                known[case.name] = _outcome(case, worker.ask(case), target)
+                known[case.name] = _outcome(case, worker.ask(case), target, origin)
                 clock.tick()
             selected[case.name] = known[case.name]
             certificate = _with(certificate, known)
@@ -142,8 +152,20 @@ class _Clock:
         return self.elapsed / self._ticks * left if self._ticks else None
 
 
-def _begin(target: Target, worker: Worker, plan: Plan, module: str) -> Certificate:
+class _Origin(NamedTuple):
+    """The sources that outcomes come from."""
+
+    commit: str | None
+    dirty: bool | None
+    source: str
+
+
+def _origin(module: str) -> _Origin:
     here = environment(own_checkout())
+    return _Origin(here.commit, here.dirty, source_digest(module))
+
+
+def _begin(target: Target, worker: Worker, plan: Plan) -> Certificate:
     return Certificate(
         family=target.family,
         target=target.name,
@@ -151,17 +173,14 @@ def _begin(target: Target, worker: Worker, plan: Plan, module: str) -> Certifica
         device_kind=worker.device_kind,
         made_at=_now(),
         command=plan.command,
-        commit=here.commit,
-        dirty=here.dirty,
-        source=source_digest(module),
         figures=plan.figures,
         versions=worker.versions,
-        host_processor=here.cpu,
+        host_processor=environment(own_checkout()).cpu,
     )
 
 
 def _known(certificate: Certificate, family: Family, plan: Plan) -> dict[str, Outcome]:
-    """Outcomes in the file that still hold: same sources, versions and case, and not a crash."""
+    """Outcomes in the file that belong here: same versions and case, and not a crash."""
     path = plan.out / certificate.file_name
     if plan.fresh or not path.exists():
         return {}
@@ -182,13 +201,14 @@ def _with(certificate: Certificate, known: dict[str, Outcome]) -> Certificate:
     return certificate.model_copy(update={"outcomes": list(outcomes), "made_at": newest})
 
 
-def _outcome(case: Case, answer: Answer, target: Target) -> Outcome:
+def _outcome(case: Case, answer: Answer, target: Target, origin: _Origin) -> Outcome:
     cost = answer.cost if answer.verdict == "compiled" else None
     return Outcome(
         case=case,
         as_expected=record.is_as_expected(case, answer),
         bound=None if cost is None else bound.lower_bound(cost, target.peak),
         made_at=_now(),
+        **origin._asdict(),
         **{name: getattr(answer, name) for name in Answer.model_fields},
     )
 

@@ -74,7 +74,7 @@ def updated(page: str, certificates: Iterable[Certificate]) -> str:
 
 def _targets(certificates: list[Certificate]) -> list[str]:
     lines = [
-        "| target | compiles | controls refused | not as expected | compiler | commit | date |",
+        "| target | compiles | controls refused | not as expected | compiler | commits | newest |",
         "|---|---|---|---|---|---|---|",
     ]
     for one in certificates:
@@ -83,11 +83,10 @@ def _targets(certificates: list[Certificate]) -> list[str]:
         good = sum(x.as_expected for x in wanted), sum(x.as_expected for x in controls)
         own = {"xsake", "numpy", "python"}
         versions = ", ".join(f"{k} {v}" for k, v in one.versions.items() if k not in own)
-        commit = f"{(one.commit or 'none')[:8]}{' with changes' if one.dirty else ''}"
         lines.append(
             f"| {one.target} ({one.device_kind}) | {good[0]} of {len(wanted)} "
             f"| {good[1]} of {len(controls)} | {len(one.surprises)} "
-            f"| {versions} | {commit} | {one.made_at[:10]} |"
+            f"| {versions} | {', '.join(one.commits)} | {one.made_at[:10]} |"
         )
     return lines
 
