@@ -31,7 +31,7 @@ from xsake.training.placing import Devices
 from xsake.training.state import define
 from xsake.training.train import train
 
-STEPS, CONTEXT, BLOCK = 20, 256, 16
+STEPS, CONTEXT, BLOCK = 20, 512, 16
 DECODER = {"vocab_size": 8192, "context": CONTEXT}
 BALANCED_HEADS = (32, 8)  # the runs take the plan of the last
 ATTENTION = {
@@ -75,6 +75,10 @@ def main() -> None:
                     "largest_relative_difference": apart,
                 })  # fmt: skip
                 print(json.dumps(rows[-1]), flush=True)
+                _write(rows)
+
+
+def _write(rows: list[dict[str, Any]]) -> None:
     head = {"environment": dataclasses.asdict(environment(own_checkout()))}
     RESULTS.mkdir(parents=True, exist_ok=True)
     write_whole(RESULTS / "mesh.jsonl", "".join(json.dumps(row) + "\n" for row in [head, *rows]))
