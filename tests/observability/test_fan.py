@@ -67,6 +67,27 @@ def test_every_tracker_gets_every_line_and_the_end():
     assert fan.dropped == {"a": 0, "b": 0}
 
 
+def test_lines_are_handed_over_in_bursts():
+    kept = Kept()
+    fan = Fan({"kept": lambda: kept})
+    fan.log(0, {"loss": 1.0})
+    _until(lambda: len(kept.lines) == 1)
+    fan.log(1, {"loss": 1.0})
+    time.sleep(0.05)
+    assert len(kept.lines) == 1  # not at once
+    _until(lambda: len(kept.lines) == 2)
+    begin = time.monotonic()
+    fan.finish()
+    assert time.monotonic() - begin < 0.9  # the end is
+
+
+def _until(is_so):
+    end = time.monotonic() + 20
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
 def test_one_that_raises_is_left_alone_and_the_others_go_on(caplog):
     broken, kept = Raises(), Kept()
     fan = Fan({"broken": lambda: broken, "kept": lambda: kept})

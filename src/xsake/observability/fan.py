@@ -11,6 +11,8 @@ from xsake.observability.metrics import flat
 from xsake.observability.tracker import MakeTracker
 
 FINISH_SECONDS = 5.0
+PAUSE_SECONDS = 1.0
+"""Between two looks at what waits: a tracker that woke with every step would take turns with it."""
 _MOST_WAITING = 4096  # lines of a slow tracker; older ones are dropped
 _MOST_FAILURES = 3  # in a row, then a tracker is left alone
 _LOG = logging.getLogger(__name__)
@@ -68,6 +70,7 @@ class _Lane:
         self.name, self.dropped = name, 0
         self._make, self._is_off = make, False
         self._queue: queue.Queue[_Told | None] = queue.Queue(capacity)
+        self._ends = threading.Event()
         # A daemon, so that one that hangs does not keep the process.
         self._thread = threading.Thread(target=self._run, name=f"tracker {name}", daemon=True)
         self._thread.start()
@@ -76,6 +79,8 @@ class _Lane:
         if self._is_off:
             self.dropped += told is not None
             return
+        if told is None:
+            self._ends.set()
         while True:
             try:
                 return self._queue.put_nowait(told)
@@ -118,6 +123,8 @@ class _Lane:
                 if failures == _MOST_FAILURES:
                     raise
                 _LOG.warning("the tracker %s: %s", self.name, _told(error))
+            if self._queue.empty():
+                self._ends.wait(PAUSE_SECONDS)
         tracker.finish()
 
 

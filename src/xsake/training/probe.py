@@ -72,7 +72,9 @@ class Probes:
             state: after it.
             tokens: this process's part of its batch.
         """
-        begin, level = time.monotonic(), attention.level(number)
+        level = attention.level(number)
+        jax.block_until_ready(state.parameters)  # the step's own seconds are not the probe's
+        begin = time.monotonic()
         if attention is not self._attention:
             self._attention = attention
             self._compiled.clear()
