@@ -7,11 +7,11 @@ import "./globals.css";
 
 const inter = localFont({
   src: "../node_modules/@fontsource-variable/inter/files/inter-latin-wght-normal.woff2",
-  variable: "--font-inter", weight: "100 900", display: "swap",
+  variable: "--font-inter", weight: "100 900", display: "optional",
 });
 const newsreader = localFont({
   src: "../node_modules/@fontsource-variable/newsreader/files/newsreader-latin-wght-normal.woff2",
-  variable: "--font-newsreader", weight: "200 800", display: "swap",
+  variable: "--font-newsreader", weight: "200 800", display: "optional",
 });
 
 export const metadata: Metadata = {

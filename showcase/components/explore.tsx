@@ -14,7 +14,9 @@ export const POLICY_WORDS: Record<string, string> = {
 const MAPS = [["share", "blocks given"], ["entropy", "entropy"], ["kl", "KL lost"], ["carry", "carries a copy"]] as const;
 type MapName = (typeof MAPS)[number][0];
 
-export function Explore({ about }: { about: Explored }) {
+/** The room. What it is about comes as text: React looks at every number of anything else that a server hands over. */
+export function Explore({ text }: { text: string }) {
+  const about = useMemo<Explored>(() => JSON.parse(text), [text]);
   const { model, n, percents, policies } = about;
   const always = about.always.sinks + about.always.locals, all = model.layers * model.q_heads;
   const [chosen, setChosen] = useState(about.copy.heads[4]);
@@ -28,10 +30,11 @@ export function Explore({ about }: { about: Explored }) {
   useEffect(() => load([layer]), [load, layer]);
   useEffect(() => map === "kl" ? load(Array.from({ length: model.layers }, (_, i) => i)) : undefined, [load, map, model.layers]);
   const place = policies.indexOf(policy);
+  const read = map === "kl" ? version : 0; // no other map shows what is read layer by layer
   const figures = useMemo(() => mapFigures(about, map, (head) => {
     const total = totals(place, later, head), found = heads.get(head);
     return total === null ? null : { share: total / start(n), kl: found ? found.keeps(total, always).kl : null };
-  }), [about, map, totals, place, later, n, always, heads, version]);
+  }), [about, map, totals, place, later, n, always, heads, read]);
   const loaded = heads.size, head = heads.get(chosen);
   const whole = about.whole[policy], at = budget - percents[0];
   return (

@@ -22,10 +22,19 @@ export const HeadGrid = memo(function HeadGrid({ layers, heads, value, shown, ch
     onChoose(layer * heads + head);
     grid.current?.querySelector<HTMLElement>(`[data-head="${layer * heads + head}"]`)?.focus();
   };
+  // One ear for all cells, and a tooltip only where the mouse is: a phone has hundreds of cells to set up.
+  const choose = (event: React.MouseEvent) => {
+    const { head } = (event.target as HTMLElement).dataset;
+    if (head !== undefined) onChoose(Number(head));
+  };
+  const tell = ({ target }: React.MouseEvent) => {
+    const cell = target as HTMLElement;
+    if (cell.dataset.head !== undefined) cell.title = cell.ariaLabel ?? "";
+  };
   const columns = { gridTemplateColumns: `1.1rem repeat(${layers}, minmax(0, 1fr))` };
   return (
     <>
-      <div ref={grid} role="grid" aria-label={label} onKeyDown={walk} className="space-y-px">
+      <div ref={grid} role="grid" aria-label={label} onKeyDown={walk} onClick={choose} onMouseOver={tell} className="space-y-px">
         {Array.from({ length: heads }, (_, row) => (
           <div key={row} role="row" className="grid gap-px" style={columns}>
             <span role="rowheader" aria-label={`Head ${row}`} className="flex items-center text-[0.625rem] text-muted">{row}</span>
@@ -33,8 +42,7 @@ export const HeadGrid = memo(function HeadGrid({ layers, heads, value, shown, ch
               const head = layer * heads + row, share = value(head);
               return (
                 <div key={layer} role="gridcell" tabIndex={head === chosen ? 0 : -1} aria-selected={head === chosen} data-head={head}
-                  aria-label={`Layer ${layer}, head ${row}: ${shown(head)}`} onClick={() => onChoose(head)}
-                  title={`layer ${layer}, head ${row}: ${shown(head)}`}
+                  aria-label={`Layer ${layer}, head ${row}: ${shown(head)}`}
                   className={`h-5 cursor-pointer rounded-[1.5px] sm:h-6 ${head === chosen ? "z-10 outline-2 outline-offset-1 outline-ink" : "hover:outline hover:outline-ink"}`}
                   style={{ background: share === null ? "var(--blank)" : `color-mix(in oklab, var(--accent) ${(6 + 94 * share).toFixed(1)}%, var(--blank))` }} />
               );

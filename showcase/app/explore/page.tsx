@@ -2,7 +2,6 @@ import type { Metadata } from "next";
 import { Explore } from "@/components/explore";
 import { Missing, PageHead } from "@/components/page_head";
 import { explored } from "@/lib/data";
-import type { Explored } from "@/lib/explore";
 
 export const metadata: Metadata = { title: "Explore HADS" };
 
@@ -16,7 +15,7 @@ export default function Page() {
           survive in a real model that reads a text it was not calibrated on.
         </p>
       </PageHead>
-      {explored ? <Explore about={about as Explored} />
+      {explored ? <Explore text={JSON.stringify(about)} />
         : <Missing what="No document has been explored" command="python -m benchmarks.hads.explore --profile profile.json" />}
     </>
   );
