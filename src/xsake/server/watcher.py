@@ -13,6 +13,7 @@ from xsake.server.runs import Run
 from xsake.server.settings import Settings
 
 _LOOK_SECONDS = 5.0  # between two looks for new runs
+_CLIENT_SECONDS = 0.01  # more for each client: telling hundreds takes time of the runs
 _LOG = logging.getLogger(__name__)
 
 
@@ -50,6 +51,11 @@ class Watcher:
         for run in self.runs.values():
             run.close()
 
+    @property
+    def pause(self) -> float:
+        """Seconds between two looks at runs: more when many clients follow them."""
+        return max(self._settings.poll_seconds, _CLIENT_SECONDS * len(self._hub))
+
     def _adopt(self) -> None:
         known = self.things["run"]
         for number in [number for number in self.runs if number not in known]:
@@ -69,7 +75,7 @@ class Watcher:
                 is_busy |= self._advance(run)
             self.is_ready = True
             # A long file leaves time for requests between its portions.
-            self._stopped.wait(0.001 if is_busy else self._settings.poll_seconds)
+            self._stopped.wait(0.001 if is_busy else self.pause)
 
     def _advance(self, run: Run) -> bool:
         """Read on in one run; whether there is more."""
