@@ -50,7 +50,7 @@ def slow_clients(ground: Ground, is_quick: bool) -> Fault:
     fault = Fault(
         "F19", "200 slow clients of live updates",
         f"steps take at most {streams.MOST - 1:.0%} longer; the server's memory grows by at most "
-        f"{streams.MOST_GROWTH:.0f} MB; clients that do not keep up miss updates",
+        f"{streams.MOST_GROWTH:.0f} MB",
         timed="a step, with the clients",
     )  # fmt: skip
     count, pairs = (20, 1) if is_quick else (streams.CLIENTS, PAIRS)
