@@ -29,7 +29,7 @@ from xsake.training.state import Definition, TrainState, define, first_state, op
 from xsake.training.step import make_step
 
 CONTEXT, PASSAGE, FREE = 256, 96, 16  # the first copy begins within the first FREE tokens
-SYMBOLS, FILLERS = 48, 1
+SYMBOLS, FILLERS = 128, 1  # a passage has each symbol once: what comes next is never in doubt
 MARK = SYMBOLS + FILLERS
 WINDOW, LAYERS = 32, 2
 BATCH, TESTED = 16, 64
@@ -48,7 +48,7 @@ def drawn(rng: np.random.Generator, count: int) -> np.ndarray:
         True
     """
     tokens = rng.integers(SYMBOLS, SYMBOLS + FILLERS, (count, CONTEXT + 1)).astype(np.int32)
-    passages = rng.integers(0, SYMBOLS, (count, PASSAGE))
+    passages = rng.permuted(np.tile(np.arange(SYMBOLS), (count, 1)), axis=1)[:, :PASSAGE]
     for row, passage, begin in zip(tokens, passages, rng.integers(0, FREE, count), strict=True):
         for place in (begin, CONTEXT - PASSAGE):
             row[place] = MARK
