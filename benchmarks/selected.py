@@ -25,7 +25,7 @@ from benchmarks.experiment import (
     limit_claim,
     plain_row,
 )
-from benchmarks.peers.client import Worker
+from benchmarks.peers.client import Worker, WorkerError
 from benchmarks.peers.recipes import interpreter
 from xsake.bench import BenchmarkRow, Claim, Ratio, Shape, Side, Spread, Verdict, interleave
 from xsake.bench.rows import Timing
@@ -90,6 +90,10 @@ def measure(settings: Settings) -> Outcome:
             found = _race(tokens, settings, is_backward=is_backward)
             rows += found
             told = f"selected blocks, {found[0].direction}, {tokens} tokens"
+            failure = next(row.failure for row in found if row.side == PEER)
+            if failure is not None:
+                claims.append(Claim(told, "faster", f"{PEER}: {failure}", Verdict.UNCLEAR))
+                continue
             claims.append(limit_claim(told, "faster", found, side=OURS, baseline=PEER, limit=1.0))
             claims.append(_less_memory(told, found))
     found = _race(settings.choose(LENGTHS, quick=512)[0], settings, is_doubled=True)
@@ -111,7 +115,7 @@ def _race(
     arrays = draw_inputs(shape, settings.seed)
     arrays |= {name: arrays[name][:, :, :KV_HEADS] for name in "kv"}
     arrays["blocks"] = listed_blocks(tokens, settings.seed, is_doubled=is_doubled)
-    facts, errors, versions = {}, {}, {}
+    facts, errors, versions, failures = {}, {}, {}, {}
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         for name, array in arrays.items():
             np.save(Path(folder, f"{name}.npy"), array)
@@ -125,23 +129,38 @@ def _race(
             case = {"block": BLOCK, "backward": False}
             worker.compile("forward", case)
             errors[side] = error(worker.check("forward")["out"], arrays, settings.seed)
-            facts[side] = worker.compile("timed", case | {"backward": is_backward})
-            workers[side], versions[side] = worker, worker.versions
+            versions[side] = worker.versions
+            try:
+                facts[side] = worker.compile("timed", case | {"backward": is_backward})
+            except WorkerError as failure:
+                if side == OURS:
+                    raise
+                failures[side] = str(failure).strip().splitlines()[-1]
+                continue
+            workers[side] = worker
         sides = [Side(x, lambda w=w: w.run("timed")) for x, w in workers.items()]
         times = interleave(sides, rounds=settings.rounds)
     run = uuid.uuid4().hex[:12]
-    ratio = Ratio(baseline=PEER, **vars(pair_ratio(times[OURS], times[PEER])))
+    ratios: tuple[Ratio, ...] = ()
+    if PEER in times:
+        ratios = (Ratio(baseline=PEER, **vars(pair_ratio(times[OURS], times[PEER]))),)
+    timed = {
+        side: {
+            "seconds": Timing(**vars(Spread.of(times[side]))), "repeats": settings.rounds,
+            "compile_seconds": facts[side]["compile_seconds"],
+            "temp_bytes": facts[side]["temp_bytes"],
+        }
+        for side in times
+    }  # fmt: skip
     return [
         plain_row(
             "selected", run, shape, settings, side=side,
             implementation=f"{side} apply_native_sparse_attention",
             direction="forward+backward" if is_backward else "forward", mask="causal",
             layout="16 blocks of every token" + (", each listed twice" if is_doubled else ""),
-            block_q=1, block_kv=BLOCK, seconds=Timing(**vars(Spread.of(times[side]))),
-            repeats=settings.rounds, ratios=(ratio,) if side == OURS else (),
-            compile_seconds=facts[side]["compile_seconds"], temp_bytes=facts[side]["temp_bytes"],
+            block_q=1, block_kv=BLOCK, ratios=ratios if side == OURS else (),
             max_error=errors[side], is_correct=errors[side] <= TOLERANCE,
-            versions=versions[side],
+            versions=versions[side], failure=failures.get(side), **timed.get(side, {}),
         )
         for side in ADAPTERS
     ]  # fmt: skip
