@@ -28,14 +28,14 @@ from xsake.training.config import TrainingConfig
 from xsake.training.state import Definition, TrainState, define, first_state, optimizer_of
 from xsake.training.step import make_step
 
-CONTEXT, PASSAGE, FREE = 256, 96, 16  # the first copy begins within the first FREE tokens
-SYMBOLS, FILLERS = 128, 1  # a passage has each symbol once: what comes next is never in doubt
+CONTEXT, PASSAGE, FREE = 128, 40, 8  # the first copy begins within the first FREE tokens
+SYMBOLS, FILLERS = 48, 1  # a passage has each symbol once: what comes next is never in doubt
 MARK = SYMBOLS + FILLERS
-WINDOW, LAYERS = 32, 2
-BATCH, TESTED = 16, 64
+WINDOW, LAYERS = 16, 2
+BATCH, TESTED = 32, 64
 EVALUATE_EVERY, ENOUGH = 100, 0.995
 SIDES = ("dense", "window", "native")
-NATIVE = {"length": 8, "stride": 4, "size": 16, "count": 8, "window": WINDOW}
+NATIVE = {"length": 8, "stride": 4, "size": 8, "count": 8, "window": WINDOW}
 
 
 def drawn(rng: np.random.Generator, count: int) -> np.ndarray:
