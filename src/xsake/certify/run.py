@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import NamedTuple
 
 import xsake
-from xsake.bench.environment import environment, own_checkout
+from xsake.bench.environment import cpu_model, environment, own_checkout
 from xsake.certify import bound, cases, environments, record
 from xsake.certify.case import Case
 from xsake.certify.family import FAMILIES, Family, Target, load
@@ -175,7 +175,7 @@ def _begin(target: Target, worker: Worker, plan: Plan) -> Certificate:
         command=plan.command,
         figures=plan.figures,
         versions=worker.versions,
-        host_processor=environment(own_checkout()).cpu,
+        host_processor=cpu_model(),
     )
 
 
