@@ -72,8 +72,6 @@ def config_of(side: str, seed: int, steps: int) -> TrainingConfig:
         "data": {"folder": "drawn", "context": CONTEXT, "batch": BATCH},
         "optimizer": {"peak_learning_rate": 3e-3, "warmup_steps": min(50, steps // 2)},
         "attention": attention,
-        # Gradients grow when copying is found, which a guard against spikes would refuse for ever.
-        "guard": {"is_on": False},
         "checkpoint": {"folder": "none"},
         "run": {"steps": steps, "seed": seed},
     })  # fmt: skip

@@ -121,10 +121,11 @@ def test_a_spike_is_skipped_once_the_window_is_full(step, state):
 )
 def test_the_limit_is_mean_and_deviations_of_the_last_accepted_norms(norms, next_norm, sigmas):
     section = GuardSection(window=3, sigmas=sigmas)
+    anything = GuardSection(window=3, sigmas=1e6)
     guard = first_guard(section)
     for norm in norms:
-        guard = remembered(guard, scalar(norm), jnp.asarray(True))
-        guard = remembered(guard, scalar(jnp.nan), jnp.asarray(False))
+        guard = remembered(anything, guard, scalar(norm), jnp.asarray(True))
+        guard = remembered(anything, guard, scalar(jnp.nan), jnp.asarray(False))
     last = np.array(norms[-3:], np.float64)
     assert np.isfinite(guard.norms).all() and sorted(guard.norms.tolist()) == sorted(last)
     limit = last.mean() + sigmas * max(last.std(), 0.05 * last.mean())
@@ -148,7 +149,37 @@ def test_norms_that_never_move_are_no_reason_to_skip():
     guard = first_guard(section)
     for _ in range(5):
         assert bool(judge(section, guard, scalar(1.0), scalar(2.0)))
-        guard = remembered(guard, scalar(2.0), jnp.asarray(True))
+        guard = remembered(section, guard, scalar(2.0), jnp.asarray(True))
+
+
+def refused(section: GuardSection, norms) -> list[int]:
+    """Which of a run's norms are refused."""
+    guard, found = first_guard(section), []
+    for place, norm in enumerate(norms):
+        is_made = judge(section, guard, scalar(1.0), scalar(norm))
+        guard = remembered(section, guard, scalar(norm), is_made)
+        found += [] if bool(is_made) else [place]
+    return found
+
+
+def test_gradients_that_stay_large_become_usual():
+    section, rng = GuardSection(window=16), np.random.default_rng(0)
+    usual = rng.normal(1.0, 0.1, 32).clip(0.5)
+    assert refused(section, [*usual, *(20 * usual)]) == [32, 33]
+    assert refused(section, [*usual, *(3 * usual), 60.0, *(3 * usual)]) == [32, 33, 64]
+
+
+def test_spikes_that_come_and_go_stay_spikes():
+    section, rng = GuardSection(window=16), np.random.default_rng(0)
+    norms = rng.normal(1.0, 0.1, 64).clip(0.5)
+    spikes = [20, 21, 30, 45]
+    norms[spikes] *= 50
+    assert refused(section, norms) == spikes
+
+
+def test_a_large_norm_among_nan_does_not_save_a_run():
+    section = GuardSection(window=2)
+    assert refused(section, [1.0, 1.0, 50.0, np.nan, np.nan]) == [2, 3, 4]
 
 
 def test_what_is_kept_is_kept_bit_for_bit():

@@ -25,7 +25,10 @@ class GuardSection(Strict):
     sigmas: Annotated[Number, Field(gt=0)] = Field(
         default=6.0, description="deviations above their mean that are still accepted"
     )
-    most_skips: Positive = Field(default=3, description="in a row, before the run is given up")
+    most_skips: Positive = Field(
+        default=3,
+        description="in a row, before a run is given up, or large numbers become usual",
+    )
 
 
 @jax.tree_util.register_dataclass
@@ -58,7 +61,8 @@ def judge(
     """Whether an update is to be made.
 
     Loss and norm must be finite; once `window` updates have been accepted, the norm must also be
-    below `mean + sigmas * deviation` of theirs.
+    below `mean + sigmas * deviation` of theirs. A spike passes, but gradients may grow for good:
+    where `most_skips - 1` updates in a row were refused, a large norm is accepted.
 
     Args:
         section: the settings.
@@ -74,17 +78,28 @@ def judge(
     """
     if not section.is_on:
         return jnp.ones((), bool)
+    is_to_stay = guard.skips + 1 >= section.most_skips
+    return jnp.isfinite(loss) & jnp.isfinite(norm) & (_is_usual(section, guard, norm) | is_to_stay)
+
+
+def _is_usual(section: GuardSection, guard: Guard, norm: Float[Array, ""]) -> Bool[Array, ""]:
+    """Whether a norm is no spike beside those that are remembered, or too few of them are."""
     mean = guard.norms.mean()
     deviation = jnp.maximum(guard.norms.std(), LEAST_DEVIATION * mean)
-    is_warm = guard.accepted >= section.window
-    is_usual = norm < mean + section.sigmas * deviation
-    return jnp.isfinite(loss) & jnp.isfinite(norm) & (is_usual | ~is_warm)
+    return (norm < mean + section.sigmas * deviation) | (guard.accepted < section.window)
 
 
-def remembered(guard: Guard, norm: Float[Array, ""], is_made: Bool[Array, ""]) -> Guard:
-    """The guard after an update that was made, or not."""
-    place = guard.accepted % guard.norms.shape[0]
-    norms = guard.norms.at[place].set(jnp.where(is_made, norm, guard.norms[place]))
+def remembered(
+    section: GuardSection, guard: Guard, norm: Float[Array, ""], is_made: Bool[Array, ""]
+) -> Guard:
+    """The guard after an update that was made, or not.
+
+    Norms that were accepted though they are large lift all that are remembered to where they are.
+    """
+    is_lift = is_made & ~_is_usual(section, guard, norm)
+    place = guard.accepted % section.window
+    norms = guard.norms + jnp.where(is_lift, norm - guard.norms.mean(), 0)
+    norms = norms.at[place].set(jnp.where(is_made, norm, norms[place]))
     one = is_made.astype(jnp.int32)
     return Guard(
         norms=norms,

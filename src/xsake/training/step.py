@@ -73,7 +73,7 @@ def make_step(
         rate = optimizer.learning_rate(optimizer.updates(state.optimizer))
         is_made = judge(config.guard, state.guard, loss, norm)
         changes, moments = optimizer.transform.update(gradients, state.optimizer, state.parameters)
-        guard = remembered(state.guard, norm, is_made)
+        guard = remembered(config.guard, state.guard, norm, is_made)
         new = TrainState(
             step=state.step + 1,
             parameters=either(
