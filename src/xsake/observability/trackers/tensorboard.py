@@ -1,5 +1,6 @@
 """TensorBoard: event files in the run's folder, written without TensorFlow."""
 
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,17 +17,25 @@ class TensorBoardTracker:
 
     def __init__(self, subject: Subject):
         try:
-            import tensorboardX
+            from tensorboardX.event_file_writer import EventsWriter
+            from tensorboardX.proto import event_pb2
         except ImportError as error:
             raise MissingExtraError(
                 "tensorboardX is not installed", fix="pip install 'xsake[trackers]'"
             ) from error
-        self._writer: Any = tensorboardX.SummaryWriter(str(subject.folder / "tensorboard"))
+        folder = subject.folder / "tensorboard"
+        folder.mkdir(parents=True, exist_ok=True)
+        # Its usual writer hands every value to a thread through a pipe; this already is a thread.
+        self._messages: Any = event_pb2
+        self._writer = EventsWriter(str(folder / "events"))
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """See `Tracker`."""
+        event = self._messages.Event(wall_time=time.time(), step=step)
         for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
+            event.summary.value.add(tag=name, simple_value=value)
+        self._writer.write_event(event)
+        self._writer.flush()
 
     def finish(self) -> None:
         """See `Tracker`."""
