@@ -1,6 +1,6 @@
 """Full causal forward: ours beside torch SDPA, jax.nn and tokamax.
 
-python -m benchmarks.causal            # 4096 tokens
+python -m benchmarks.causal            # 4096 and 8192 tokens
 python -m benchmarks.causal --quick
 """
 
@@ -8,7 +8,7 @@ from benchmarks.experiment import RESULTS, Contender, Outcome, Settings, command
 from xsake.bench import Shape
 from xsake.bench.plot import draw_times
 
-RIVALS = ("torch.sdpa", "jax.nn", "tokamax")
+RIVALS = ("torch.sdpa", "jax.nn", "tokamax", "tokamax.xla")
 LIMITS = {"torch.sdpa": 1.25, "jax.nn": 0.25}
 
 
@@ -16,7 +16,7 @@ def measure(settings: Settings) -> Outcome:
     """Race all of them at every chosen length."""
     rows, claims = [], []
     contenders = [Contender(name, name) for name in ("xsake", *RIVALS)]
-    for tokens in settings.choose([4096]):
+    for tokens in settings.choose([4096, 8192]):
         found = race(
             "causal", Shape.square(tokens), contenders, settings=settings, baselines=RIVALS
         )

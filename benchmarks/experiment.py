@@ -13,7 +13,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.peers.client import ROOT, Worker
+from benchmarks.peers.client import ROOT, Worker, WorkerError
 from benchmarks.peers.recipes import DEFAULT_PEERS_DIR, IMPLEMENTATIONS, interpreter
 from benchmarks.truth import TOLERANCE, relative_error, true_attention
 from xsake.bench import (
@@ -84,6 +84,8 @@ def race(
 ) -> list[BenchmarkRow]:
     """Check every contender against float64, then time them interleaved; one row each.
 
+    A peer that cannot be compiled or run has a row that says why, and takes no part.
+
     Args:
         experiment: name for the rows.
         shape: sizes of q, k and v; inputs are standard normal from `settings.seed`.
@@ -100,29 +102,39 @@ def race(
             np.save(Path(folder, f"{name}.npy"), array)
         workers = _start_workers(contenders, settings, Path(folder), stack)
         facts: dict[str, dict] = {}
+        failures: dict[str, str] = {}
         for contender in contenders:
             worker = workers[contender.implementation]
-            facts[contender.side] = worker.compile(contender.side, _case(contender))
-        errors = _check(contenders, workers, arrays, grids)
+            try:
+                facts[contender.side] = worker.compile(contender.side, _case(contender))
+            except WorkerError as error:
+                if contender.implementation == "xsake":
+                    raise
+                failures[contender.side] = str(error).strip().splitlines()[-1]
+        able = [c for c in contenders if c.side in facts]
+        errors = _check(able, workers, arrays, grids)
         sides = [
-            Side(c.side, lambda w=workers[c.implementation], name=c.side: w.run(name))
-            for c in contenders
+            Side(c.side, lambda w=workers[c.implementation], name=c.side: w.run(name)) for c in able
         ]
         times = interleave(sides, rounds=settings.rounds)
         versions = {c.implementation: workers[c.implementation].versions for c in contenders}
     run = uuid.uuid4().hex[:12]
+    measured = {
+        side: {
+            "seconds": Timing(**vars(Spread.of(times[side]))),
+            "repeats": settings.rounds,
+            "ratios": _ratios(side, times, baselines),
+            "compile_seconds": facts[side]["compile_seconds"],
+            "temp_bytes": facts[side].get("temp_bytes"),
+            "max_error": errors[side] if math.isfinite(errors[side]) else None,
+            "is_correct": errors[side] <= TOLERANCE,
+        }
+        for side in times
+    }
     return [
         _row(c, experiment, run, shape, settings, began, grids).model_copy(
-            update={
-                "seconds": Timing(**vars(Spread.of(times[c.side]))),
-                "repeats": settings.rounds,
-                "ratios": _ratios(c.side, times, baselines),
-                "compile_seconds": facts[c.side]["compile_seconds"],
-                "temp_bytes": facts[c.side].get("temp_bytes"),
-                "max_error": errors[c.side] if math.isfinite(errors[c.side]) else None,
-                "is_correct": errors[c.side] <= TOLERANCE,
-                "versions": versions[c.implementation],
-            }
+            update={"versions": versions[c.implementation], "failure": failures.get(c.side)}
+            | measured.get(c.side, {})
         )
         for c in contenders
     ]
@@ -139,13 +151,16 @@ def limit_claim(
 ) -> Claim:
     """Judge the ratio of `side` to `baseline` against `limit`; a wrong result never passes."""
     by_side = {row.side: row for row in rows}
+    told = f"{promise} (<= {limit:.3g}x)"
+    if by_side[baseline].failure:
+        return Claim(topic, told, f"{baseline} failed", Verdict.UNCLEAR)
     ratio = by_side[side].ratio_to(baseline)
     verdict = judge(ratio, limit)
     if by_side[baseline].is_correct is False:
         verdict = Verdict.UNCLEAR
     if by_side[side].is_correct is False:
         verdict = Verdict.FAIL
-    return Claim(topic, f"{promise} (<= {limit:.3g}x)", ratio.describe(), verdict)
+    return Claim(topic, told, ratio.describe(), verdict)
 
 
 def plain_row(
@@ -280,7 +295,7 @@ def _ratios(
     return tuple(
         Ratio(baseline=other, **vars(pair_ratio(times[side], times[other])))
         for other in baselines
-        if other != side
+        if other != side and other in times
     )
 
 

@@ -88,19 +88,28 @@ def figures(results: Path = RESULTS) -> list[tuple[str, str]]:
     beside = lambda row, **names: _joined({said: ratio(row, x) for x, said in names.items()})
     dense = find("causal", "xsake", tokens=4096)
     backward = find("backward", "ragged_25", tokens=4096)
-    flex = [find("flex", "xsake", tokens=4096, layout=f"ragged_{x}") for x in (25, 43)]
+    sparse = [find("same_blocks", "xsake", tokens=4096, layout=f"ragged_{x}") for x in (25, 43)]
     lines: list[tuple[str, str | None]] = [
         ("full causal, 4096 tokens, forward", _joined({
             "`jax.nn`": ratio(dense, "jax.nn"), "tokamax": ratio(dense, "tokamax"),
             "torch SDPA": ratio(dense, "torch.sdpa"),
         })),
         ("the same ragged blocks, forward: 25% and 43%", _joined({
-            f"compiled FlexAttention at {x}%": ratio(row, "torch.flex")
-            for x, row in zip((25, 43), flex, strict=True)
+            f"{name} at {x}%": ratio(row, side)
+            for side, name in (("torch.flex", "compiled FlexAttention"), ("ejkernel", "ejkernel"))
+            for x, row in zip((25, 43), sparse, strict=True)
         })),
-        ("25% of the blocks, forward and backward, 4096 tokens", beside(
-            backward, **{"jax.nn": "`jax.nn`", "full causal": "our own full causal call"}
-        )),
+        *(
+            (f"25% of the blocks against all of them, {tokens} tokens, forward", beside(
+                find("same_blocks", "xsake", tokens=tokens, layout="ragged_25"),
+                **{"torch.sdpa": "dense torch SDPA"},
+            ))
+            for tokens in (4096, 8192)
+        ),
+        ("25% of the blocks, forward and backward, 4096 tokens", beside(backward, **{
+            "jax.nn": "`jax.nn`", "torch.sdpa": "dense torch SDPA", "tokamax": "tokamax",
+            "ejkernel": "ejkernel on the same blocks", "full causal": "our own full causal call",
+        })),
         ("temporary memory, forward and backward, 16,384 tokens", _memory(results)),
         ("attention of SmolLM2-135M at 8192 tokens by a plan, choosing included", beside(
             find("hads/speed", "plan_8192_128", tokens=8192) or find("hads/speed", "plan"),

@@ -4,7 +4,7 @@ python -m benchmarks.must_show         # appends rows to benchmarks/results
 python -m benchmarks.must_show --quick
 """
 
-from benchmarks import backward, causal, flex, layout_build, memory, ragged, recompile
+from benchmarks import backward, causal, layout_build, memory, ragged, recompile, same_blocks
 from benchmarks.experiment import parse_settings, report, show
 from xsake.bench import Verdict, claims_table
 
@@ -12,7 +12,7 @@ from xsake.bench import Verdict, claims_table
 EXPERIMENTS = {
     "causal": causal.measure,
     "ragged": ragged.measure,
-    "flex": flex.measure,
+    "same_blocks": same_blocks.measure,
     "backward": backward.measure,
     "memory": memory.measure,
     "layout_build": layout_build.measure,

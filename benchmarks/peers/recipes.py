@@ -62,6 +62,11 @@ IMPLEMENTATIONS = {
         "torch_worker", "torch", "flex", "torch.compile(flex_attention)", True
     ),
     "tokamax": Implementation("tokamax_worker", "tokamax", "xla_chunked", "tokamax xla_chunked"),
+    "tokamax.xla": Implementation("tokamax_worker", "tokamax", "xla", "tokamax xla"),
+    # Its XLA backend computes densely under a mask of tokens.
+    "ejkernel": Implementation(
+        "ejkernel_worker", "ejkernel", "blocksparse", "ejkernel blocksparse_attention", True
+    ),
 }
 
 

@@ -1,4 +1,4 @@
-"""tokamax.dot_product_attention by its chunked XLA implementation, causal."""
+"""tokamax.dot_product_attention by the implementations that run on a CPU, causal."""
 
 import functools
 import importlib.metadata
@@ -23,7 +23,7 @@ def start(threads: int) -> None:
 def prepare(arrays: dict[str, np.ndarray], case: dict) -> Prepared:
     """The causal call, `[B, T, H, D]` as ours; it takes no block grid on CPU."""
     if case["grid"] is not None:
-        raise ValueError("tokamax's xla_chunked has no block grid")
+        raise ValueError("tokamax has no block grid on a CPU")
     attend = functools.partial(
         tokamax.dot_product_attention, is_causal=True, implementation=case["call"]
     )

@@ -18,10 +18,11 @@ def start(threads: int) -> None:
 
 
 def prepare(arrays: dict[str, np.ndarray], case: dict) -> Prepared:
-    """A causal forward call on `[B, H, T, D]` tensors, transposed outside the timed part."""
-    if case["backward"]:
-        raise ValueError("forward only: FlexAttention on CPU cannot be differentiated")
-    q, k, v = (torch.from_numpy(arrays[name]).transpose(1, 2).contiguous() for name in "qkv")
+    """A causal call on `[B, H, T, D]` tensors, transposed outside the timed part."""
+    q, k, v, cotangent = (
+        torch.from_numpy(arrays[name]).transpose(1, 2).contiguous()
+        for name in ("q", "k", "v", "cotangent")
+    )
     if case["call"] == "sdpa":
         if case["grid"] is not None:
             raise ValueError("sdpa has no block grid")
@@ -32,11 +33,22 @@ def prepare(arrays: dict[str, np.ndarray], case: dict) -> Prepared:
         attend = torch.compile(flex_attention)
         options = {"block_mask": block_mask(grid, case["block"], q.shape[2])}
 
-    def run() -> torch.Tensor:
+    def forward() -> dict[str, torch.Tensor]:
         with torch.inference_mode():
-            return attend(q, k, v, **options)
+            return {"out": attend(q, k, v, **options)}
 
-    return Prepared(run, lambda out: {"out": out.transpose(1, 2).contiguous().numpy()})
+    def gradients() -> dict[str, torch.Tensor]:
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        loss = (attend(*leaves, **options) * cotangent).sum()
+        found = dict(zip(("dq", "dk", "dv"), torch.autograd.grad(loss, leaves), strict=True))
+        return {"value": loss.detach(), **found}
+
+    return Prepared(gradients if case["backward"] else forward, _fetched)
+
+
+def _fetched(found: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
+    turned = lambda x: x.transpose(1, 2).contiguous() if x.ndim == 4 else x
+    return {name: turned(array).numpy() for name, array in found.items()}
 
 
 def block_mask(grid: np.ndarray, block: int, tokens: int) -> BlockMask:

@@ -5,7 +5,7 @@ import { address, commit, count, day, percent, seconds, times } from "@/lib/word
 import { Bars } from "./bars";
 import { Choice } from "./choice";
 
-const isOwn = (row: Row) => /xsake|plan|ragged|causal|dense/.test(row.row.side) && !/jax|torch|tokamax/.test(row.row.implementation);
+const isOwn = (row: Row) => /xsake|plan|ragged|causal|dense/.test(row.row.side) && !/jax|torch|tokamax|ejkernel/.test(row.row.implementation);
 const bucket = (budget: number | null | undefined) => (budget == null ? "100" : String(Math.round(100 * budget)));
 
 interface Run {
@@ -20,9 +20,8 @@ function runsOf(rows: Row[]): Run[] {
   const groups = new Map<string, Row[]>();
   for (const row of rows) {
     if (!row.row.seconds || row.row.direction === "build") continue;
-    const { experiment, run, layout, shape, direction } = row.row;
-    const apart = experiment === "flex" ? layout : "";
-    const key = [experiment, run, apart, shape.q_tokens, direction].join("|");
+    const { experiment, run, shape, direction } = row.row;
+    const key = [experiment, run, shape.q_tokens, direction].join("|");
     groups.set(key, [...(groups.get(key) ?? []), row]);
   }
   return [...groups].map(([key, found]) => {
@@ -39,12 +38,13 @@ function runsOf(rows: Row[]): Run[] {
 
 /** What tells two runs of one experiment apart. */
 function experimentDetail(row: Row["row"]): string {
-  return row.experiment === "flex" ? `${bucket(row.budget)}% of them` : `${count(row.shape.q_tokens)} tokens`;
+  const tokens = `${count(row.shape.q_tokens)} tokens`;
+  return row.experiment === "same_blocks" ? `${bucket(row.budget)}% of them, ${tokens}` : tokens;
 }
 
 const TITLES: Record<string, string> = {
   causal: "Full causal attention", backward: "Forward and backward", ragged: "Every head its own sparsity",
-  flex: "The same blocks through FlexAttention", prefill: "A whole model reads a prompt",
+  same_blocks: "The same blocks through others", prefill: "A whole model reads a prompt",
   "attention by a plan": "Attention of all layers of a model, by a plan",
 };
 

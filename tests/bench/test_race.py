@@ -54,6 +54,20 @@ def test_a_race_checks_times_and_describes_every_side():
     assert "jax" in one.versions
 
 
+def test_a_peer_that_fails_has_a_row_that_says_why():
+    grids = {"some": ragged_grid(3, 3, 0.6, seed=0)}
+    contenders = [Contender("one", "jax.nn"), Contender("two", "jax.nn", "some")]
+    settings = Settings(rounds=2, threads=1)
+    rows = race(
+        "small", SMALL, contenders, settings=settings, baselines=["one", "two"], grids=grids
+    )
+    one, two = rows
+    assert one.seconds is not None and one.failure is None and one.ratios == ()
+    assert two.seconds is None and "no block grid" in two.failure and two.is_correct is None
+    claim = limit_claim("t", "p", rows, side="one", baseline="two", limit=1.0)
+    assert claim.verdict is Verdict.UNCLEAR and "two failed" in claim.measured
+
+
 def test_a_wrong_result_never_passes():
     ours = sample_row(ratios=(Ratio(baseline="old", median=0.5, q25=0.49, q75=0.51),))
     old = sample_row(side="old", ratios=())

@@ -1,0 +1,65 @@
+"""The same ragged block grids through our kernel and through whoever takes one on a CPU.
+
+python -m benchmarks.same_blocks              # mean 25% and 43%, 4096 and 8192 tokens
+python -m benchmarks.same_blocks --quick
+
+Beside them, in the same rounds, torch SDPA over all blocks: sparsity has to beat it to be of use.
+"""
+
+from benchmarks.experiment import (
+    RESULTS,
+    Contender,
+    Outcome,
+    Settings,
+    blocks_of,
+    budget_of,
+    command,
+    limit_claim,
+    race,
+)
+from benchmarks.ragged import BUDGETS
+from xsake.bench import Shape, ragged_grid
+from xsake.bench.plot import draw_times
+
+SPEEDUPS = {"torch.flex": 2.5, "ejkernel": 2.0}
+DENSE, DENSE_SPEEDUP, DENSE_AT = "torch.sdpa", 2.0, "ragged_25"
+
+
+def measure(settings: Settings) -> Outcome:
+    """One race for every length and budget."""
+    rows, claims = [], []
+    for tokens in settings.choose([4096, 8192]):
+        shape = Shape.square(tokens)
+        for name, mean in BUDGETS.items():
+            grid = ragged_grid(shape.q_heads, blocks_of(tokens), mean, seed=settings.seed)
+            contenders = [Contender(side, side, name) for side in ("xsake", *SPEEDUPS)]
+            contenders.append(Contender(DENSE, DENSE))
+            found = race(
+                "same_blocks",
+                shape,
+                contenders,
+                settings=settings,
+                baselines=[*SPEEDUPS, DENSE],
+                grids={name: grid},
+            )
+            rows += found
+            limits = SPEEDUPS | ({DENSE: DENSE_SPEEDUP} if name == DENSE_AT else {})
+            claims += [
+                limit_claim(
+                    f"same blocks, budget {budget_of(grid):.1%}, {tokens} tokens",
+                    f"{speedup} times faster than {side}",
+                    found,
+                    side="xsake",
+                    baseline=side,
+                    limit=1 / speedup,
+                )
+                for side, speedup in limits.items()
+            ]
+            if settings.is_saved:
+                title = f"Budget {mean:.0%}, {tokens:,} tokens"
+                draw_times(found, RESULTS / f"same_blocks_{name}_{tokens}.png", title)
+    return rows, claims
+
+
+if __name__ == "__main__":
+    command("same_blocks", measure, __doc__)
