@@ -57,7 +57,7 @@ def release():
 
 def test_every_tracker_gets_every_line_and_the_end():
     both = Kept(), Kept()
-    fan = Fan({"a": lambda: both[0], "b": lambda: both[1]})
+    fan = Fan({"a": lambda: both[0], "b": lambda: both[1]}, seconds=0.0)
     for step in range(100):
         fan.log(step, {"loss": float(step), "windows": [1, 2]})
     fan.finish()
@@ -67,7 +67,7 @@ def test_every_tracker_gets_every_line_and_the_end():
     assert fan.dropped == {"a": 0, "b": 0}
 
 
-def test_lines_are_handed_over_in_bursts():
+def test_lines_are_handed_over_in_bursts_and_the_newest_of_a_kind_is_enough():
     kept = Kept()
     fan = Fan({"kept": lambda: kept})
     fan.log(0, {"loss": 1.0})
@@ -76,9 +76,15 @@ def test_lines_are_handed_over_in_bursts():
     time.sleep(0.05)
     assert len(kept.lines) == 1  # not at once
     _until(lambda: len(kept.lines) == 2)
+    for step in range(2, 9):
+        fan.log(step, {"loss": 1.0, "is_skipped": step == 3})
+    fan.log(5, {"entropy": [[0.5]]})
     begin = time.monotonic()
     fan.finish()
     assert time.monotonic() - begin < 0.9  # the end is
+    # Of what waits: the step that was refused, the newest one, and the only probe.
+    assert [step for step, _ in kept.lines] == [0, 1, 3, 8, 5]
+    assert fan.dropped == {"kept": 0}
 
 
 def _until(is_so):
@@ -90,7 +96,7 @@ def _until(is_so):
 
 def test_one_that_raises_is_left_alone_and_the_others_go_on(caplog):
     broken, kept = Raises(), Kept()
-    fan = Fan({"broken": lambda: broken, "kept": lambda: kept})
+    fan = Fan({"broken": lambda: broken, "kept": lambda: kept}, seconds=0.0)
     for step in range(50):
         fan.log(step, {"loss": 1.0})
     fan.finish()
@@ -111,7 +117,7 @@ def test_one_that_cannot_be_made_is_left_alone(caplog):
 
 def test_one_that_hangs_costs_no_time_and_is_left_behind(caplog, release):
     kept = Kept()
-    fan = Fan({"hangs": lambda: Hangs(release), "kept": lambda: kept}, capacity=64)
+    fan = Fan({"hangs": lambda: Hangs(release), "kept": lambda: kept}, seconds=0.0, capacity=64)
     begin = time.monotonic()
     for step in range(1000):
         fan.log(step, {"loss": 1.0})
@@ -133,7 +139,7 @@ def subject(tmp_path):
 
 def log_all(name, subject, caplog):
     caplog.set_level(logging.WARNING)
-    fan = Fan(make_trackers([name], subject))
+    fan = Fan(make_trackers([name], subject), seconds=0.0)
     for step in range(5):
         fan.log(step, {"loss": 2.5 - step, "entropy": [[0.5, 0.25]]})
     fan.finish(seconds=120.0)  # a busy machine takes long to start what wandb starts
@@ -172,7 +178,8 @@ TRACKIO = """
 import pathlib, sys
 from xsake.observability import Fan
 from xsake.observability.trackers import Subject, make_trackers
-fan = Fan(make_trackers(["trackio"], Subject("tests", "run", "0", pathlib.Path(sys.argv[1]))))
+subject = Subject("tests", "run", "0", pathlib.Path(sys.argv[1]))
+fan = Fan(make_trackers(["trackio"], subject), seconds=0.0)
 for step in range(5):
     fan.log(step, {"loss": 2.5 - step, "entropy": [[0.5, 0.25]]})
 fan.finish(120.0)

@@ -4,7 +4,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from xsake.observability.metrics import flat
@@ -27,13 +27,23 @@ class Fan:
     alone, and one that hangs at the end is left behind. What is lost is counted, and the metrics
     file of the run has it anyway.
 
+    Trackers are told once in a while, and then only the newest line of those that say the same
+    kind of thing.
+
     Args:
         trackers: by name; made in their threads.
+        seconds: between two times; 0 tells every line at once.
         capacity: lines that wait for each tracker.
     """
 
-    def __init__(self, trackers: Mapping[str, MakeTracker], *, capacity: int = _MOST_WAITING):
-        self._lanes = [_Lane(name, make, capacity) for name, make in trackers.items()]
+    def __init__(
+        self,
+        trackers: Mapping[str, MakeTracker],
+        *,
+        seconds: float = PAUSE_SECONDS,
+        capacity: int = _MOST_WAITING,
+    ):
+        self._lanes = [_Lane(name, make, seconds, capacity) for name, make in trackers.items()]
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         """One more line for every tracker.
@@ -66,8 +76,8 @@ class Fan:
 class _Lane:
     """One tracker, its thread and what waits for it."""
 
-    def __init__(self, name: str, make: MakeTracker, capacity: int):
-        self.name, self.dropped = name, 0
+    def __init__(self, name: str, make: MakeTracker, seconds: float, capacity: int):
+        self.name, self.dropped, self._seconds = name, 0, seconds
         self._make, self._is_off = make, False
         self._queue: queue.Queue[_Told | None] = queue.Queue(capacity)
         self._ends = threading.Event()
@@ -113,19 +123,49 @@ class _Lane:
         self._is_off = True
 
     def _serve(self) -> None:
-        tracker, failures = self._make(), 0
-        while (told := self._queue.get()) is not None:
-            try:
-                tracker.log(told[0], flat(told[1]))
-                failures = 0
-            except Exception as error:
-                self.dropped, failures = self.dropped + 1, failures + 1
-                if failures == _MOST_FAILURES:
-                    raise
-                _LOG.warning("the tracker %s: %s", self.name, _told(error))
-            if self._queue.empty():
-                self._ends.wait(PAUSE_SECONDS)
+        tracker, failures, is_over = self._make(), 0, False
+        while not is_over:
+            lines, is_over = self._waiting()
+            for step, values in newest_of(lines) if self._seconds else lines:
+                try:
+                    tracker.log(step, flat(values))
+                    failures = 0
+                except Exception as error:
+                    self.dropped, failures = self.dropped + 1, failures + 1
+                    if failures == _MOST_FAILURES:
+                        raise
+                    _LOG.warning("the tracker %s: %s", self.name, _told(error))
+            self._ends.wait(self._seconds)
         tracker.finish()
+
+    def _waiting(self) -> tuple[list[_Told], bool]:
+        """All lines that wait, one at least, and whether they are the last."""
+        lines: list[_Told] = []
+        told = self._queue.get()
+        while told is not None:
+            lines.append(told)
+            try:
+                told = self._queue.get_nowait()
+            except queue.Empty:
+                return lines, False
+        return lines, True
+
+
+def newest_of(lines: Sequence[_Told]) -> list[_Told]:
+    """Lines without those of which a later one has all names; what says yes to something stays.
+
+    Example:
+        >>> newest_of([(0, {"a": 1, "is_b": True}), (1, {"a": 2}), (1, {"c": 1}), (2, {"a": 3})])
+        [(0, {'a': 1, 'is_b': True}), (1, {'c': 1}), (2, {'a': 3})]
+    """
+    seen: list[set[str]] = []
+    found: list[_Told] = []
+    for step, values in reversed(lines):
+        names = set(values)
+        if any(value is True for value in values.values()) or not any(names <= x for x in seen):
+            found.append((step, values))
+            seen.append(names)
+    return found[::-1]
 
 
 def _told(error: Exception) -> str:

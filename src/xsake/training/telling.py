@@ -21,7 +21,8 @@ def fan_of(config: TrainingConfig) -> Fan:
         folder=config.checkpoint.folder / "trackers", is_online=config.track.is_online,
         settings=config.to_json(),
     )  # fmt: skip
-    return Fan(make_trackers(config.track.trackers, subject))
+    trackers = make_trackers(config.track.trackers, subject)
+    return Fan(trackers, seconds=config.track.seconds)
 
 
 def _run_id(config: TrainingConfig) -> str:

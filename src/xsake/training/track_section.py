@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from xsake.hads.fields import Strict
+from xsake.hads.fields import Number, Strict
 from xsake.observability.trackers import TrackerName
 
 
@@ -12,6 +12,10 @@ class TrackSection(Strict):
     """Trackers beside metrics.jsonl, which is always written."""
 
     trackers: tuple[TrackerName, ...] = Field(default=(), description="of the extra `trackers`")
+    seconds: Annotated[Number, Field(ge=0, le=3600)] = Field(
+        default=1.0,
+        description="in which quick steps tell trackers only their newest line; 0: every line",
+    )
     project: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")] = "xsake"
     is_online: Annotated[bool, Field(strict=True)] = Field(
         default=False, description="whether wandb may use the network; else `wandb sync` does later"
