@@ -178,7 +178,9 @@ def draw(path: Path = PICTURE, results: Path = RESULTS) -> None:
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4.2), constrained_layout=True)
+    figure, (left, middle, right) = pyplot.subplots(
+        1, 3, figsize=(13.5, 4.2), constrained_layout=True, width_ratios=(5, 3.6, 5)
+    )
     rows = lines_of(results / "hads" / "ladder_4096_64.jsonl")
     styles = {
         "hads": ("hads", "#1b7f5c", 2.4), "oracle_model": ("true masses", "#999999", 1.2),
@@ -194,7 +196,8 @@ def draw(path: Path = PICTURE, results: Path = RESULTS) -> None:
     left.yaxis.set_major_formatter(matplotlib.ticker.FuncFormatter(lambda y, _: f"{y:g}"))
     left.yaxis.set_minor_formatter(matplotlib.ticker.NullFormatter())
     left.set_yticks([0.02, 0.05, 0.1, 0.2, 0.4])
-    left.set_title("What is lost (4096 tokens, 24 documents)", fontsize=10)
+    left.set_title("What attention loses (4096 tokens, 24 documents)", fontsize=10)
+    _draw_perplexity(middle, results)
     _draw_times(right, results)
     for axes in (left, right):
         axes.grid(alpha=0.25)
@@ -202,6 +205,25 @@ def draw(path: Path = PICTURE, results: Path = RESULTS) -> None:
         axes.xaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(1.0, decimals=0))
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
+
+
+def _draw_perplexity(axes, results: Path) -> None:
+    """What the whole model loses at the same work, as bars."""
+    rows = {row["rule"]: row for row in lines_of(results / "hads" / "longer_8192_32.jsonl")}
+    bars = {
+        "hads, by effect": ("hads", "#1b7f5c"), "a_shape": ("first block\nand window", "#c4562b"),
+        "sliding_window": ("window\nalone", "#999999"),
+    }  # fmt: skip
+    shown = [rule for rule in bars if rule in rows]
+    for place, rule in enumerate(shown):
+        gap = 100 * rows[rule]["perplexity_gap"]["value"]
+        axes.bar(place, gap, color=bars[rule][1], width=0.6)
+        axes.text(place, gap * 1.08, f"+{gap:.2g}%", ha="center", fontsize=9)
+    axes.set_xticks(range(len(shown)), [bars[rule][0] for rule in shown])
+    axes.set(yscale="log", ylabel="perplexity, more than dense", ylim=(0.1, 200))
+    axes.yaxis.set_major_formatter(lambda y, _: f"{y:g}%")
+    axes.set_title("What SmolLM2 loses at 30% of it (8192)", fontsize=10)
+    axes.grid(alpha=0.25, axis="y")
 
 
 def _draw_times(axes, results: Path) -> None:
@@ -217,7 +239,7 @@ def _draw_times(axes, results: Path) -> None:
     ):
         points = [(1.0, 1.0)]
         for row in rows():
-            if row.budget not in (None, 1.0):
+            if row.budget not in (None, 1.0) and row.implementation.startswith("xsake"):
                 points.append((row.budget, row.ratio_to("full causal").median))
         axes.plot(*zip(*sorted(points), strict=True), "o-", color=colour, lw=1.3, label=label)
     axes.set(xlabel="computed blocks / visible blocks", ylabel="time / all blocks", xlim=(0, 1.02))

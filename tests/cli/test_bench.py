@@ -1,5 +1,7 @@
 """`xsake bench` as its user sees it."""
 
+import gzip
+import json
 import os
 
 import pytest
@@ -41,6 +43,17 @@ def test_rows_are_kept_shown_as_a_page_and_compared(rows, tmp_path):
     append_rows(tmp_path / "slower.jsonl", slower)
     worse = invoke("compare", str(rows), str(tmp_path / "slower.jsonl"))
     assert worse.exit_code == 1 and "slower" in worse.output
+
+
+def test_a_trace_has_one_call_of_each_side(tmp_path):
+    words = "backward --shape gemma-3-1b --tokens 48 --budgets 60% --block 16 --rounds 1 --trace"
+    shown = invoke(*words.split(), str(tmp_path))
+    assert shown.exit_code == 0, shown.output
+    [file] = tmp_path.rglob("perfetto_trace.json.gz")
+    assert str(file) in shown.output and "backward_48" in file.parts
+    events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
+    names = {event.get("name") for event in events}
+    assert {"xsake, all blocks", "xsake, 60%", "jax.nn"} <= names
 
 
 def test_the_process_keeps_to_the_cores_it_was_given():

@@ -4,6 +4,7 @@ import dataclasses
 import math
 import uuid
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import jax
@@ -36,6 +37,8 @@ class Settings:
         threads: cores that the process was given; only written down.
         seed: of arrays and grids.
         most_bytes: a side that needs about more than this is not run, and its row says so.
+        trace: one call of each side, after they were timed, is traced into a folder of this one,
+            for Perfetto; None: nothing is.
     """
 
     shape: str = "square"
@@ -47,6 +50,7 @@ class Settings:
     threads: int = 1
     seed: int = 0
     most_bytes: int = 8 * 10**9
+    trace: Path | None = None
 
 
 def measure(
@@ -80,6 +84,8 @@ def _of_length(kind: Kind, shape: Shape, settings: Settings) -> list[BenchmarkRo
     if kind != "memory":
         sides = [Side(x.side, lambda run=x.run: time_call(run)) for x in (*calls, product)]
         times = interleave(sides, rounds=settings.rounds)
+        if settings.trace is not None:
+            _trace(calls, settings.trace / f"{kind}_{shape.kv_tokens}")
     run, rows = uuid.uuid4().hex[:12], []
     for call in calls:
         row = _row(kind, run, call.side, call.implementation, shape, settings, began)
@@ -99,6 +105,14 @@ def _of_length(kind: Kind, shape: Shape, settings: Settings) -> list[BenchmarkRo
         row = _row(kind, run, side, implementation, shape, settings, began)
         rows.append(BenchmarkRow.model_validate(row | {"failure": why}))
     return rows
+
+
+def _trace(calls: Sequence[Call], folder: Path) -> None:
+    """Where the time of one call of each side goes, in one trace."""
+    with jax.profiler.trace(str(folder), create_perfetto_trace=True):
+        for call in calls:
+            with jax.profiler.TraceAnnotation(call.side):
+                jax.block_until_ready(call.run())
 
 
 def _calls(kind: Kind, inputs: Inputs, shape: Shape, settings: Settings):

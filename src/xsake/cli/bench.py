@@ -26,39 +26,35 @@ _Block = Annotated[int, typer.Option(min=1, help="Tokens of a block.")]
 _Dtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16.")]
 _Rounds = Annotated[int, typer.Option(min=1, help="Timed rounds; all sides in each.")]
 _Tiles = Annotated[Path | None, typer.Option(help="Tile sizes, as `xsake bench tune` writes.")]
+_Trace = Annotated[Path | None, typer.Option(help="Trace one call of each side into this folder.")]
 _Out = Annotated[Path | None, typer.Option("--out", "-o", help="Rows are added to this file.")]
 
 
-@bench_app.command("attention")
-def run_attention(
-    shape: _Shape = "square",
-    tokens: _Tokens = "1024,4096",
-    budgets: _Budgets = "43%,25%",
-    block: _Block = 128,
-    dtype: _Dtype = "float32",
-    rounds: _Rounds = 9,
-    threads: Threads = None,
-    tiles: _Tiles = None,
-    out: _Out = None,
-) -> None:
-    """Forward passes: all visible blocks, some of them, and jax.nn, in turn."""
-    _run("attention", _Asked(shape, tokens, dtype, out, budgets, block, rounds, threads, tiles))
+def _passes(kind: str, words: str) -> None:
+    """A command that times whole passes."""
+
+    def run(
+        shape: _Shape = "square",
+        tokens: _Tokens = "1024,4096",
+        budgets: _Budgets = "43%,25%",
+        block: _Block = 128,
+        dtype: _Dtype = "float32",
+        rounds: _Rounds = 9,
+        threads: Threads = None,
+        tiles: _Tiles = None,
+        out: _Out = None,
+        trace: _Trace = None,
+    ) -> None:
+        _run(
+            kind,
+            _Asked(shape, tokens, dtype, out, budgets, block, rounds, threads, tiles, trace),
+        )
+
+    bench_app.command(kind, help=words)(run)
 
 
-@bench_app.command("backward")
-def run_backward(
-    shape: _Shape = "square",
-    tokens: _Tokens = "1024,4096",
-    budgets: _Budgets = "43%,25%",
-    block: _Block = 128,
-    dtype: _Dtype = "float32",
-    rounds: _Rounds = 9,
-    threads: Threads = None,
-    tiles: _Tiles = None,
-    out: _Out = None,
-) -> None:
-    """Forward and backward passes together."""
-    _run("backward", _Asked(shape, tokens, dtype, out, budgets, block, rounds, threads, tiles))
+_passes("attention", "Forward passes: all visible blocks, some of them, and jax.nn, in turn.")
+_passes("backward", "Forward and backward passes together.")
 
 
 @bench_app.command("decode")
@@ -219,6 +215,7 @@ class _Asked:
     rounds: int = 1
     threads: int | None = None
     tiles: Path | None = None
+    trace: Path | None = None
 
     def settings(self, cores: int) -> Any:
         from xsake.bench.measure import Settings
@@ -229,7 +226,10 @@ class _Asked:
             raise ArgumentError("there is no such dtype", got=self.dtype, expected=expected)
         lengths = tuple(map(_number, self.tokens.split(",")))
         shares = tuple(map(_share, self.budgets.split(",")))
-        return Settings(self.shape, lengths, shares, self.block, self.dtype, self.rounds, cores)
+        return Settings(
+            self.shape, lengths, shares, self.block, self.dtype, self.rounds, cores,
+            trace=self.trace,
+        )  # fmt: skip
 
 
 def _run(kind: Any, asked: _Asked) -> list[Any]:
@@ -257,6 +257,8 @@ def _run(kind: Any, asked: _Asked) -> list[Any]:
     if not console.is_terminal:
         console.width = 160
     console.print(rows_table(rows, title=f"{kind}, {asked.shape}, {asked.dtype}, {cores} cores"))
+    for file in sorted(asked.trace.rglob("perfetto_trace.json.gz")) if asked.trace else ():
+        console.print(f"https://ui.perfetto.dev, Open trace file: {file}", highlight=False)
     if any(row.is_correct is False for row in rows):
         raise typer.Exit(code=1)
     return rows
