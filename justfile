@@ -88,9 +88,10 @@ bench-all:
     python -m benchmarks.prefill --rounds 3
     just venv={{ venv }} headline
 
-# the README's table and picture from committed rows
+# the README's table and picture, and the table of races in the docs, from committed rows
 headline:
     python -m benchmarks.headline --draw
+    python -m benchmarks.promises
 
 # a few ratios that must not become worse; a part of the gate
 bench-gate:
