@@ -4,8 +4,6 @@ python -m benchmarks.backward          # 4096 and 8192 tokens
 python -m benchmarks.backward --quick
 """
 
-import dataclasses
-
 from benchmarks.experiment import (
     RESULTS,
     Contender,
@@ -29,7 +27,6 @@ LIMITS = {
     "ejkernel": 1 / 3,
 }
 SPARSE = ("ejkernel",)  # takes the grid; the others compute all blocks
-MOST_ROUNDS = 5  # of 8192 tokens, where a round takes a minute
 
 
 def measure(settings: Settings) -> Outcome:
@@ -49,7 +46,7 @@ def measure(settings: Settings) -> Outcome:
             "backward",
             shape,
             contenders,
-            settings=settings if tokens <= 4096 else _fewer(settings),
+            settings=settings,
             baselines=list(LIMITS),
             grids={GRID: grid},
         )
@@ -69,10 +66,6 @@ def measure(settings: Settings) -> Outcome:
             title = f"Forward and backward, {tokens:,} tokens"
             draw_times(found, RESULTS / f"backward_{tokens}.png", title)
     return rows, claims
-
-
-def _fewer(settings: Settings) -> Settings:
-    return dataclasses.replace(settings, rounds=min(settings.rounds, MOST_ROUNDS))
 
 
 if __name__ == "__main__":

@@ -38,6 +38,7 @@ from xsake.bench.rows import Timing
 
 RESULTS = ROOT / "benchmarks" / "results"
 BLOCK = 128
+LONG, LONG_ROUNDS = 8192, 7  # from so many tokens on, where a round of peers takes half a minute
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,7 @@ def race(
         grids: block grids `[H, Nq, Nk]` by the names contenders use.
     """
     grids = dict(grids or {})
+    rounds = settings.rounds if shape.q_tokens < LONG else min(settings.rounds, LONG_ROUNDS)
     began = environment(ROOT)
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         arrays = draw_inputs(shape, settings.seed)
@@ -116,13 +118,13 @@ def race(
         sides = [
             Side(c.side, lambda w=workers[c.implementation], name=c.side: w.run(name)) for c in able
         ]
-        times = interleave(sides, rounds=settings.rounds)
+        times = interleave(sides, rounds=rounds)
         versions = {c.implementation: workers[c.implementation].versions for c in contenders}
     run = uuid.uuid4().hex[:12]
     measured = {
         side: {
             "seconds": Timing(**vars(Spread.of(times[side]))),
-            "repeats": settings.rounds,
+            "repeats": rounds,
             "ratios": _ratios(side, times, baselines),
             "compile_seconds": facts[side]["compile_seconds"],
             "temp_bytes": facts[side].get("temp_bytes"),
