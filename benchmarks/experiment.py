@@ -38,7 +38,9 @@ from xsake.bench.rows import Timing
 
 RESULTS = ROOT / "benchmarks" / "results"
 BLOCK = 128
-LONG, LONG_ROUNDS = 8192, 7  # from so many tokens on, where a round of peers takes half a minute
+LONG, LONG_ROUNDS, LONG_BACKWARD_ROUNDS = 8192, 5, 3
+"""From so many tokens on, where a round of peers takes half a minute, or two with gradients. Such
+calls are warm from being compiled and checked."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,10 @@ def race(
         grids: block grids `[H, Nq, Nk]` by the names contenders use.
     """
     grids = dict(grids or {})
-    rounds = settings.rounds if shape.q_tokens < LONG else min(settings.rounds, LONG_ROUNDS)
+    rounds = settings.rounds
+    if shape.q_tokens >= LONG:
+        is_backward = any(contender.is_backward for contender in contenders)
+        rounds = min(rounds, LONG_BACKWARD_ROUNDS if is_backward else LONG_ROUNDS)
     began = environment(ROOT)
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         arrays = draw_inputs(shape, settings.seed)
@@ -118,7 +123,7 @@ def race(
         sides = [
             Side(c.side, lambda w=workers[c.implementation], name=c.side: w.run(name)) for c in able
         ]
-        times = interleave(sides, rounds=rounds)
+        times = interleave(sides, rounds=rounds, warmup=2 if shape.q_tokens < LONG else 0)
         versions = {c.implementation: workers[c.implementation].versions for c in contenders}
     run = uuid.uuid4().hex[:12]
     measured = {

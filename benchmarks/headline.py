@@ -52,13 +52,16 @@ def ratio(row: BenchmarkRow | None, baseline: str) -> str | None:
 
 
 def told(spread: Spread) -> str:
-    """A ratio with its quartiles.
+    """A ratio with its quartiles, which alone are told where they hide it.
 
     Example:
         >>> told(Spread(0.3256, 0.3139, 0.3598))
         '0.33x [0.31, 0.36]'
+        >>> told(Spread(0.49, 0.38, 0.66))
+        'unclear [0.38, 0.66]'
     """
-    return f"{spread.median:.2f}x [{spread.q25:.2f}, {spread.q75:.2f}]"
+    median = f"{spread.median:.2f}x" if spread.is_clear else "unclear"
+    return f"{median} [{spread.q25:.2f}, {spread.q75:.2f}]"
 
 
 def lines_of(path: Path) -> list[dict]:
