@@ -13,7 +13,7 @@ import numpy as np
 from xsake.bench.calls import Call, Inputs, bare_product, dense_bytes, drawn, ours, theirs
 from xsake.bench.environment import Environment, environment, own_checkout
 from xsake.bench.rows import BenchmarkRow, Ratio, Shape, Timing
-from xsake.bench.runner import Side, Spread, interleave, pair_ratio, time_call
+from xsake.bench.runner import Side, Spread, interleave, pair_ratio, time_warm
 from xsake.bench.shapes import causal_grid, ragged_grid, shape_of
 from xsake.bench.spot_check import TOLERANCE, spot_error
 from xsake.layout.grid import blocks_of
@@ -82,7 +82,7 @@ def _of_length(kind: Kind, shape: Shape, settings: Settings) -> list[BenchmarkRo
     product = bare_product(settings.dtype, settings.seed)
     times: dict[str, list[float]] = {}
     if kind != "memory":
-        sides = [Side(x.side, lambda run=x.run: time_call(run)) for x in (*calls, product)]
+        sides = [Side(x.side, lambda run=x.run: time_warm(run)) for x in (*calls, product)]
         times = interleave(sides, rounds=settings.rounds)
         if settings.trace is not None:
             _trace(calls, settings.trace / f"{kind}_{shape.kv_tokens}")
