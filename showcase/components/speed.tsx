@@ -43,7 +43,7 @@ function experimentDetail(row: Row["row"]): string {
 }
 
 const TITLES: Record<string, string> = {
-  causal: "Full causal attention", backward: "Forward and backward", ragged: "Every head its own sparsity",
+  attention: "Forward passes of one process", causal: "Full causal attention", backward: "Forward and backward", ragged: "Every head its own sparsity",
   same_blocks: "The same blocks through others", prefill: "A whole model reads a prompt",
   "attention by a plan": "Attention of all layers of a model, by a plan",
 };
