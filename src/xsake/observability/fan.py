@@ -139,7 +139,7 @@ class _Lane:
         tracker.finish()
 
     def _waiting(self) -> tuple[list[_Told], bool]:
-        """All lines that wait, one at least, and whether they are the last."""
+        """All lines that wait, one at least but at the end, and whether they are the last."""
         lines: list[_Told] = []
         told = self._queue.get()
         while told is not None:
