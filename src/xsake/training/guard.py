@@ -61,8 +61,8 @@ def judge(
     """Whether an update is to be made.
 
     Loss and norm must be finite; once `window` updates have been accepted, the norm must also be
-    below `mean + sigmas * deviation` of theirs. A spike is soon over, but gradients may grow for good:
-    where `most_skips - 1` updates in a row were refused, a large norm is accepted.
+    below `mean + sigmas * deviation` of theirs. A spike is soon over, but gradients may grow for
+    good: where `most_skips - 1` updates in a row were refused, a large norm is accepted.
 
     Args:
         section: the settings.
