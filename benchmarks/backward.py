@@ -12,7 +12,7 @@ from benchmarks.experiment import (
     blocks_of,
     budget_of,
     command,
-    limit_claim,
+    limit_claims,
     race,
 )
 from xsake.bench import Shape, ragged_grid
@@ -51,17 +51,8 @@ def measure(settings: Settings) -> Outcome:
             grids={GRID: grid},
         )
         rows += found
-        claims += [
-            limit_claim(
-                f"forward+backward, budget {budget_of(grid):.1%}, {tokens} tokens",
-                f"time of {name}",
-                found,
-                side=GRID,
-                baseline=name,
-                limit=limit,
-            )
-            for name, limit in LIMITS.items()
-        ]
+        topic = f"forward+backward, budget {budget_of(grid):.1%}, {tokens} tokens"
+        claims += limit_claims(topic, found, side=GRID, limits=LIMITS)
         if settings.is_saved:
             title = f"Forward and backward, {tokens:,} tokens"
             draw_times(found, RESULTS / f"backward_{tokens}.png", title)

@@ -4,7 +4,7 @@ python -m benchmarks.causal            # 4096 and 8192 tokens
 python -m benchmarks.causal --quick
 """
 
-from benchmarks.experiment import RESULTS, Contender, Outcome, Settings, command, limit_claim, race
+from benchmarks.experiment import RESULTS, Contender, Outcome, Settings, command, limit_claims, race
 from xsake.bench import Shape
 from xsake.bench.plot import draw_times
 
@@ -21,17 +21,7 @@ def measure(settings: Settings) -> Outcome:
             "causal", Shape.square(tokens), contenders, settings=settings, baselines=RIVALS
         )
         rows += found
-        claims += [
-            limit_claim(
-                f"full causal, {tokens} tokens",
-                f"time of {rival}",
-                found,
-                side="xsake",
-                baseline=rival,
-                limit=limit,
-            )
-            for rival, limit in LIMITS.items()
-        ]
+        claims += limit_claims(f"full causal, {tokens} tokens", found, side="xsake", limits=LIMITS)
         if settings.is_saved:
             draw_times(
                 found, RESULTS / f"causal_{tokens}.png", f"Causal attention, {tokens:,} tokens"

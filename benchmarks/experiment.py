@@ -170,6 +170,16 @@ def limit_claim(
     return Claim(topic, told, ratio.describe(), verdict)
 
 
+def limit_claims(
+    topic: str, rows: Sequence[BenchmarkRow], *, side: str, limits: Mapping[str, float]
+) -> list[Claim]:
+    """Judge the ratios of `side` to several others, each against its own limit."""
+    return [
+        limit_claim(topic, f"time of {other}", rows, side=side, baseline=other, limit=limit)
+        for other, limit in limits.items()
+    ]
+
+
 def plain_row(
     experiment: str, run: str, shape: Shape, settings: Settings, **facts: object
 ) -> BenchmarkRow:

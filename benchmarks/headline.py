@@ -225,7 +225,7 @@ def _draw_perplexity(axes, results: Path) -> None:
     axes.set_xticks(range(len(shown)), [bars[rule][0] for rule in shown])
     axes.set(yscale="log", ylabel="perplexity, more than dense", ylim=(0.1, 200))
     axes.yaxis.set_major_formatter(lambda y, _: f"{y:g}%")
-    axes.set_title("What SmolLM2 loses at 30% of it (8192)", fontsize=10)
+    axes.set_title("What SmolLM2 loses at 30% of the work", fontsize=10)
     axes.grid(alpha=0.25, axis="y")
 
 

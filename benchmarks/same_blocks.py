@@ -14,7 +14,7 @@ from benchmarks.experiment import (
     blocks_of,
     budget_of,
     command,
-    limit_claim,
+    limit_claims,
     race,
 )
 from benchmarks.ragged import BUDGETS
@@ -43,18 +43,10 @@ def measure(settings: Settings) -> Outcome:
                 grids={name: grid},
             )
             rows += found
-            limits = SPEEDUPS | ({DENSE: DENSE_SPEEDUP} if name == DENSE_AT else {})
-            claims += [
-                limit_claim(
-                    f"same blocks, budget {budget_of(grid):.1%}, {tokens} tokens",
-                    f"{speedup} times faster than {side}",
-                    found,
-                    side="xsake",
-                    baseline=side,
-                    limit=1 / speedup,
-                )
-                for side, speedup in limits.items()
-            ]
+            speedups = SPEEDUPS | ({DENSE: DENSE_SPEEDUP} if name == DENSE_AT else {})
+            topic = f"same blocks, budget {budget_of(grid):.1%}, {tokens} tokens"
+            limits = {other: 1 / speedup for other, speedup in speedups.items()}
+            claims += limit_claims(topic, found, side="xsake", limits=limits)
             if settings.is_saved:
                 title = f"Budget {mean:.0%}, {tokens:,} tokens"
                 draw_times(found, RESULTS / f"same_blocks_{name}_{tokens}.png", title)
