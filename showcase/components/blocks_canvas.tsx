@@ -23,9 +23,10 @@ function palette(): { kept: Uint32Array; dropped: Uint32Array; hidden: number } 
   return { kept, dropped, hidden: pixel(paper) };
 }
 
+/** The shade of each code, logarithmic: every shade is filled in from the least code that rounds to it. */
 const shades = new Uint8Array(65536);
-for (let code = 1; code < shades.length; code++) {
-  shades[code] = Math.max(0, Math.round((SHADES - 1) * (1 - Math.log(code / 65535) / Math.log(LEAST))));
+for (let shade = 1; shade < SHADES; shade++) {
+  shades.fill(shade, Math.ceil(65535 * LEAST ** (1 - (shade - 0.5) / (SHADES - 1))));
 }
 
 /** Redraws when the colours of the page change. */
@@ -39,19 +40,20 @@ export function useTheme(): number {
   return version;
 }
 
-/** Rows of a head from `first` on: kept blocks in the accent, dropped ones grey, ink for mass. */
-export function BlocksCanvas({ head, total, always, first = 0, label, className, onPoint }: {
+/** Rows of a head from `first` on: kept blocks in the accent, dropped ones grey, ink for mass. Those that may come `later` each have a task of their own. */
+export function BlocksCanvas({ head, total, always, first = 0, isLater, label, className, onPoint }: {
   head: Head;
   total: number;
   always: number;
   first?: number;
+  isLater?: boolean;
   label: string;
   className?: string;
   onPoint?: (row: number | null, column: number) => void;
 }) {
   const canvas = useRef<HTMLCanvasElement>(null);
   const theme = useTheme();
-  useEffect(() => {
+  const draw = () => {
     const context = canvas.current?.getContext("2d");
     if (!context) return;
     const { n, codes, places } = head, colours = palette(), counts = rowCounts(total, n, always);
@@ -64,7 +66,12 @@ export function BlocksCanvas({ head, total, always, first = 0, label, className,
     }
     context.putImageData(image, 0, 0);
     canvas.current!.dataset.drawn = String(total);
-  }, [head, total, always, first, theme]);
+  };
+  useEffect(() => {
+    if (!isLater) return draw();
+    const task = setTimeout(draw);
+    return () => clearTimeout(task);
+  }, [head, total, always, first, isLater, theme]);
   const point = (event: React.PointerEvent<HTMLCanvasElement>) => {
     const box = event.currentTarget.getBoundingClientRect();
     const column = Math.floor(((event.clientX - box.left) / box.width) * head.n);

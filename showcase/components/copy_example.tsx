@@ -75,7 +75,7 @@ export const CopyExample = memo(function CopyExample({ about, budget, policy, to
                       copy; keeps {percent(found.kept / found.all)}
                     </span>
                   </p>
-                  <BlocksCanvas head={head} total={total} always={always} first={first} className="h-16 w-full"
+                  <BlocksCanvas head={head} total={total} always={always} first={first} isLater className="h-16 w-full"
                     label={`Rows of the copy in ${named(number)}: ${percent(found.kept / found.all)} of the passage's mass kept`} />
                 </li>
               );

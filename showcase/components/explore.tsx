@@ -20,22 +20,22 @@ export function Explore({ text }: { text: string }) {
   const { model, n, percents, policies } = about;
   const always = about.always.sinks + about.always.locals, all = model.layers * model.q_heads;
   const [chosen, setChosen] = useState(about.copy.heads[4]);
-  const [budget, setBudget] = useState(30);
+  const [budget, setBudget] = useState(about.opening.percent);
   const [policy, setPolicy] = useState(policies[0]);
   const later = useDeferredValue(budget); // the chosen head is painted first, all others right after
   const [map, setMap] = useState<MapName>("share");
   const totals = useTotals(about);
-  const { heads, version, load, problem } = useLibrary(about);
+  const { library, version, load, problem } = useLibrary(about);
   const layer = Math.floor(chosen / model.q_heads);
   useEffect(() => load([layer]), [load, layer]);
-  useEffect(() => map === "kl" ? load(Array.from({ length: model.layers }, (_, i) => i)) : undefined, [load, map, model.layers]);
+  useEffect(() => map === "kl" ? load(Array.from({ length: model.layers }, (_, i) => i), true) : undefined, [load, map, model.layers]);
   const place = policies.indexOf(policy);
   const read = map === "kl" ? version : 0; // no other map shows what is read layer by layer
   const figures = useMemo(() => mapFigures(about, map, (head) => {
-    const total = totals(place, later, head), found = heads.get(head);
+    const total = totals(place, later, head), found = library.made.get(head);
     return total === null ? null : { share: total / start(n), kl: found ? found.keeps(total, always).kl : null };
-  }), [about, map, totals, place, later, n, always, heads, read]);
-  const loaded = heads.size, head = heads.get(chosen);
+  }), [about, map, totals, place, later, n, always, library, read]);
+  const made = library.made.size, head = library.head(chosen);
   const whole = about.whole[policy], at = budget - percents[0];
   return (
     <>
@@ -51,7 +51,7 @@ export function Explore({ text }: { text: string }) {
         <HeadGrid layers={model.layers} heads={model.q_heads} chosen={chosen} onChoose={setChosen} label="Heads by layer"
           value={figures.scaled} shown={figures.shown} />
         <p className="number mt-2 text-xs text-muted" aria-live="polite">
-          {figures.words}{map === "kl" && loaded < all ? `, ${loaded} of ${all} heads read` : ""}
+          {figures.words}{map === "kl" && made < all ? `, ${made} of ${all} heads read` : ""}
         </p>
       </section>
       <section aria-labelledby="model" className="mt-10 border-t border-rule pt-6">

@@ -42,8 +42,7 @@ export const HeadGrid = memo(function HeadGrid({ layers, heads, value, shown, ch
               const head = layer * heads + row, share = value(head);
               return (
                 <div key={layer} role="gridcell" tabIndex={head === chosen ? 0 : -1} aria-selected={head === chosen} data-head={head}
-                  aria-label={`Layer ${layer}, head ${row}: ${shown(head)}`}
-                  className={`h-5 cursor-pointer rounded-[1.5px] sm:h-6 ${head === chosen ? "z-10 outline-2 outline-offset-1 outline-ink" : "hover:outline hover:outline-ink"}`}
+                  aria-label={`Layer ${layer}, head ${row}: ${shown(head)}`} className="cell"
                   style={{ background: share === null ? "var(--blank)" : `color-mix(in oklab, var(--accent) ${(6 + 94 * share).toFixed(1)}%, var(--blank))` }} />
               );
             })}

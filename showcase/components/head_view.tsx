@@ -71,7 +71,7 @@ export function HeadView({ head, number, heads, always, block, entropy, budget, 
             <li key={option.name}>
               <button type="button" onClick={() => setPolicy(option.name)} aria-pressed={option.name === policy} data-policy={option.name} data-kl={found.kl}
                 className="group w-full rounded border border-transparent p-2 text-left hover:border-rule aria-pressed:border-accent">
-                <BlocksCanvas head={head} total={option.total} always={always} className="aspect-square w-full"
+                <BlocksCanvas head={head} total={option.total} always={always} isLater className="aspect-square w-full"
                   label={`${words}: ${count(option.total)} blocks`} />
                 <span className="mt-2 block text-sm font-medium">{words}</span>
                 <span className="number block text-xs text-muted">{percent(option.total / start(head.n))} of its blocks</span>

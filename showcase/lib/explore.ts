@@ -1,7 +1,7 @@
 "use client";
 // Loads what Explore shows, layer by layer and only when it is looked at.
-import { useCallback, useEffect, useRef, useState } from "react";
-import { Head, inflated, unpack } from "./blocks";
+import { startTransition, useCallback, useEffect, useRef, useState } from "react";
+import { Head, inflated, unpack, type Packed } from "./blocks";
 import { address } from "./words";
 
 export interface Explored {
@@ -13,6 +13,7 @@ export interface Explored {
   n: number;
   always: { sinks: number; locals: number };
   policies: string[];
+  opening: { percent: number; totals: number[][] }; // blocks of every head by policy, at the budget that a visitor meets first
   percents: number[];
   profile: { documents: number; commit: string };
   environment: { cpu: string; utc: string; commit: string };
@@ -25,9 +26,10 @@ export interface Explored {
 const place = (name: string) => address(`/data/explore/${name}.bin.gz`);
 const pause = () => new Promise((resolve) => setTimeout(resolve));
 
-/** Heads of the document, by number; those of a layer come together. */
+/** Heads of the document, by number. A layer is read as a whole; a head is made when it is looked at. */
 export class Library {
-  readonly heads = new Map<number, Head>();
+  readonly made = new Map<number, Head>();
+  private readonly read = new Map<number, Packed>();
   private readonly asked = new Map<number, Promise<void>>();
 
   constructor(private readonly about: Explored) {}
@@ -35,19 +37,21 @@ export class Library {
   layer(number: number): Promise<void> {
     const known = this.asked.get(number);
     if (known) return known;
-    const made = this.read(number);
-    this.asked.set(number, made);
-    made.catch(() => this.asked.delete(number));
-    return made;
+    const { n, model } = this.about;
+    const promise = inflated(place(`layer_${String(number).padStart(2, "0")}`))
+      .then((bytes) => { this.read.set(number, unpack(bytes, model.q_heads, n)); });
+    this.asked.set(number, promise);
+    promise.catch(() => this.asked.delete(number));
+    return promise;
   }
 
-  private async read(layer: number): Promise<void> {
-    const { n, model } = this.about;
-    const packed = unpack(await inflated(place(`layer_${String(layer).padStart(2, "0")}`)), model.q_heads, n);
-    for (let head = 0; head < model.q_heads; head++) {
-      this.heads.set(layer * model.q_heads + head, new Head(packed, head));
-      await pause(); // a slow machine stays responsive
-    }
+  /** A head; null while its layer is not read. */
+  head(number: number): Head | null {
+    const q = this.about.model.q_heads, known = this.made.get(number), packed = this.read.get(Math.floor(number / q));
+    if (known || !packed) return known ?? null;
+    const head = new Head(packed, number % q);
+    this.made.set(number, head);
+    return head;
   }
 }
 
@@ -56,31 +60,38 @@ export function useLibrary(about: Explored) {
   library.current ??= new Library(about);
   const [version, setVersion] = useState(0);
   const [problem, setProblem] = useState<string | null>(null);
-  const load = useCallback((layers: number[]) => {
+  /** Reads layers; with `isEvery` it also makes all their heads, one at a time, so that a slow machine stays responsive. */
+  const load = useCallback((layers: number[], isEvery = false) => {
     let isWanted = true;
+    const q = about.model.q_heads;
     const next = async () => {
       for (const layer of layers) {
-        if (!isWanted) return;
         await library.current!.layer(layer);
-        setVersion((x) => x + 1);
+        for (let head = layer * q; isEvery && head < (layer + 1) * q; head++) {
+          library.current!.head(head);
+          await pause();
+        }
+        if (!isWanted) return;
+        startTransition(() => setVersion((x) => x + 1)); // what has been read is drawn in slices
       }
     };
     next().catch((error) => setProblem(String(error)));
     return () => { isWanted = false; };
-  }, []);
-  return { heads: library.current.heads, version, load, problem };
+  }, [about]);
+  return { library: library.current, version, load, problem };
 }
 
 /** Blocks of every head, by policy and percent. */
 export function useTotals(about: Explored) {
   const [totals, setTotals] = useState<Uint16Array | null>(null);
   useEffect(() => {
-    inflated(place("totals")).then((bytes) => setTotals(new Uint16Array(bytes.buffer, bytes.byteOffset, bytes.length / 2)))
+    inflated(place("totals"))
+      .then((bytes) => startTransition(() => setTotals(new Uint16Array(bytes.buffer, bytes.byteOffset, bytes.length / 2))))
       .catch(() => setTotals(null));
   }, []);
   const all = about.model.layers * about.model.q_heads;
   return useCallback((policy: number, percent: number, head: number) => {
-    if (!totals) return null;
+    if (!totals) return percent === about.opening.percent ? about.opening.totals[policy][head] : null;
     return totals[(policy * about.percents.length + (percent - about.percents[0])) * all + head];
   }, [totals, about, all]);
 }

@@ -1,4 +1,5 @@
 // Lets every page of out/ be painted before the scripts that move it are asked for: its words, links and numbers need none.
+// The scripts ask browsers to compile all of their functions while they arrive, off the thread that paints: most are called at once.
 import { readdirSync, readFileSync, writeFileSync } from "node:fs";
 import { join } from "node:path";
 
@@ -13,4 +14,9 @@ for (const name of readdirSync("out", { recursive: true }).filter((each) => each
   const later = `<script>{let isAsked;const ask=()=>{if(isAsked)return;isAsked=true;${ask}};
 new PerformanceObserver(ask).observe({type:"paint",buffered:true});addEventListener("load",()=>setTimeout(ask,1000))}</script>`;
   writeFileSync(path, page.replaceAll(SCRIPT, "").replaceAll(EARLY, "").replace("</head>", `${later}</head>`));
+}
+
+const chunks = join("out", "_next", "static", "chunks");
+for (const name of readdirSync(chunks).filter((each) => each.endsWith(".js"))) {
+  writeFileSync(join(chunks, name), `//# allFunctionsCalledOnLoad\n${readFileSync(join(chunks, name), "utf8")}`);
 }

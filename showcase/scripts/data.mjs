@@ -7,6 +7,7 @@
 import { cpSync, existsSync, mkdirSync, readFileSync, readdirSync, rmSync, writeFileSync } from "node:fs";
 import { dirname, join, resolve } from "node:path";
 import { fileURLToPath } from "node:url";
+import { gunzipSync } from "node:zlib";
 import Ajv2020 from "ajv/dist/2020.js";
 import { compileFromFile } from "json-schema-to-typescript";
 import { readRun } from "./runs.mjs";
@@ -15,6 +16,7 @@ const here = resolve(dirname(fileURLToPath(import.meta.url)), "..");
 const root = resolve(process.argv[2] ?? join(here, ".."));
 const results = join(root, "benchmarks", "results");
 const out = resolve(process.argv[3] ?? here);
+const OPENING = 30; // percent of the blocks that Explore opens with
 const data = join(out, "data"), downloads = join(out, "public", "data");
 
 const text = (path) => readFileSync(path, "utf8");
@@ -116,6 +118,13 @@ function plans() {
   });
 }
 
+/** What a visitor meets first goes with the page: blocks of every head by policy, at one budget. */
+function opening({ model, policies, percents }, file) {
+  const bytes = gunzipSync(readFileSync(file)), totals = new Uint16Array(bytes.buffer, bytes.byteOffset, bytes.length / 2);
+  const all = model.layers * model.q_heads, first = (policy) => (policy * percents.length + percents.indexOf(OPENING)) * all;
+  return { percent: OPENING, totals: policies.map((_, policy) => [...totals.subarray(first(policy), first(policy) + all)]) };
+}
+
 function explored() {
   const folders = existsSync(join(results, "hads"))
     ? readdirSync(join(results, "hads")).filter((name) => existsSync(join(results, "hads", name, "explore.json")))
@@ -123,7 +132,8 @@ function explored() {
   if (!folders.length) return null;
   const folder = folders.sort().at(-1);
   cpSync(join(results, "hads", folder), join(downloads, "explore"), { recursive: true });
-  return { folder: `hads/${folder}`, ...JSON.parse(text(join(results, "hads", folder, "explore.json"))) };
+  const about = JSON.parse(text(join(results, "hads", folder, "explore.json")));
+  return { folder: `hads/${folder}`, ...about, opening: opening(about, join(results, "hads", folder, "totals.bin.gz")) };
 }
 
 function runs() {
