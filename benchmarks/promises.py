@@ -70,7 +70,9 @@ def _found(row: BenchmarkRow | None, peer: str, results: Path) -> str:
 def _verdict(row: BenchmarkRow | None, peer: str, limit: float | None) -> str:
     if row is None or limit is None or not _has(row, peer):
         return ""
-    return WORDS[judge(row.ratio_to(peer), limit)]
+    found = row.ratio_to(peer)
+    # A spread may hide how far away the limit is, and still say on which side of it we are.
+    return WORDS[Verdict.FAIL if found.q25 > limit else judge(found, limit)]
 
 
 def _has(row: BenchmarkRow, peer: str) -> bool:
