@@ -40,7 +40,7 @@ export function useTheme(): number {
   return version;
 }
 
-/** Rows of a head from `first` on: kept blocks in the accent, dropped ones grey, ink for mass. Those that may come `later` each have a task of their own. */
+/** Rows of a head from `first` on: kept blocks in the accent, dropped ones grey, ink for mass. Those that may come later (`isLater`) each have a task of their own. */
 export function BlocksCanvas({ head, total, always, first = 0, isLater, label, className, onPoint }: {
   head: Head;
   total: number;
