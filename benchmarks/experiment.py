@@ -38,6 +38,7 @@ from xsake.bench.rows import Timing
 
 RESULTS = ROOT / "benchmarks" / "results"
 BLOCK = 128
+BACKWARD_ROUNDS = 9
 LONG, LONG_ROUNDS, LONG_BACKWARD_ROUNDS = 8192, 5, 3
 """From so many tokens on, where a round of peers takes half a minute, or two with gradients. Such
 calls are warm from being compiled and checked."""
@@ -98,10 +99,12 @@ def race(
         grids: block grids `[H, Nq, Nk]` by the names contenders use.
     """
     grids = dict(grids or {})
-    rounds = settings.rounds
-    if shape.q_tokens >= LONG:
-        is_backward = any(contender.is_backward for contender in contenders)
-        rounds = min(rounds, LONG_BACKWARD_ROUNDS if is_backward else LONG_ROUNDS)
+    is_long = shape.q_tokens >= LONG
+    if any(contender.is_backward for contender in contenders):
+        most = LONG_BACKWARD_ROUNDS if is_long else BACKWARD_ROUNDS
+    else:
+        most = LONG_ROUNDS if is_long else settings.rounds
+    rounds = min(settings.rounds, most)
     began = environment(ROOT)
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         arrays = draw_inputs(shape, settings.seed)
@@ -123,7 +126,7 @@ def race(
         sides = [
             Side(c.side, lambda w=workers[c.implementation], name=c.side: w.run(name)) for c in able
         ]
-        times = interleave(sides, rounds=rounds, warmup=2 if shape.q_tokens < LONG else 0)
+        times = interleave(sides, rounds=rounds, warmup=0 if is_long else 2)
         versions = {c.implementation: workers[c.implementation].versions for c in contenders}
     run = uuid.uuid4().hex[:12]
     measured = {

@@ -29,21 +29,33 @@ def test_counts_of_a_causal_call_follow_from_its_sizes():
     assert (told.block_q, told.block_kv) == (128, 128)
     assert (told.blocks.listed, told.blocks.visible, told.blocks.budget) == (listed, listed, 1.0)
     assert told.blocks.full + told.blocks.partial == listed
-    forward, d_q, d_kv = told.passes
+    forward, backward = told.passes
     pairs = 128 * 128
     assert forward.flops == forward.computed * pairs * 2 * (64 + 32)
-    assert d_q.flops == d_q.computed * pairs * 2 * (64 + 32 + 64)
-    assert d_kv.flops == d_kv.computed * pairs * 2 * (2 * 64 + 2 * 32)
+    assert backward.flops == backward.computed * pairs * 2 * (3 * 64 + 2 * 32)
     assert told.forward_flops == forward.flops
-    assert told.backward_flops == d_q.flops + d_kv.flops
+    assert told.backward_flops == backward.flops
     for each in told.passes:
         assert each.listed == listed <= each.computed
     out_and_lse = 2 * 1000 * 4 * (32 + 1) * 4
     assert forward.bytes_written == out_and_lse
+    d_keys, d_queries = 2 * 1000 * 2 * (64 + 32) * 4, 2 * 1000 * 4 * 64 * 4
+    assert backward.bytes_written == d_keys + d_queries + backward.computed * 128 * 64 * 4
 
 
+@pytest.mark.parametrize("where", [{"platform": "tpu"}, {"bias": jnp.zeros((1, 1, 1000, 1000))}])
+def test_the_backward_pass_is_two_elsewhere_and_under_a_bias(where):
+    told = xsake.explain(Q, K, V, mask=Causal(), implementation="xla", **where)
+    _, d_q, d_kv = told.passes
+    pairs = 128 * 128
+    assert d_q.flops == d_q.computed * pairs * 2 * (64 + 32 + 64)
+    assert d_kv.flops == d_kv.computed * pairs * 2 * (2 * 64 + 2 * 32)
+    assert told.backward_flops == d_q.flops + d_kv.flops
+
+
+@pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("traced", [False, True])
-def test_the_predicted_blocks_are_those_the_passes_really_compute(traced, monkeypatch):
+def test_the_predicted_blocks_are_those_the_passes_really_compute(traced, biased, monkeypatch):
     """Every step of every walk reports how many blocks it computed."""
     counts = []
 
@@ -68,10 +80,11 @@ def test_the_predicted_blocks_are_those_the_passes_really_compute(traced, monkey
         grid, q_tokens=75, kv_tokens=75, block_q=8, block_kv=8, mask=mask
     )
     layout = layout.traced() if traced else layout
-    run = lambda q, k, v: (xsake.attention(q, k, v, layout=layout) ** 2).sum()
+    bias = jnp.ones((1, 4, 75, 75)) if biased else None
+    run = lambda q, k, v: (xsake.attention(q, k, v, bias=bias, layout=layout) ** 2).sum()
     jax.block_until_ready(jax.grad(run, argnums=(0, 1, 2))(q, k, v))
     jax.effects_barrier()
-    told = xsake.explain(q, k, v, layout=layout)
+    told = xsake.explain(q, k, v, bias=bias, layout=layout)
     assert [each.computed for each in told.passes] == [count for count in counts if count]
     assert told.passes[0].computed > told.passes[0].listed  # so that waiting is counted too
 
@@ -80,7 +93,7 @@ def test_tile_sizes_are_those_of_the_backend():
     told = xsake.explain(Q, K, V, mask=Causal())
     layout = BlockLayout.from_mask(Causal(), q_tokens=1000)
     assert told.passes[0].tiles == xla.tile_sizes(layout, 2 * 4 * 8, "cpu")
-    assert told.passes[2].tiles == xla.tile_sizes(layout, 2 * 2 * 8, "cpu")
+    assert told.passes[1].tiles == xla.tile_sizes(layout, 2 * 8, "cpu")  # of one batch element
 
 
 def test_segments_that_are_known_are_counted_and_others_bounded():

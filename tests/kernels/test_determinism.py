@@ -1,6 +1,7 @@
 """The same call gives the same bits: again, in another process, in any batch (N8)."""
 
 import dataclasses
+import functools
 import hashlib
 import subprocess
 import sys
@@ -11,7 +12,8 @@ import pytest
 
 import xsake
 from tests.lanes import RUNNABLE, each_implementation
-from xsake.masks import Full
+from xsake.layout import BlockLayout
+from xsake.masks import Causal, Full
 from xsake.testing.case_table import BY_NAME
 from xsake.testing.cases import Case
 from xsake.testing.conformance import (
@@ -71,6 +73,30 @@ def test_batch_neighbours_do_not_matter(implementation):
     straight, other = call(run, inputs), call(run, swapped)
     for name in straight.keys() - {"d_sinks"}:  # the sinks' gradient is a sum over the batch
         assert straight[name].tobytes() == swap(other[name]).tobytes(), name
+
+
+@each_implementation
+def test_the_size_of_the_batch_does_not_matter(implementation):
+    """Alone or one of two whose lists differ: sums over rows have an order of their own too."""
+    rng = np.random.default_rng(0)
+    shape = (2, 256, 4, 16)
+    q, k, v, d_out = (rng.normal(size=shape).astype("float32") for _ in range(4))
+    visible = rng.random((2, 4, 8, 8)) < np.array([0.3, 0.8])[:, None, None, None]
+    visible = visible | np.eye(8, dtype=bool)
+
+    def gradients(some):
+        layout = BlockLayout.from_block_mask(
+            visible[some], mask=Causal(), q_tokens=256, kv_tokens=256, block_q=32, block_kv=32
+        )
+        attend = functools.partial(xsake.attention, layout=layout, implementation=implementation)
+        out, pull = jax.vjp(attend, q[some], k[some], v[some])
+        return out, *pull(jax.numpy.asarray(d_out[some]))
+
+    both = gradients(slice(0, 2))
+    for element in range(2):
+        alone = gradients(slice(element, element + 1))
+        for name, one, of_two in zip(("out", "d_q", "d_k", "d_v"), alone, both, strict=True):
+            assert np.asarray(one[0]).tobytes() == np.asarray(of_two[element]).tobytes(), name
 
 
 @each_implementation

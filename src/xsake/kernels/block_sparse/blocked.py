@@ -23,6 +23,12 @@ def to_blocks(x, block: int, fill=0):
     return x.reshape(batch * heads * number, block, *x.shape[3:])
 
 
+def from_blocks(blocks, shape: tuple[int, ...]):
+    """The inverse of `to_blocks`: [B * H * (N + 1), block, D] -> [B, T, H, D], the given shape."""
+    batch, tokens, heads, dim = shape
+    return jnp.moveaxis(blocks.reshape(batch, heads, -1, dim), 1, 2)[:, :tokens]
+
+
 def block_index(head, block, blocks: int):
     """Where `to_blocks` put a block; `block == blocks` is the one that ends the head."""
     return head * (blocks + 1) + block

@@ -89,7 +89,12 @@ def is_known(*arrays) -> bool:
 
 
 def blockwise(
-    operands: Operands, by_query: Walked, by_key: Walked, *, widens: bool
+    operands: Operands,
+    by_query: Walked,
+    by_key: Walked,
+    *,
+    widens: bool,
+    is_one_pass: bool = False,
 ) -> tuple[Pass, ...]:
     """The passes of a backend that walks rows of query blocks, and kv blocks for dK and dV.
 
@@ -97,6 +102,7 @@ def blockwise(
         operands: the call; only shapes and dtypes of q, k, v and bias are looked at.
         by_query, by_key: how the two lists are walked.
         widens: whether queries are read in the dtype that tiles are computed in.
+        is_one_pass: whether dQ is summed, block by block, in the pass over kv blocks.
     """
     layout, size = operands.layout, _sizes(operands, widens)
     batch, q_tokens, q_heads, _ = operands.q.shape
@@ -127,15 +133,23 @@ def blockwise(
     key_block = layout.block_kv * (size.k + size.v) + bias
     query_block = layout.block_q * (size.q + size.out + 2 * size.row) + bias
     key_bytes = keys * (size.k + size.v)
+    forward = counted(
+        "forward",
+        by_query,
+        size.key + size.value,
+        key_block,
+        queries * size.q,
+        queries * (size.out + size.row),
+    )
+    if is_one_pass:
+        sums = layout.block_q * size.q
+        flops = 3 * size.key + 2 * size.value
+        written = key_bytes + queries * size.q
+        return forward, counted(
+            "backward", by_key, flops, query_block + sums, key_bytes, written, sums
+        )
     return (
-        counted(
-            "forward",
-            by_query,
-            size.key + size.value,
-            key_block,
-            queries * size.q,
-            queries * (size.out + size.row),
-        ),
+        forward,
         counted(
             "dQ",
             by_query,
@@ -150,7 +164,7 @@ def blockwise(
 
 
 def grouped_rows(
-    operands: Operands, problem: Problem, tiles_of: Callable[..., TileSizes]
+    operands: Operands, problem: Problem, tiles_of: Callable[..., TileSizes], *, sets: int = 1
 ) -> tuple[Walked, Walked]:
     """`(by_query, by_key)` of a backend that computes rows in groups of about equal length.
 
@@ -158,14 +172,16 @@ def grouped_rows(
         operands: the call.
         problem: its numbers.
         tiles_of: `(layout, rows) -> TileSizes`, the backend's own choice.
+        sets: equal parts of the rows of kv blocks that are walked apart.
     """
     layout = operands.layout
     batch, _, q_heads, _ = operands.q.shape
     queries = problem.tiles or tiles_of(layout, batch * q_heads * layout.q_blocks)
-    keys = problem.tiles or tiles_of(layout, batch * operands.k.shape[2] * layout.kv_blocks)
+    rows = batch * operands.k.shape[2] * layout.kv_blocks
+    keys = problem.tiles or tiles_of(layout, rows // sets)
     return (
         Walked(queries, _rows_of_queries(operands, queries), fetches_all=True),
-        Walked(keys, _rows_of_keys(operands, keys), fetches_all=True),
+        Walked(keys, _rows_of_keys(operands, keys, sets), fetches_all=True),
     )
 
 
@@ -239,8 +255,8 @@ def _rows_of_queries(operands: Operands, tiles: TileSizes) -> int | None:
     return walked_items(lists.rows, tiles)
 
 
-def _rows_of_keys(operands: Operands, tiles: TileSizes) -> int | None:
-    """Blocks that the dK/dV pass computes."""
+def _rows_of_keys(operands: Operands, tiles: TileSizes, sets: int) -> int | None:
+    """Blocks that the pass over kv blocks computes."""
     layout = operands.layout
     if not is_known(*jax.tree.leaves(layout)):
         return None
@@ -248,4 +264,5 @@ def _rows_of_keys(operands: Operands, tiles: TileSizes) -> int | None:
     transposed = layout.transpose(kv_heads, q_heads)
     rows = blocked.column_lists(transposed, operands.k.shape[0], kv_heads).rows
     repeats = q_heads // kv_heads // transposed.group
-    return walked_items(Rows(rows.start, rows.partial * repeats, rows.full * repeats), tiles)
+    rows = Rows(rows.start, rows.partial * repeats, rows.full * repeats)
+    return walked_items(rows, tiles, sets)

@@ -97,21 +97,32 @@ def _cuts(full, tiles: TileSizes):
         first = first + steps * width
 
 
-def _groups(rows: Rows, tiles: TileSizes) -> Groups:
+def _groups(rows: Rows, tiles: TileSizes, sets: int) -> Groups:
     xp = namespace(*rows)
     number = rows.full.shape[0]
-    order = xp.lexsort((-rows.partial, -rows.full)).astype(xp.int32)
-    groups = -(-number // tiles.rows)
-    short = groups * tiles.rows - number
-    order = xp.concatenate([order, xp.full(short, number, xp.int32)]).reshape(groups, -1)
+    order = _sorted(xp, rows, tiles, sets)
+    short = xp.full((sets, -order.shape[1] % tiles.rows), number, xp.int32)
+    order = xp.concatenate([order, short], 1).reshape(-1, tiles.rows)
     padded = Rows(*(xp.concatenate([x, xp.zeros(1, x.dtype)]) for x in rows))
     steps = tuple(own.max(1) for _, _, own in _cuts(padded.full[order], tiles))
     return Groups(padded, order, padded.partial[order].max(1), steps)
 
 
-def walked_items(rows: Rows, tiles: TileSizes) -> int:
+def _sorted(xp, rows: Rows, tiles: TileSizes, sets: int):
+    """The rows of each set [sets, rows per set], so that neighbours are cut alike.
+
+    Rows that take as many wide steps as each other are together. What is left of them rises and
+    falls in turns, so that the last of them and the first of those with one step less are alike.
+    """
+    wide, left = rows.full // tiles.blocks, rows.full % tiles.blocks
+    keys = -rows.partial, xp.where(wide % 2 == 0, left, -left), -wide
+    order = xp.lexsort(tuple(key.reshape(sets, -1) for key in keys), axis=-1)
+    return (order + xp.arange(sets)[:, None] * order.shape[1]).astype(xp.int32)
+
+
+def walked_items(rows: Rows, tiles: TileSizes, sets: int = 1) -> int:
     """Items that `walk` computes, what short rows wait for included; needs concrete rows."""
-    groups = _groups(rows, tiles)
+    groups = _groups(rows, tiles, sets)
     turns = [groups.partial, *(w * n for w, n in zip(_widths(tiles), groups.steps, strict=True))]
     return sum(int(np.asarray(x).sum(dtype=np.int64)) for x in turns) * tiles.rows
 
@@ -121,18 +132,22 @@ def _ever(steps) -> bool:
     return not isinstance(steps, np.ndarray) or bool(steps.any())
 
 
-def walk(rows: Rows, visitor: Visitor, tiles: TileSizes, shared: Any):
+def walk(rows: Rows, visitor: Visitor, tiles: TileSizes, shared: Any, sets: int = 1):
     """Run `visitor` over all rows.
 
     Args:
         rows: the row table; NumPy if it is known while tracing.
+        visitor: what is done with a group of rows.
+        tiles: rows of a group, and items of a step.
         shared: the arrays that groups write to, one group after the other.
+        sets: into how many equal parts the rows are cut before they are sorted. A part is walked as
+            if it were alone, so that sums in `shared` have the order that its own rows give them.
 
     Returns:
         `shared` as the last group left it.
     """
     number = rows.full.shape[0]
-    groups = _groups(rows, tiles)
+    groups = _groups(rows, tiles, sets)
     table = Rows(*(jnp.asarray(x) for x in groups.padded))
 
     def run(shared, group):

@@ -1,15 +1,17 @@
 """Block-sparse attention in plain XLA loops that compute listed blocks and nothing else.
 
-One walk serves three passes: forward and dQ go by query block, dK/dV by kv block over the
-transposed layout, so every sum has one owner and one order. The same code has two shapes: a few
-rows at a time for CPUs, whose cache is the limit, and as many as fit for devices that a short loop
-would starve.
+One walk serves all passes: forward and dQ go by query block, dK/dV by kv block over the transposed
+layout, so every sum has one owner and one order. The same code has two shapes: a few rows at a time
+for CPUs, whose cache is the limit, and as many as fit for devices that a short loop would starve.
+A CPU takes its steps one after the other, so there dQ is summed beside dK/dV, in one order too, and
+nothing is computed twice.
 """
 
 import functools
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+from jax import lax
 
 from xsake.kernels import tuning
 from xsake.kernels.block_sparse import blocked, cost, tiles
@@ -51,19 +53,25 @@ def unsupported(operands: Operands, problem: Problem, platform: str) -> str | No
 
 
 def tile_sizes(layout, rows: int, platform: str) -> TileSizes:
-    """Tile sizes for a platform: at least 16 groups of rows, so that their lengths stay close."""
+    """Tile sizes for a platform.
+
+    Many groups of rows, so that their lengths stay close, but no group of fewer than four rows if
+    there are more.
+    """
     if platform == "cpu":
         logits, blocks = CPU_TILE_LOGITS, max(1, CPU_TILE_KEYS // layout.block_kv)
     else:
         logits, blocks = ACCELERATOR_TILE_LOGITS, 1
     fitting = logits // (layout.block_q * layout.block_kv * blocks)
-    return TileSizes(max(1, min(fitting, rows // 16 or rows)), blocks)
+    return TileSizes(max(1, min(fitting, rows, max(4, rows // 16))), blocks)
 
 
 def passes(operands: Operands, problem: Problem, platform: str) -> tuple[cost.Pass, ...]:
     """What forward and backward will compute."""
     sizes = functools.partial(_tiles, operands, platform=platform)
-    return cost.blockwise(operands, *cost.grouped_rows(operands, problem, sizes), widens=True)
+    is_one = _is_one_pass(operands, platform)
+    walked = cost.grouped_rows(operands, problem, sizes, sets=operands.q.shape[0] if is_one else 1)
+    return cost.blockwise(operands, *walked, widens=True, is_one_pass=is_one)
 
 
 def forward(operands: Operands, problem: Problem):
@@ -72,7 +80,7 @@ def forward(operands: Operands, problem: Problem):
 
 
 def backward(operands: Operands, problem: Problem, out, lse, cotangents: Cotangents) -> Gradients:
-    """Gradients for q, k, v and bias, recomputing the weights of the listed blocks twice."""
+    """Gradients for q, k, v and bias; the weights of the listed blocks are computed again."""
     return _by_platform(_backward, operands, problem, out, lse, cotangents)
 
 
@@ -167,9 +175,16 @@ def _load(call: Call, queries: Queries, index) -> Queries:
 def _backward(operands, problem, platform, out, lse, cotangents) -> Gradients:
     call = prepare(operands, problem)
     queries = _queries(call, out, lse, cotangents)
+    if _is_one_pass(operands, platform):
+        return Gradients(*_walk_keys(call, queries, platform, with_queries=True), None)
     d_q, d_bias = _query_gradient(call, queries, platform)
-    d_k, d_v = _key_value_gradient(call, queries, platform)
+    _, d_k, d_v = _walk_keys(call, queries, platform, with_queries=False)
     return Gradients(d_q, d_k, d_v, d_bias)
+
+
+def _is_one_pass(operands: Operands, platform: str) -> bool:
+    """Whether dQ is summed while dK and dV are made: batch elements are walked apart then."""
+    return platform == "cpu" and operands.bias is None
 
 
 def _query_gradient(call: Call, queries: Queries, platform: str):
@@ -249,8 +264,13 @@ def _fetch_query_blocks(call: Call, lists: Lists, repeats: int):
     return fetch
 
 
-def _key_value_gradient(call: Call, queries: Queries, platform: str):
-    """dK and dV: rows of kv blocks over the transposed layout, tiles [rows, keys, queries]."""
+def _walk_keys(
+    call: Call, queries: Queries, platform: str, *, with_queries: bool
+) -> tuple[Any, Any, Any]:
+    """`(dQ or None, dK, dV)`: rows of kv blocks over the transposed layout.
+
+    Tiles are [rows, keys, queries].
+    """
     layout, problem = call.layout, call.problem
     batch, kv_tokens, kv_heads, _ = call.operands.k.shape
     transposed = layout.transpose(kv_heads, call.q_heads)
@@ -263,10 +283,11 @@ def _key_value_gradient(call: Call, queries: Queries, platform: str):
         kv_block = columns % layout.kv_blocks
         index = blocked.block_index(columns // layout.kv_blocks, kv_block, layout.kv_blocks)
         k, v = (take(x, index).astype(call.dtype) for x in (call.k, call.v))
-        return (kv_block, k, v), tuple(jnp.zeros_like(x) for x in (k, v))
+        # XLA:CPU is slow at products with a left side that lies the wrong way: turned once here.
+        return (kv_block, k, v, k.swapaxes(1, 2)), tuple(jnp.zeros_like(x) for x in (k, v))
 
     def visit(tile, state, shared, step: Step):
-        kv_block, k, v = tile
+        kv_block, k, v, turned_k = tile
         head, block = step.items
         index = blocked.block_index(head, block, layout.q_blocks)
         q, d_out, lse, delta = _load(call, queries, index)
@@ -284,15 +305,20 @@ def _key_value_gradient(call: Call, queries: Queries, platform: str):
         if visible is not None:
             visible = visible.swapaxes(1, 2)
             weight, gradient = (jnp.where(visible, x, 0) for x in (weight, gradient))
-            q = cleaned(q)
+            q, turned_k = cleaned(q), cleaned(turned_k)
         d_k, d_v = state
-        return (d_k + tiles.matmul(gradient, q), d_v + tiles.matmul(weight, d_out)), shared
+        state = d_k + tiles.matmul(gradient, q), d_v + tiles.matmul(weight, d_out)
+        d_q, rooms = shared
+        if d_q is not None:
+            d_q = _add_blocks(d_q, index, tiles.matmul(turned_k, gradient))
+        return state, (d_q, rooms)
 
     def finish(columns, state, shared):
         d_k, d_v = state
+        d_q, rooms = shared
         # The queries came with query_factor; what is wanted is `scale`.
         d_k = d_k if problem.softcap is not None else d_k / tiles.LOG2_E
-        return _store(shared, columns, (d_k.astype(shared[0].dtype), d_v.astype(shared[1].dtype)))
+        return d_q, _store(rooms, columns, (d_k.astype(rooms[0].dtype), d_v.astype(rooms[1].dtype)))
 
     visitor = Visitor(begin, _fetch_query_blocks(call, lists, repeats), visit, finish)
     rooms = tuple(
@@ -301,5 +327,29 @@ def _key_value_gradient(call: Call, queries: Queries, platform: str):
         )
         for x in (call.operands.k, call.operands.v)
     )
-    rooms = walk(rows, visitor, _sizes(call, full.shape[0], platform), rooms)
-    return tuple(blocked.tokens_of(x, kv_tokens) for x in rooms)
+    sets = batch if with_queries else 1
+    d_q = jnp.zeros_like(queries.q.swapaxes(1, 2), call.dtype) if with_queries else None
+    sizes = _sizes(call, full.shape[0] // sets, platform)
+    d_q, rooms = walk(rows, visitor, sizes, (d_q, rooms), sets)
+    d_k, d_v = (blocked.tokens_of(x, kv_tokens) for x in rooms)
+    if d_q is not None:
+        d_q = (d_q * jnp.asarray(problem.scale, call.dtype)).astype(call.operands.q.dtype)
+        d_q = blocked.from_blocks(d_q.swapaxes(1, 2), call.operands.q.shape)
+    return d_q, d_k, d_v
+
+
+def _add_blocks(sums, index, parts):
+    """Add the blocks of `parts` [rows, D, K * block] to `sums` [blocks, D, block], in their order.
+
+    A loop, because XLA:CPU adds a scatter's numbers one by one.
+    """
+    width, block = index.shape[1], sums.shape[-1]
+    places = index.reshape(-1)
+
+    def add(turn, sums):
+        row = lax.dynamic_index_in_dim(parts, turn // width)
+        part = lax.dynamic_slice_in_dim(row, turn % width * block, block, axis=2)
+        old = lax.dynamic_index_in_dim(sums, places[turn])
+        return lax.dynamic_update_index_in_dim(sums, old + part, places[turn], 0)
+
+    return lax.fori_loop(0, places.shape[0], add, sums)
