@@ -38,10 +38,11 @@ from xsake.bench.rows import Timing
 
 RESULTS = ROOT / "benchmarks" / "results"
 BLOCK = 128
-BACKWARD_ROUNDS = 9
-LONG, LONG_ROUNDS, LONG_BACKWARD_ROUNDS = 8192, 5, 3
-"""From so many tokens on, where a round of peers takes half a minute, or two with gradients. Such
-calls are warm from being compiled and checked."""
+LONG, LONG_ROUNDS = 8192, 9
+"""Fewer rounds from so many tokens on. Such calls are warm from being compiled."""
+SLOW, SLOW_ROUNDS, LONG_SLOW_ROUNDS = 4.0, 5, 3
+"""A side that takes so many times as long as the quickest leaves after a few rounds: its ratio is
+far from any limit, and it would take most of the time."""
 
 
 @dataclass(frozen=True)
@@ -99,12 +100,6 @@ def race(
         grids: block grids `[H, Nq, Nk]` by the names contenders use.
     """
     grids = dict(grids or {})
-    is_long = shape.q_tokens >= LONG
-    if any(contender.is_backward for contender in contenders):
-        most = LONG_BACKWARD_ROUNDS if is_long else BACKWARD_ROUNDS
-    else:
-        most = LONG_ROUNDS if is_long else settings.rounds
-    rounds = min(settings.rounds, most)
     began = environment(ROOT)
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         arrays = draw_inputs(shape, settings.seed)
@@ -126,13 +121,13 @@ def race(
         sides = [
             Side(c.side, lambda w=workers[c.implementation], name=c.side: w.run(name)) for c in able
         ]
-        times = interleave(sides, rounds=rounds, warmup=0 if is_long else 2)
+        times = take_turns(sides, settings, is_long=shape.q_tokens >= LONG)
         versions = {c.implementation: workers[c.implementation].versions for c in contenders}
     run = uuid.uuid4().hex[:12]
     measured = {
         side: {
             "seconds": Timing(**vars(Spread.of(times[side]))),
-            "repeats": rounds,
+            "repeats": len(times[side]),
             "ratios": _ratios(side, times, baselines),
             "compile_seconds": facts[side]["compile_seconds"],
             "temp_bytes": facts[side].get("temp_bytes"),
@@ -148,6 +143,27 @@ def race(
         )
         for c in contenders
     ]
+
+
+def take_turns(
+    sides: Sequence[Side], settings: Settings, *, is_long: bool
+) -> dict[str, list[float]]:
+    """Seconds of every side, of a slow one only of the first rounds.
+
+    Args:
+        sides: who runs.
+        settings: how many rounds, unless the calls are long.
+        is_long: whether they are.
+    """
+    rounds = min(settings.rounds, LONG_ROUNDS) if is_long else settings.rounds
+    few = min(rounds, LONG_SLOW_ROUNDS if is_long else SLOW_ROUNDS)
+    times = interleave(sides, rounds=few, warmup=0 if is_long else 2)
+    medians = {name: Spread.of(seconds).median for name, seconds in times.items()}
+    quick = [side for side in sides if medians[side.name] <= SLOW * min(medians.values())]
+    if rounds > few:
+        for name, seconds in interleave(quick, rounds=rounds - few, warmup=0).items():
+            times[name] += seconds
+    return times
 
 
 def limit_claim(
@@ -309,11 +325,17 @@ def _check(
     return errors
 
 
+def _common_ratio(seconds: list[float], baseline: list[float]) -> Spread:
+    """Their ratio over the rounds that both took part in."""
+    common = min(len(seconds), len(baseline))
+    return pair_ratio(seconds[:common], baseline[:common])
+
+
 def _ratios(
     side: str, times: Mapping[str, list[float]], baselines: Sequence[str]
 ) -> tuple[Ratio, ...]:
     return tuple(
-        Ratio(baseline=other, **vars(pair_ratio(times[side], times[other])))
+        Ratio(baseline=other, **vars(_common_ratio(times[side], times[other])))
         for other in baselines
         if other != side and other in times
     )

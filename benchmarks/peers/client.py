@@ -85,7 +85,7 @@ class Worker:
         return float(self.ask(op="run", name=name)["seconds"])
 
     def check(self, name: str) -> dict[str, np.ndarray]:
-        """The output arrays of a case, `[B, T, H, D]` each."""
+        """The arrays `[B, T, H, D]` that a case found when it was compiled; they are given once."""
         with tempfile.TemporaryDirectory() as folder:
             file = self.ask(op="check", name=name, file=str(Path(folder, "out.npz")))["file"]
             with np.load(file) as outputs:

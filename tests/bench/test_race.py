@@ -6,13 +6,24 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks.experiment import BLOCK, Contender, Settings, draw_inputs, limit_claim, race
+from benchmarks.experiment import (
+    BLOCK,
+    LONG_ROUNDS,
+    LONG_SLOW_ROUNDS,
+    SLOW_ROUNDS,
+    Contender,
+    Settings,
+    draw_inputs,
+    limit_claim,
+    race,
+    take_turns,
+)
 from benchmarks.peers.client import Worker, WorkerError
 from benchmarks.peers.jax_call import measured_function
 from benchmarks.peers.recipes import interpreter
 from benchmarks.truth import TOLERANCE, relative_error, true_attention
 from tests.bench.sample_rows import sample_row
-from xsake.bench import Ratio, Shape, Verdict, ragged_grid
+from xsake.bench import Ratio, Shape, Side, Verdict, ragged_grid
 
 SMALL = Shape.square(300, heads=3, head_dim=8)
 
@@ -39,6 +50,20 @@ def test_errors_of_nan_and_shape_are_infinite():
     assert relative_error({"out": np.full((2, 2), np.nan)}, truth) == float("inf")
     assert relative_error({"out": np.ones((2, 3))}, truth) == float("inf")
     assert relative_error({"out": np.ones((2, 2)) + 0.5}, truth) == 0.5 > TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "is_long, rounds, few", [(False, 15, SLOW_ROUNDS), (True, LONG_ROUNDS, LONG_SLOW_ROUNDS)]
+)
+def test_a_slow_side_leaves_after_a_few_rounds(is_long, rounds, few):
+    seconds = {"quick": 0.1, "close": 0.3, "slow": 0.5}
+    sides = [Side(name, lambda name=name: seconds[name]) for name in seconds]
+    times = take_turns(sides, Settings(), is_long=is_long)
+    assert {name: len(each) for name, each in times.items()} == {
+        "quick": rounds,
+        "close": rounds,
+        "slow": few,
+    }
 
 
 def test_a_race_checks_times_and_describes_every_side():
