@@ -133,33 +133,17 @@ def blockwise(
     key_block = layout.block_kv * (size.k + size.v) + bias
     query_block = layout.block_q * (size.q + size.out + 2 * size.row) + bias
     key_bytes = keys * (size.k + size.v)
-    forward = counted(
-        "forward",
-        by_query,
-        size.key + size.value,
-        key_block,
-        queries * size.q,
-        queries * (size.out + size.row),
-    )
+    d_q, sums = queries * size.q, layout.block_q * size.q
+    rows, out = queries * (size.q + size.out + 2 * size.row), queries * (size.out + size.row)
+    key, value = size.key, size.value
+    forward = counted("forward", by_query, key + value, key_block, queries * size.q, out)
     if is_one_pass:
-        sums = layout.block_q * size.q
-        flops = 3 * size.key + 2 * size.value
-        written = key_bytes + queries * size.q
-        return forward, counted(
-            "backward", by_key, flops, query_block + sums, key_bytes, written, sums
-        )
+        moved = query_block + sums, key_bytes, key_bytes + d_q, sums
+        return forward, counted("backward", by_key, 3 * key + 2 * value, *moved)
     return (
         forward,
-        counted(
-            "dQ",
-            by_query,
-            2 * size.key + size.value,
-            key_block + bias,
-            queries * (size.q + size.out + 2 * size.row),
-            queries * size.q,
-            bias,
-        ),
-        counted("dK/dV", by_key, 2 * (size.key + size.value), query_block, key_bytes, key_bytes),
+        counted("dQ", by_query, 2 * key + value, key_block + bias, rows, d_q, bias),
+        counted("dK/dV", by_key, 2 * (key + value), query_block, key_bytes, key_bytes),
     )
 
 

@@ -264,13 +264,55 @@ def _fetch_query_blocks(call: Call, lists: Lists, repeats: int):
     return fetch
 
 
+class Columns(NamedTuple):
+    """The kv blocks that a group of rows owns."""
+
+    block: Any  # int32 [rows]
+    k: Any  # [rows, block_kv, D]
+    v: Any  # [rows, block_kv, Dv]
+    turned_k: Any  # [rows, D, block_kv]
+
+
+class ColumnTile(NamedTuple):
+    """One step of rows of kv blocks."""
+
+    index: Any  # [rows, K]: the blocks of queries that are met
+    q: Any  # [rows, K * block_q, D]
+    d_out: Any  # [rows, K * block_q, Dv]
+    turned_k: Any  # [rows, D, block_kv]
+    weight: Any  # [rows, block_kv, K * block_q]
+    gradient: Any  # of the logits, likewise
+
+
+def _column_tile(call: Call, queries: Queries, own: Columns, step: Step) -> ColumnTile:
+    """Weights and gradients of the logits of kv blocks against the query blocks of a step."""
+    layout, softcap = call.layout, call.problem.softcap
+    head, block = step.items
+    index = blocked.block_index(head, block, layout.q_blocks)
+    q, d_out, lse, delta = _load(call, queries, index)
+    q, d_out = joined(q), joined(d_out)
+    lse, delta = (x.reshape(x.shape[0], 1, -1) for x in (lse, delta))
+    q_rows = head * layout.q_blocks + jnp.minimum(block, layout.q_blocks - 1)
+    bias = call.bias_tile(q_rows, own.block[:, None])
+    if bias is not None:
+        bias = joined(bias).swapaxes(1, 2)
+    logits = tiles.logits(tiles.products(own.k, q), bias, softcap)
+    visible = call.visible(q_rows[:, 0], own.block, step)
+    weight = tiles.weights(logits, lse, step.exists)
+    slope = tiles.softcap_slope(logits, softcap)
+    gradient = tiles.logit_gradient(weight, tiles.products(own.v, d_out), delta, slope)
+    turned_k = own.turned_k
+    if visible is not None:
+        visible = visible.swapaxes(1, 2)
+        weight, gradient = (jnp.where(visible, x, 0) for x in (weight, gradient))
+        q, turned_k = cleaned(q), cleaned(turned_k)
+    return ColumnTile(index, q, d_out, turned_k, weight, gradient)
+
+
 def _walk_keys(
     call: Call, queries: Queries, platform: str, *, with_queries: bool
 ) -> tuple[Any, Any, Any]:
-    """`(dQ or None, dK, dV)`: rows of kv blocks over the transposed layout.
-
-    Tiles are [rows, keys, queries].
-    """
+    """`(dQ or None, dK, dV)`: rows of kv blocks over the transposed layout."""
     layout, problem = call.layout, call.problem
     batch, kv_tokens, kv_heads, _ = call.operands.k.shape
     transposed = layout.transpose(kv_heads, call.q_heads)
@@ -284,34 +326,17 @@ def _walk_keys(
         index = blocked.block_index(columns // layout.kv_blocks, kv_block, layout.kv_blocks)
         k, v = (take(x, index).astype(call.dtype) for x in (call.k, call.v))
         # XLA:CPU is slow at products with a left side that lies the wrong way: turned once here.
-        return (kv_block, k, v, k.swapaxes(1, 2)), tuple(jnp.zeros_like(x) for x in (k, v))
+        tile = Columns(kv_block, k, v, k.swapaxes(1, 2))
+        return tile, tuple(jnp.zeros_like(x) for x in (k, v))
 
     def visit(tile, state, shared, step: Step):
-        kv_block, k, v, turned_k = tile
-        head, block = step.items
-        index = blocked.block_index(head, block, layout.q_blocks)
-        q, d_out, lse, delta = _load(call, queries, index)
-        q, d_out = joined(q), joined(d_out)
-        lse, delta = (x.reshape(x.shape[0], 1, -1) for x in (lse, delta))
-        q_rows = head * layout.q_blocks + jnp.minimum(block, layout.q_blocks - 1)
-        bias = call.bias_tile(q_rows, kv_block[:, None])
-        if bias is not None:
-            bias = joined(bias).swapaxes(1, 2)
-        logits = tiles.logits(tiles.products(k, q), bias, problem.softcap)
-        visible = call.visible(q_rows[:, 0], kv_block, step)
-        weight = tiles.weights(logits, lse, step.exists)
-        slope = tiles.softcap_slope(logits, problem.softcap)
-        gradient = tiles.logit_gradient(weight, tiles.products(v, d_out), delta, slope)
-        if visible is not None:
-            visible = visible.swapaxes(1, 2)
-            weight, gradient = (jnp.where(visible, x, 0) for x in (weight, gradient))
-            q, turned_k = cleaned(q), cleaned(turned_k)
-        d_k, d_v = state
-        state = d_k + tiles.matmul(gradient, q), d_v + tiles.matmul(weight, d_out)
-        d_q, rooms = shared
+        found = _column_tile(call, queries, tile, step)
+        (d_k, d_v), (d_q, rooms) = state, shared
+        d_k = d_k + tiles.matmul(found.gradient, found.q)
+        d_v = d_v + tiles.matmul(found.weight, found.d_out)
         if d_q is not None:
-            d_q = _add_blocks(d_q, index, tiles.matmul(turned_k, gradient))
-        return state, (d_q, rooms)
+            d_q = _add_blocks(d_q, found.index, tiles.matmul(found.turned_k, found.gradient))
+        return (d_k, d_v), (d_q, rooms)
 
     def finish(columns, state, shared):
         d_k, d_v = state
