@@ -51,9 +51,7 @@ class Session:
         self.adapter = adapter
         self.arrays: dict[str, np.ndarray] = {}
         self.prepared: dict[str, Prepared] = {}
-        self.first: dict[
-            str, Any
-        ] = {}  # what a case found when it was compiled, until it is checked
+        self.first: dict[str, Any] = {}  # what cases found when compiled, until they are checked
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """Do one request."""

@@ -133,16 +133,16 @@ def blockwise(
     key_block = layout.block_kv * (size.k + size.v) + bias
     query_block = layout.block_q * (size.q + size.out + 2 * size.row) + bias
     key_bytes = keys * (size.k + size.v)
-    d_q, sums = queries * size.q, layout.block_q * size.q
+    q_bytes, sums = queries * size.q, layout.block_q * size.q
     rows, out = queries * (size.q + size.out + 2 * size.row), queries * (size.out + size.row)
     key, value = size.key, size.value
-    forward = counted("forward", by_query, key + value, key_block, queries * size.q, out)
+    forward = counted("forward", by_query, key + value, key_block, q_bytes, out)
     if is_one_pass:
-        moved = query_block + sums, key_bytes, key_bytes + d_q, sums
+        moved = query_block + sums, key_bytes, key_bytes + q_bytes, sums
         return forward, counted("backward", by_key, 3 * key + 2 * value, *moved)
     return (
         forward,
-        counted("dQ", by_query, 2 * key + value, key_block + bias, rows, d_q, bias),
+        counted("dQ", by_query, 2 * key + value, key_block + bias, rows, q_bytes, bias),
         counted("dK/dV", by_key, 2 * (key + value), query_block, key_bytes, key_bytes),
     )
 

@@ -4,7 +4,7 @@ One walk serves all passes: forward and dQ go by query block, dK/dV by kv block 
 layout, so every sum has one owner and one order. The same code has two shapes: a few rows at a time
 for CPUs, whose cache is the limit, and as many as fit for devices that a short loop would starve.
 A CPU takes its steps one after the other, so there dQ is summed beside dK/dV, in one order too, and
-nothing is computed twice.
+no weight is computed for each of them.
 """
 
 import functools
