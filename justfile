@@ -93,6 +93,14 @@ headline:
     python -m benchmarks.headline --draw
     python -m benchmarks.promises
 
+# what the README's table tells about losses, then the table itself; takes hours, and goes on where it was stopped
+bench-quality:
+    python -m benchmarks.hads.capture
+    python -m benchmarks.hads.ladder
+    python -m benchmarks.hads.end_to_end --block 32 --rules 'hads, by effect'
+    python -m benchmarks.hads.longer
+    just venv={{ venv }} headline
+
 # a few ratios that must not become worse; a part of the gate
 bench-gate:
     python -m benchmarks.gate

@@ -4,8 +4,8 @@ python -m benchmarks.hads.ladder --context 4096 --block 64     # after benchmark
 python -m benchmarks.hads.ladder --context 8192 --block 32 --tests 8
 
 Inputs of every layer are those of the dense model: the error of attention alone. Rows go to
-results/ladder.jsonl, one per (context, block, rule, budget), means over the test documents; a
-run that is stopped goes on at the document where it stopped.
+results/hads/ladder_<context>_<block>.jsonl, one per (rule, budget), means over the test documents;
+a run that is stopped goes on at the document where it stopped.
 """
 
 import argparse
