@@ -51,8 +51,8 @@ docs:
 
 # build the showcase from committed data, and walk through it if there is a Chromium; needs Node 20.9
 showcase:
-    # The lock decides. `npm ci` would want the binaries of all platforms in it, which an index may not have.
-    cd showcase && npm install --no-save --cache ../.ci/npm
+    # `npm ci` requires the binaries of all platforms in the lock, which an index may not have; locked.mjs checks the same.
+    cd showcase && npm install --no-save --ignore-scripts --cache ../.ci/npm && node scripts/locked.mjs
     cd showcase && npm test
     cd showcase && NEXT_TELEMETRY_DISABLED=1 npm run build
     cd showcase && npm run walk
@@ -141,8 +141,14 @@ certify-smoke *args:
 hardware:
     python -m xsake.certify.table docs/hardware.md certificates
 
+# known vulnerabilities of everything that is locked; needs the vulnerability databases of PyPI and npm
+audit:
+    pip-audit --strict --disable-pip --require-hashes -r requirements/dev.txt -r requirements/build.txt -r requirements/release.txt
+    cd showcase && npm audit --package-lock-only
+
 # resolve the locks again
 lock:
     echo uv | {{ compile }} - -o requirements/uv.txt
     {{ compile }} pyproject.toml --all-extras --group dev -o requirements/dev.txt
+    {{ compile }} --group build -o requirements/build.txt
     {{ compile }} --group release -o requirements/release.txt

@@ -51,6 +51,48 @@ def test_what_an_image_copies_is_sent_to_the_builder():
     assert wanted == sent and all((ROOT / name).exists() for name in wanted)
 
 
+def test_images_are_named_by_digest():
+    digest = re.compile(r"[\w./-]+:[\w.-]+@sha256:[0-9a-f]{64}")
+    stages = re.findall(
+        r"^FROM (\S+) AS (\w+)$", (ROOT / "deploy" / "Dockerfile").read_text(), re.M
+    )
+    names = [name for _, name in stages]
+    outside = [image for image, _ in stages if image not in names]
+    services = yaml.safe_load((ROOT / "deploy" / "docker-compose.yml").read_text())["services"]
+    outside += [service["image"] for service in services.values() if "build" not in service]
+    assert outside and all(digest.fullmatch(image) for image in outside), outside
+
+
+@pytest.mark.parametrize("path", [".ci/release", "deploy/Dockerfile"])
+def test_a_wheel_is_built_by_the_locked_backend(path):
+    builds = re.findall(r"^.*\buv\"? build .*$", (ROOT / path).read_text(), re.M)
+    assert builds
+    for line in builds:
+        assert "--build-constraint requirements/build.txt --require-hashes" in line, line
+    locked = (ROOT / "requirements" / "build.txt").read_text()
+    assert re.search(r"^hatchling==\S+ \\$\n +--hash=sha256:[0-9a-f]{64}", locked, re.M)
+
+
+def test_every_file_of_a_release_is_attested_before_it_is_published():
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text())["jobs"]
+    (attest,) = [
+        step
+        for step in jobs["attest"]["steps"]
+        if step["uses"].startswith("actions/attest-build-provenance@")
+    ]
+    assert attest["with"]["subject-path"] == "dist/*"
+    assert "attest" in jobs["publish"]["needs"]
+
+
+def test_everything_that_is_pinned_is_updated_and_audited():
+    updates = yaml.safe_load((ROOT / ".github" / "dependabot.yml").read_text())["updates"]
+    folders = {update["package-ecosystem"]: update["directory"] for update in updates}
+    assert folders.keys() == {"docker", "docker-compose", "github-actions", "npm", "pip"}
+    assert all((ROOT / folder.strip("/")).is_dir() for folder in folders.values())
+    nightly = (ROOT / ".github" / "workflows" / "nightly.yml").read_text()
+    assert "just audit" in nightly and re.search(r"^audit:$", (ROOT / "justfile").read_text(), re.M)
+
+
 def test_versions_of_the_pages_are_listed_newest_first():
     entries = runpy.run_path(str(ROOT / ".ci" / "switcher.py"))["entries"]
     found = entries(["v0.2.0", "v0.10.0", "v0.9.1", "nightly", "v0.2.0"])
