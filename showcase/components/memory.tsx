@@ -18,7 +18,7 @@ export function Memory({ rows, onOpen }: { rows: Row[]; onOpen: (id: string) => 
         <p className="mt-1 mb-4 text-xs text-muted">Forward and backward, as the compiler plans it; nothing was run for these rows.</p>
         <Bars onOpen={onOpen} bars={planned.toSorted((a, b) => a.row.temp_bytes! - b.row.temp_bytes!).map(({ id, row }) => ({
           id, label: row.side, note: `${count(row.shape.q_tokens)} tokens`, value: row.temp_bytes!, shown: bytes(row.temp_bytes!),
-          isOwn: !row.side.startsWith("jax"),
+          isOwn: !!row.is_own,
         }))} />
         <a className="link mt-2 inline-block text-xs" href={address("/data/rows/memory.jsonl")} download>download memory.jsonl</a>
       </section>
@@ -40,7 +40,7 @@ export function Memory({ rows, onOpen }: { rows: Row[]; onOpen: (id: string) => 
         <Bars onOpen={onOpen} bars={raggedSides.flatMap((side) => ragged.filter(({ row }) => row.side === side)
           .toSorted((a, b) => a.row.shape.q_tokens - b.row.shape.q_tokens).map(({ id, row }) => ({
             id, label: side, note: `${count(row.shape.q_tokens)} tokens`, value: row.seconds!.median, low: row.seconds!.q25,
-            high: row.seconds!.q75, shown: seconds(row.seconds!.median), isOwn: side !== "full causal",
+            high: row.seconds!.q75, shown: seconds(row.seconds!.median), isOwn: !!row.is_own,
           })))} />
       </section>
       <section>
@@ -49,7 +49,7 @@ export function Memory({ rows, onOpen }: { rows: Row[]; onOpen: (id: string) => 
         <Bars onOpen={onOpen} bars={built.map(({ id, row }) => ({
           id, label: `${count(row.shape.q_tokens)} tokens, ${row.shape.q_heads} heads`,
           note: row.peak_bytes ? `${bytes(row.peak_bytes)} of memory` : undefined,
-          value: row.seconds!.median, low: row.seconds!.q25, high: row.seconds!.q75, shown: seconds(row.seconds!.median), isOwn: true,
+          value: row.seconds!.median, low: row.seconds!.q25, high: row.seconds!.q75, shown: seconds(row.seconds!.median), isOwn: !!row.is_own,
         }))} />
       </section>
     </div>

@@ -5,7 +5,6 @@ import { address, commit, count, day, percent, seconds, times } from "@/lib/word
 import { Bars } from "./bars";
 import { Choice } from "./choice";
 
-const isOwn = (row: Row) => /xsake|plan|ragged|causal|dense/.test(row.row.side) && !/jax|torch|tokamax|ejkernel/.test(row.row.implementation);
 const bucket = (budget: number | null | undefined) => (budget == null ? "100" : String(Math.round(100 * budget)));
 
 interface Run {
@@ -53,13 +52,13 @@ export function Speed({ rows, onOpen }: { rows: Row[]; onOpen: (id: string) => v
   const timed = runs.flatMap((run) => run.rows);
   const tokens = [...new Set(timed.map(({ row }) => row.shape.q_tokens))].sort((a, b) => a - b);
   const budgets = [...new Set(timed.map(({ row }) => bucket(row.budget)))].sort((a, b) => Number(b) - Number(a));
-  const peers = [...new Set(timed.filter((row) => !isOwn(row)).map(({ row }) => row.side))].sort();
+  const peers = [...new Set(timed.filter((row) => !row.row.is_own).map(({ row }) => row.side))].sort();
   const [length, setLength] = useState("all");
   const [budget, setBudget] = useState("all");
   const [peer, setPeer] = useState("all");
   const shown = runs.filter((run) =>
     (length === "all" || String(run.rows[0].row.shape.q_tokens) === length) &&
-    (budget === "all" || run.rows.some((row) => isOwn(row) && bucket(row.row.budget) === budget)) &&
+    (budget === "all" || run.rows.some((row) => row.row.is_own && bucket(row.row.budget) === budget)) &&
     (peer === "all" || run.rows.some(({ row }) => row.side === peer)));
   return (
     <>
@@ -80,7 +79,7 @@ export function Speed({ rows, onOpen }: { rows: Row[]; onOpen: (id: string) => v
 }
 
 function RunChart({ run, peer, onOpen }: { run: Run; peer: string; onOpen: (id: string) => void }) {
-  const visible = peer === "all" ? run.rows : run.rows.filter((row) => isOwn(row) || row.row.side === peer);
+  const visible = peer === "all" ? run.rows : run.rows.filter((row) => row.row.is_own || row.row.side === peer);
   return (
     <section>
       <h2 className="text-2xl">{run.title}</h2>
@@ -91,7 +90,7 @@ function RunChart({ run, peer, onOpen }: { run: Run; peer: string; onOpen: (id: 
           ...(each.row.ratios ?? []).filter(({ baseline }) => peer === "all" || baseline === peer)
             .map(({ baseline, median }) => `${times(median)} of ${baseline}`)].filter(Boolean).join(", "),
         value: each.row.seconds!.median, low: each.row.seconds!.q25, high: each.row.seconds!.q75,
-        shown: seconds(each.row.seconds!.median), isOwn: isOwn(each),
+        shown: seconds(each.row.seconds!.median), isOwn: !!each.row.is_own,
       }))} />
       <a className="link mt-2 inline-block text-xs" href={address(`/data/rows/${run.rows[0].file}`)} download>
         download {run.rows[0].file}

@@ -31,6 +31,15 @@ test("rows are passed on as they are, with their file and line", () => {
   }
 });
 
+test("no row of ours is shown as a peer's, native sparse attention included", () => {
+  assert.equal(gather().status, 0);
+  for (const { id, row } of made("rows")) {
+    assert.equal(typeof row.is_own, "boolean", id);
+    assert.equal(row.is_own, !/jax\.nn|jnp|torch|tokamax|ejkernel/.test(row.implementation), id);
+  }
+  assert.ok(made("rows").some(({ row }) => row.experiment === "native_sparse" && row.is_own));
+});
+
 test("a changed row changes what pages read", () => {
   const [first, ...others] = readFileSync(rowsPath(), "utf8").trim().split("\n"), row = JSON.parse(first);
   writeFileSync(rowsPath(), [JSON.stringify({ ...row, seconds: { median: 7, q25: 6, q75: 8 } }), ...others].join("\n"));

@@ -36,6 +36,24 @@ def test_impossible_rows_are_refused(changes):
         sample_row(**changes)
 
 
+@pytest.mark.parametrize(
+    ("implementation", "is_own"),
+    [
+        ("xsake.native_sparse_attention", True),
+        ("Planned, 30 layers", True),
+        ("SmolLM2-135M with xsake.hads.Planned", True),
+        ("SmolLM2-135M with jax.nn.dot_product_attention", False),
+        ("torch.compile(flex_attention)", False),
+        ("tokamax xla_chunked", False),
+        ("jnp.matmul", False),
+    ],
+)
+def test_rows_of_0_1_0_name_their_owner(implementation, is_own):
+    old = json.loads(sample_row(implementation=implementation).model_dump_json())
+    del old["is_own"]
+    assert BenchmarkRow.model_validate(old).is_own == is_own
+
+
 def test_a_bad_line_is_named(tmp_path):
     file = tmp_path / "rows.jsonl"
     append_rows(file, [sample_row()])

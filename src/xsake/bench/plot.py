@@ -21,7 +21,7 @@ def draw_times(rows: Sequence[BenchmarkRow], path: Path, title: str) -> None:
     figure, axes = _canvas(height=1.3 + 0.42 * len(timed))
     for place, (seconds, row) in enumerate(timed):
         median, low, high = (1e3 * part for part in (seconds.median, seconds.q25, seconds.q75))
-        colour = OURS if row.implementation.startswith("xsake") else OTHERS
+        colour = OURS if row.is_own else OTHERS
         axes.barh(place, median, color=colour, height=0.62)
         axes.plot([low, high], [place, place], color="black", linewidth=1.2)
         axes.text(high, place, f"  {median:.4g} ms", va="center", fontsize=9)

@@ -122,7 +122,7 @@ def _bars(rows: Iterable[BenchmarkRow]) -> Markup:
         top = place * (BAR + GAP)
         wide = lambda value: room * value / longest
         middle = top + BAR / 2
-        colour = "var(--ours)" if row.implementation.startswith("xsake") else "var(--choice)"
+        colour = "var(--ours)" if row.is_own else "var(--choice)"
         parts += [
             element("text", row.side, x=LABEL - 8, y=top + 13, text_anchor="end"),
             element(

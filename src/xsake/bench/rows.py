@@ -12,6 +12,7 @@ from xsake.errors import ArgumentError
 Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
+PEERS = frozenset({"ejkernel", "jax", "jnp", "tokamax", "torch"})
 
 
 class _Strict(BaseModel):
@@ -71,6 +72,9 @@ class BenchmarkRow(_Strict):
     run: str = Field(description="the same for all rows of one interleaved run")
     side: str = Field(description="name of the contender inside its run")
     implementation: str = Field(description="library and function that did the work")
+    is_own: bool = Field(
+        default=True, description="whether the measured code is XSAKE's; false for a peer"
+    )
     direction: Literal["forward", "forward+backward", "dq", "dkv", "build"] = "forward"
     shape: Shape
     dtype: str = "float32"
@@ -116,6 +120,16 @@ class BenchmarkRow(_Strict):
     utc: str
     cpu: str
     load_average: float = Field(ge=0, description="of the machine, one minute, when the run began")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_the_owner(cls, given: object) -> object:
+        """Rows of 0.1.0 do not say whose code ran: the library in `implementation` does."""
+        if isinstance(given, dict) and "is_own" not in given:
+            words = str(given.get("implementation", "")).replace("(", " ").split()
+            libraries = {word.split(".")[0] for word in words}
+            given = {**given, "is_own": libraries.isdisjoint(PEERS)}
+        return given
 
     def ratio_to(self, baseline: str) -> Spread:
         """Spread of the ratio to `baseline`; raises when that side was not in the run."""
