@@ -171,6 +171,15 @@ def test_progress_knows_what_is_to_come(quick):
     assert seen[0].label == "64 tokens, text#0, window 1"
 
 
+def test_the_shortest_texts_come_first_so_that_an_estimate_comes_early(quick):
+    seen, whole = [], evaluated(Settings((64, 128), gaps=()))
+    report = evaluated(Settings((128, 64), gaps=()), watch=seen.append)
+    lengths = [int(progress.label.split()[0]) for progress in seen]
+    assert lengths == sorted(lengths) and len(set(lengths)) == 2
+    assert [context.context for context in report.contexts] == [128, 64]
+    assert outcome(report)["contexts"] == outcome(whole)["contexts"][::-1]
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

@@ -5,7 +5,9 @@ import hashlib
 import itertools
 import json
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+
+import jax
 
 from xsake.bench.environment import (
     environment,
@@ -102,7 +104,8 @@ class Progress:
         is_new: measured now, not known from before.
         dense_nll, candidate_nll: its mean over the spans, nats per token.
         elapsed_seconds: since the start.
-        remaining_seconds: to go, judged by tokens; None before anything was measured.
+        remaining_seconds: estimate by the products of a forward pass; None before the first
+            measurement.
     """
 
     done: int
@@ -116,6 +119,7 @@ class Progress:
 
 
 Watch = Callable[[Progress], None]
+Cost = Callable[[Trial], int]
 
 
 def evaluate(
@@ -149,7 +153,7 @@ def evaluate(
     base = _base(subject, candidate)
     trials = [trial for cut in cuts for trial in cut.trials] + [copy.trial for copy in copies]
     score = Scorer(subject.model, None if candidate is None else candidate.attend)
-    answers = iter(list(_measured(trials, score, journal, base, watch)))
+    answers = iter(_measure(trials, score, journal, base, _cost_in(subject.model), watch))
     contexts = [
         context_result(cut, _take(answers, cut.trials), candidate, settings.seed) for cut in cuts
     ]
@@ -272,15 +276,18 @@ def _base(subject: Subject, candidate: Candidate | None) -> dict:
     }
 
 
-def _measured(
-    trials: Sequence[Trial], score: Score, journal: Journal, base: dict, watch: Watch
-) -> Iterable[Entry]:
+def _measure(
+    trials: Sequence[Trial], score: Score, journal: Journal, base: dict, cost: Cost, watch: Watch
+) -> list[Entry]:
+    """Answer all trials, the cheapest first, so that an estimate of the rest comes early."""
     keys = [_key(base, trial) for trial in trials]
-    left = sum(
-        len(trial.tokens) for key, trial in zip(keys, trials, strict=True) if not journal.find(key)
-    )
-    start, measured = time.monotonic(), 0
-    for done, (key, trial) in enumerate(zip(keys, trials, strict=True), start=1):
+    costs = [
+        0 if journal.find(key) else cost(trial) for key, trial in zip(keys, trials, strict=True)
+    ]
+    start, spent, left = time.monotonic(), 0, sum(costs)
+    answers: dict[int, Entry] = {}
+    for place in sorted(range(len(trials)), key=costs.__getitem__):
+        key, trial = keys[place], trials[place]
         entry = journal.find(key)
         is_new = entry is None
         if entry is None:
@@ -288,12 +295,24 @@ def _measured(
             sums = score(trial.tokens).sums(trial.spans)
             entry = Entry(key=key, seconds=time.monotonic() - begin, sums=sums)
             journal.add(entry)
-            measured, left = measured + len(trial.tokens), left - len(trial.tokens)
+            spent, left = spent + costs[place], left - costs[place]
+        answers[place] = entry
         elapsed = time.monotonic() - start
-        to_go = elapsed / measured * left if measured else None
+        to_go = elapsed / spent * left if spent else None
         dense, candidate = (_mean_nll(trial, entry, side) for side in ("dense", "candidate"))
-        watch(Progress(done, len(trials), trial.label, is_new, dense, candidate, elapsed, to_go))
-        yield entry
+        done = Progress(
+            len(answers), len(trials), trial.label, is_new, dense, candidate, elapsed, to_go
+        )
+        watch(done)
+    return [answers[place] for place in range(len(trials))]
+
+
+def _cost_in(model: Decoder) -> Cost:
+    """Products of a forward pass: of the parameters once a token, of attention once a pair."""
+    config = model.config
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(model))
+    width = config.layers * config.q_heads * config.head_dim
+    return lambda trial: len(trial.tokens) * (parameters + width * len(trial.tokens))
 
 
 def _key(base: dict, trial: Trial) -> str:
