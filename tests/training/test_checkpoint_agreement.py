@@ -6,6 +6,10 @@ import subprocess
 import sys
 import textwrap
 
+import pytest
+
+GROUP = 4242  # any that has no members
+
 PROLOGUE = textwrap.dedent("""
     import json, os, pathlib, resource, sys, threading, time
     import jax
@@ -97,6 +101,147 @@ def test_a_write_that_fails_on_one_process_fails_the_save_of_both_at_once(tmp_pa
         assert not failures and store.steps() == [1, 11, 21], (failures, store.steps())
         assert store.restore(like()).step == 21 and not notices
         store.close()
+        """,
+        tmp_path,
+    )
+
+
+@pytest.fixture
+def reserved_disk(tmp_path):
+    """A small real disk of which a group may use the last part and others may not."""
+    disk, image = tmp_path / "disk", tmp_path / "image"
+    disk.mkdir()
+    image.write_bytes(b"")
+    os.truncate(image, 2**25)
+    options = f"loop,resuid=12345,resgid={GROUP}"
+    commands = (
+        ["mkfs.ext4", "-q", "-F", "-m", "30", image], ["mount", "-o", options, image, disk]
+    )  # fmt: skip
+    try:
+        for command in commands:
+            subprocess.run(command, check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"mounting a disk needs root and loop devices: {error}")
+    yield disk
+    subprocess.run(["umount", "-l", disk], check=True)
+
+
+@pytest.mark.slow
+def test_a_disk_that_is_full_for_one_process_alone_fails_the_save_of_both(reserved_disk):
+    """A real ENOSPC: process 0 is in the group that may use the reserved part of the disk."""
+    run_two(
+        """
+        store.save(1, tree(1), {})
+        store.wait()
+        if number == 1:
+            with open(folder.parent / "fill", "wb", buffering=0) as file:
+                for size in (2**16, 2**10):
+                    try:
+                        while True:
+                            os.write(file.fileno(), os.urandom(size))
+                            os.fsync(file.fileno())
+                    except OSError as error:
+                        assert error.strerror == "No space left on device"
+        meet("full")
+        if number == 0:  # there is room for the whole save in the reserved part
+            with open(folder.parent / "mine", "wb") as file:
+                file.write(os.urandom(2**20))
+                file.flush()
+                os.fsync(file.fileno())
+            os.unlink(folder.parent / "mine")
+        meet("not full for process 0")
+        began = time.monotonic()
+        store.save(2, tree(2), {})
+        try:
+            store.wait()
+            raise AssertionError("a save without one of its halves")
+        except CheckpointError:
+            pass
+        assert time.monotonic() - began < 30
+        what = failures.pop().what
+        assert "No space left" in what and ("process 1" in what) == (number == 0), what
+        meet("failed")
+        if number == 1:
+            os.unlink(folder.parent / "fill")
+        meet("room again")
+        store.save(3, tree(3), {})
+        store.close()
+        assert not failures and store.steps() == [1, 3]
+        """,
+        reserved_disk / "steps",
+        commands=(["setpriv", "--groups", str(GROUP)], []),
+    )
+
+
+def test_a_manifest_may_take_longer_than_a_barrier_of_orbax_waits(tmp_path):
+    run_two(
+        """
+        import orbax.checkpoint.experimental.v1._src.synchronization.multihost as barriers
+        barriers._DEFAULT_BARRIER_TIMEOUT = 2  # seconds, and not 300
+        write = manifests.write
+        def write_slowly(*arguments):
+            time.sleep(4)
+            return write(*arguments)
+        manifests.write = write_slowly
+        store.save(1, tree(1), {})
+        store.close()
+        assert not failures and (folder / "1" / manifests.NAME).exists(), failures
+        """,
+        tmp_path,
+    )
+
+
+def test_each_process_hashes_what_it_wrote_and_verifies_a_share(tmp_path):
+    run_two(
+        """
+        hashed, verified = [], []
+        hash_file, digest = manifests._committed, manifests._digest
+        def hash_and_note(step, path):
+            hashed.append(path)
+            return hash_file(step, path)
+        def digest_and_note(step, path):
+            verified.append(path)
+            return digest(step, path)
+        manifests._committed, manifests._digest = hash_and_note, digest_and_note
+        for step in (1, 2):
+            store.save(step, tree(step), {})
+        store.wait()
+        manifest = manifests.read(folder / "2")
+        manifests.verify(folder / "2", manifest, "full")
+        assert [file.path for file in manifest.files] == sorted(verified)
+        assert {path for path in verified if "process_1" in path} and any(
+            "process_0" in path for path in verified)
+        # Twice, as there are two steps; the names of data files are random.
+        assert sum(file.path in hashed for file in manifest.files) == len(hashed) / 2
+        assert all(("process_1" in path) == (number == 1) for path in hashed), hashed
+
+        meet("saved")
+        verified.clear()
+        if number == 0:
+            largest = max((folder / "2" / "state" / "ocdbt.process_1" / "d").iterdir(),
+                          key=lambda path: path.stat().st_size)
+            content = bytearray(largest.read_bytes())
+            content[-1] ^= 1
+            largest.write_bytes(content)
+        meet("damaged")
+        assert store.restore(like()).step == 1
+        seen = [(notice.kind, notice.step, notice.reason) for notice in notices]
+        assert seen == ([("quarantined", 2, "digest")] if number == 0 else []), notices
+        shares = multihost_utils.process_allgather(np.int32(len(verified)))
+        total = len(manifest.files) + len(manifests.read(folder / "1").files)
+        assert shares.sum() == total and abs(shares[0] - shares[1]) <= 2, (shares, total)
+
+        # A process that cannot read back what it wrote fails the save before it is committed.
+        if number == 1:
+            def fail(*_):
+                raise OSError(5, "Input/output error")
+            manifests.hash_share = fail
+        store.save(3, tree(3), {})
+        try:
+            store.close()
+        except CheckpointError as error:
+            assert "checkpoint 3 was not saved" in str(error) and "Input/output" in str(error)
+        assert store.steps() == [1] and len(failures) == 1
         """,
         tmp_path,
     )
