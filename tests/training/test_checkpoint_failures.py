@@ -2,6 +2,7 @@
 
 import errno
 import resource
+import threading
 
 import jax.numpy as jnp
 import numpy as np
@@ -87,6 +88,28 @@ def test_a_folder_that_cannot_be_made_is_reported_and_does_not_raise(tmp_path, w
     assert [(f.step, type(f.error)) for f in watcher.failures] == [(20, NotADirectoryError)]
     with pytest.raises(CheckpointError, match="checkpoint 20 was not saved"):
         store.close()
+
+
+def test_a_folder_that_orbax_cannot_make_leaves_no_thread_that_waits_for_it(
+    tmp_path, watcher, monkeypatch
+):
+    """A thread that waits for minutes keeps the process alive for as long."""
+    folder, begin, before = tmp_path / "steps", orbax_io.begin, set(threading.enumerate())
+
+    def begin_without_folder(*arguments):
+        folder.rmdir()
+        folder.write_text("in the way, after all checks")
+        return begin(*arguments)
+
+    monkeypatch.setattr(orbax_io, "begin", begin_without_folder)
+    store = CheckpointStore(folder, **watcher.options())
+    store.save(20, sample.tree(20), sample.extra(20))
+    with pytest.raises(CheckpointError, match="checkpoint 20 was not saved.*Error"):
+        store.close()
+    new = [thread for thread in threading.enumerate() if thread not in before]
+    for thread in new:
+        thread.join(timeout=5)
+    assert not [thread for thread in new if thread.is_alive() and not thread.daemon]
 
 
 def test_an_error_of_the_callback_itself_is_not_lost(tmp_path, monkeypatch):

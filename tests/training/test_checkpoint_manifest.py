@@ -36,6 +36,81 @@ def step(tmp_path):
     return folder
 
 
+# As 0.1.0 wrote it for the step above.
+FIRST_FORMAT = """{
+ "format": 1,
+ "step": 7,
+ "utc": "2026-01-01T00:00:00+00:00",
+ "leaves": [
+  {"name":"a/b","dtype":"float32","shape":[2,3],"fingerprint":5}
+ ],
+ "placement": {"platform":"cpu","devices":1,"processes":1,"axes":{}},
+ "versions": {"jax":"1"},
+ "extra": {"data":[1,2.5,null,"ä"]},
+ "files": [
+  {"path":"state/d/data","size":256,"blake2b":"39a7eb9fedc19aabc83425c6755dd90e6f9d0c804964a1f4aaeea3b9fb599835"},
+  {"path":"state/empty","size":0,"blake2b":"0e5751c026e543b2e8ab2eb06099daa1d1e5df47778f7787faab45cdf12fe3a8"},
+  {"path":"top","size":3,"blake2b":"636742916ad825e540127004a549e959336dc986c8391bcf08cf85fa04104fe6"}
+ ],
+ "digest": "c07aaa4c71d68a7e28e175c1302ab02dcf80b27e540adec92650caf0ff2743e4"
+}
+"""
+
+
+def test_a_manifest_of_0_1_0_is_read_and_still_written_in_the_same_way(step):
+    assert (step / manifests.NAME).read_text() == FIRST_FORMAT
+    (step / manifests.NAME).write_text(FIRST_FORMAT)
+    manifest = manifests.read(step)
+    assert manifest.extra == record().extra and len(manifest.files) == 3
+    manifests.verify(step, manifest, "full")
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7])
+def test_shares_of_processes_are_all_files_and_each_once(step, count):
+    (step / manifests.NAME).unlink()
+    for writer in range(5):
+        (step / "state" / f"ocdbt.process_{writer}" / "d").mkdir(parents=True)
+        (step / "state" / f"ocdbt.process_{writer}" / "d" / "data").write_text(str(writer))
+    (step / "state" / "array_metadatas").mkdir()
+    (step / "state" / "array_metadatas" / "process_4").write_text("4")
+    (step / "state" / "ocdbt.process_x").write_text("x")
+    shares = [manifests.hash_share(step, process, count) for process in range(count)]
+    files = [file for share in shares for file in share]
+    assert sorted(file.path for file in files) == sorted(manifests.listing(step))
+    assert {file.path for file in shares[-1]} >= (
+        {f"state/ocdbt.process_{count - 1}/d/data"} if count <= 5 else set()
+    )
+    assert manifests.write(step, record(), files).files == manifests.write(step, record()).files
+
+
+def test_shares_that_are_not_the_step_make_no_manifest(step):
+    files = manifests.hash_share(step, 0, 1)
+    (step / manifests.NAME).unlink()
+    with pytest.raises(DamagedError, match="extra"):
+        manifests.write(step, record(), files[1:])
+    (step / "top").write_text("other")
+    with pytest.raises(DamagedError, match="size"):
+        manifests.write(step, record(), files)
+    (step / "top").unlink()
+    with pytest.raises(DamagedError, match="missing"):
+        manifests.write(step, record(), files)
+    assert not (step / manifests.NAME).exists()
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_processes_that_verify_together_notice_what_one_would_notice(step, count):
+    manifest = manifests.read(step)
+    (step / "top").write_text("toq")
+    noticed = 0
+    for process in range(count):
+        try:
+            manifests.verify(step, manifest, "full", process, count)
+        except DamagedError as error:
+            assert (error.reason, error.file) == ("digest", "top")
+            noticed += 1
+    assert noticed == 1
+
+
 def damage_of(folder, mode="full") -> DamagedError:
     with pytest.raises(DamagedError) as raised:
         manifest = manifests.read(folder)

@@ -13,7 +13,7 @@ _STEP = re.compile(r"0|[1-9][0-9]{0,9}")
 _QUARANTINED = re.compile(r"(0|[1-9][0-9]{0,9})\.quarantined-[a-z0-9-]+")
 # What Orbax writes into before it commits, and what this package was about to write or delete.
 _UNFINISHED = re.compile(
-    r"(0|[1-9][0-9]{0,9})\.orbax-checkpoint-tmp.*|\.(0|[1-9][0-9]{0,9})\.(manifest|deleted)"
+    r"(0|[1-9][0-9]{0,9})\.orbax-checkpoint-tmp.*|\.(0|[1-9][0-9]{0,9})\.(manifest|deleted|probe)"
 )
 
 
@@ -85,6 +85,18 @@ def retire(folder: Path, keep: int) -> list[int]:
                 _delete(folder, other)
             return old
     return []
+
+
+def require_room(folder: Path, step: int) -> None:
+    """Raise `OSError` unless a folder can be made for a step.
+
+    Args:
+        folder: of the steps.
+        step: that shall be saved.
+    """
+    probe = folder / f".{step}.probe"
+    probe.mkdir()
+    probe.rmdir()
 
 
 def clear_unfinished(folder: Path) -> None:

@@ -10,8 +10,9 @@ import errno
 import hashlib
 import json
 import os
+import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -27,6 +28,8 @@ MOST_BYTES = 2**26
 MOST_PARTS = 2**21  # arrays, objects or strings
 MOST_STEP = 2**31 - 1  # a training state counts its steps with 32 bits
 MOST_THREADS = 8
+# `ocdbt.process_3` and `array_metadatas/process_3`: Orbax' names for the part of one process.
+_WRITER = re.compile(r"(?:^|/)(?:ocdbt\.)?process_([0-9]{1,9})(?=/|$)")
 
 Verify = Literal["full", "size", "off"]
 Count = Annotated[int, Field(ge=0)]
@@ -168,14 +171,42 @@ def checked_extra(extra: dict[str, Any]) -> dict[str, Any]:
     )
 
 
-def write(folder: Path, record: Record) -> Manifest:
+def hash_share(folder: Path, process: int, num_processes: int) -> tuple[File, ...]:
+    """Hash and flush those files of a step that one process has written.
+
+    Files that carry the number of no process belong to process 0. Shares of processes beyond
+    `num_processes`, in a step of a larger run, are divided among those that are left.
+
+    Args:
+        folder: of the step, committed or not.
+        process: the one.
+        num_processes: count of all.
+    """
+
+    def is_of_another(path: str) -> bool:
+        writer = _WRITER.search(path)
+        return writer is not None and int(writer[1]) % num_processes != process
+
+    # Folders of other processes are not listed: with one per process that takes long.
+    paths = [path for path, _ in _files(folder, folder, is_of_another)]
+    if process:
+        paths = [path for path in paths if _WRITER.search(path)]
+    with concurrent.futures.ThreadPoolExecutor(_threads()) as pool:
+        return tuple(pool.map(lambda path: _committed(folder, path), set(paths) - {NAME}))
+
+
+def write(folder: Path, record: Record, files: Iterable[File] | None = None) -> Manifest:
     """Write the manifest of a committed step; all of the step is on the disk when this returns.
 
     Args:
         folder: of the step.
         record: what was saved into it.
+        files: all of its files, hashed and flushed; None hashes them here.
     """
-    files = tuple(_committed(folder, path) for path in sorted(listing(folder)) if path != NAME)
+    found = listing(folder)
+    files = hash_share(folder, 0, 1) if files is None else files
+    files = tuple(sorted(files, key=lambda file: file.path))
+    _compare(found, files)
     manifest = Manifest(**record.model_dump(exclude={"files"}), files=files)
     # Outside of the step: a process that dies here must not leave a file that nobody knows.
     temporary = folder.parent / f".{folder.name}.manifest"
@@ -207,7 +238,9 @@ def read(folder: Path) -> Manifest | None:
     return manifest
 
 
-def verify(folder: Path, manifest: Manifest, mode: Verify) -> None:
+def verify(
+    folder: Path, manifest: Manifest, mode: Verify, process: int = 0, num_processes: int = 1
+) -> None:
     """Raise `DamagedError` unless a step's files are those of its manifest.
 
     Links and special files are refused in every mode.
@@ -216,23 +249,20 @@ def verify(folder: Path, manifest: Manifest, mode: Verify) -> None:
         folder: of the step.
         manifest: of the step.
         mode: `full` reads every byte, `size` compares names and sizes, `off` nothing.
+        process: the one that verifies; it reads the bytes of its share of the files.
+        num_processes: count of those that verify the step together.
     """
     found = listing(folder)
     if mode == "off":
         return
-    known = {file.path: file for file in manifest.files}
-    lost, strange = known.keys() - found.keys(), found.keys() - known.keys() - {NAME}
-    if lost:
-        raise DamagedError("missing", min(lost), got=f"{len(lost)} of {len(known)} files missing")
-    if strange:
-        raise DamagedError("extra", min(strange), got=f"{len(strange)} files not in {NAME}")
-    for path, file in known.items():
-        if found[path] != file.size:
-            raise DamagedError("size", path, got=f"{found[path]} bytes", expected=file.size)
+    _compare(found, manifest.files)
     if mode == "full":
+        files = sorted(manifest.files, key=lambda file: (file.size, file.path))[
+            process::num_processes
+        ]
         with concurrent.futures.ThreadPoolExecutor(_threads()) as pool:
-            digests = pool.map(lambda file: _digest(folder, file.path), manifest.files)
-            for file, digest in zip(manifest.files, digests, strict=True):
+            digests = pool.map(lambda file: _digest(folder, file.path), files)
+            for file, digest in zip(files, digests, strict=True):
                 if digest != file.blake2b:
                     raise DamagedError("digest", file.path, got=digest, expected=file.blake2b)
 
@@ -244,15 +274,33 @@ def listing(folder: Path) -> dict[str, int]:
     return dict(_files(folder, folder))
 
 
-def _files(place: Path, folder: Path) -> Iterator[tuple[str, int]]:
+def _compare(found: dict[str, int], files: Iterable[File]) -> None:
+    """Raise `DamagedError` unless the files have these names and sizes."""
+    known = {file.path: file for file in files}
+    lost, strange = known.keys() - found.keys(), found.keys() - known.keys() - {NAME}
+    if lost:
+        raise DamagedError("missing", min(lost), got=f"{len(lost)} of {len(known)} files missing")
+    if strange:
+        raise DamagedError("extra", min(strange), got=f"{len(strange)} files not in {NAME}")
+    for path, file in known.items():
+        if found[path] != file.size:
+            raise DamagedError("size", path, got=f"{found[path]} bytes", expected=file.size)
+
+
+def _files(
+    place: Path, folder: Path, is_skipped: Callable[[str], bool] = lambda _: False
+) -> Iterator[tuple[str, int]]:
     try:
         entries = sorted(place.iterdir())
         for entry in entries:
-            name, mode = entry.relative_to(folder).as_posix(), entry.lstat()
+            name = entry.relative_to(folder).as_posix()
+            if is_skipped(name):
+                continue
+            mode = entry.lstat()
             if stat.S_ISLNK(mode.st_mode):
                 raise DamagedError("symlink", name, got=f"-> {str(entry.readlink())!r}"[:200])
             if stat.S_ISDIR(mode.st_mode):
-                yield from _files(entry, folder)
+                yield from _files(entry, folder, is_skipped)
             elif stat.S_ISREG(mode.st_mode):
                 yield name, mode.st_size
             else:

@@ -1,6 +1,7 @@
 """Reads one step: judged first, then loaded into what the caller asks for, then compared."""
 
 import errno
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
 from xsake.errors import ArgumentError, CheckpointError
-from xsake.training.checkpoints import leaves, orbax_io
+from xsake.training.checkpoints import leaves, orbax_io, together
 from xsake.training.checkpoints import manifest as manifests
 from xsake.training.checkpoints.damage import DamagedError, of_system
 
@@ -30,7 +31,7 @@ class Judged:
 
 
 def judge(path: Path, mode: manifests.Verify) -> Judged:
-    """What a step holds, or a `DamagedError`.
+    """What a step holds, or a `DamagedError`; each process reads a share of the files.
 
     Args:
         path: of the step.
@@ -44,8 +45,36 @@ def judge(path: Path, mode: manifests.Verify) -> Judged:
     if manifest is None:
         manifests.listing(path)
         return Judged(_record_of_orbax(path), has_manifest=False)
-    manifests.verify(path, manifest, mode)
+    manifests.verify(path, manifest, mode, jax.process_index(), jax.process_count())
     return Judged(manifest, has_manifest=True)
+
+
+def agree_on_damage(
+    exchange: together.Exchange, topic: str, damage: DamagedError | None
+) -> DamagedError | None:
+    """Return the damage that the process of the lowest number has found, on all of them.
+
+    Args:
+        exchange: of the processes.
+        topic: used once in it.
+        damage: that this process has found.
+    """
+    if jax.process_count() == 1:
+        return damage
+    process = jax.process_index()
+    note = "" if process == 0 else f" (process {process})"
+    own = "" if damage is None else json.dumps([damage.reason, damage.file, f"{damage.got}{note}"])
+    if together.is_first():
+        reports = [own, *exchange.collect(topic)]
+        decision = next((report for report in reports if report), "")
+        exchange.announce(f"{topic}/decision", decision)
+    else:
+        exchange.contribute(topic, lambda: own)
+        decision = exchange.follow(f"{topic}/decision")
+    if not decision or decision == own:
+        return damage if decision else None
+    reason, file, got = json.loads(decision)
+    return DamagedError(reason, file, got=got)
 
 
 def fill(path: Path, record: manifests.Record, like: Any, part: str | None) -> Any:

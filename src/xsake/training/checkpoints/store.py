@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 
 from xsake.bench.environment import installed_versions
 from xsake.errors import ArgumentError, CheckpointError
-from xsake.training.checkpoints import folders, leaves, orbax_io, reading, together
+from xsake.training.checkpoints import folders, leaves, orbax_io, reading, saving, together
 from xsake.training.checkpoints import manifest as manifests
 from xsake.training.checkpoints.damage import DamagedError, Reason
 from xsake.training.checkpoints.events import (
@@ -43,13 +43,24 @@ class Restored:
     extra: dict[str, Any]
 
 
+@dataclass(frozen=True)
+class _FailedCommit:
+    """This process's part of a save that failed before anything was written."""
+
+    error: Exception
+
+    def __call__(self) -> None:
+        raise self.error
+
+
 class CheckpointStore:
     """The checkpoints of one run, in a folder that only this run writes to (see `run_lock`).
 
-    Orbax writes the arrays of all processes, each its share, and commits a step by renaming it.
-    After that a thread of the first process writes `MANIFEST.json` into the step, with the digest
-    of every file, and deletes steps that are too old. A step is trusted when its files fit the
-    manifest and its arrays, once loaded, have the fingerprints they had in memory.
+    Each process writes its share of the arrays through Orbax and hashes the files that it wrote.
+    When all have done so the first one commits the step by renaming it, in a thread, writes
+    `MANIFEST.json` into it, with the digest of every file, and deletes steps that are too old. A
+    step is trusted when its files fit the manifest and its arrays, once loaded, have the
+    fingerprints they had in memory.
 
     **A step without a manifest** belongs to a run that died between the two, so it is complete,
     and it is the newest. It is used: Orbax must recognise it, it may hold no links, and the
@@ -58,8 +69,10 @@ class CheckpointStore:
     manifest. What cannot be noticed is damage to a file that no array comes from. To skip it
     would lose a step for every run that is killed at the wrong moment.
 
-    **A save that fails**, as on a full disk, does not raise: `on_failure` is told, `wait` raises
-    later, training goes on, and the steps that are there stay. Wrong arguments do raise.
+    **A save that fails**, as on a full disk, does not raise: `on_failure` is called, `wait` raises
+    later, training continues, and the steps that are there stay. A failure of one process fails
+    the save on all of them, as soon as the others have ended their writes; the next save is not
+    affected. Wrong arguments do raise.
 
     **Going back**: saving a step sets aside all steps of its number or later, as they belong to a
     past that no longer leads here.
@@ -106,7 +119,7 @@ class CheckpointStore:
         self._job: concurrent.futures.Future[None] | None = None
         self._failures: list[SaveFailure] = []
         self._guard = threading.Lock()
-        self._saves = 0
+        self._exchange: together.Exchange | None = None
         self._is_closed = False
 
     def save(self, step: int, tree: Any, extra: dict[str, Any]) -> None:
@@ -131,17 +144,22 @@ class CheckpointStore:
         arrays = leaves.arrays(tree)
         record = _record(step, arrays, extra)
         text = manifests.sealed_and_checked(record)
-        self._saves += 1
         try:
             if self._is_there(record):
                 return
-            kept = {name: array for name, array in arrays.items() if array.size}
-            path = self._folder / str(step)
-            commit = orbax_io.begin(path, kept, text)
         except (OSError, ValueError, RuntimeError) as error:
             self._fail(step, error, is_committed=False)
             return
-        self._job = self._thread.submit(self._finish, record, commit, self._saves)
+        path = self._folder / str(step)
+        background = saving.Save(path, self._begin_exchange())
+        kept = {name: array for name, array in arrays.items() if array.size}
+        try:
+            commit = orbax_io.begin(path, kept, text, background.wait_for_others)
+        except (OSError, ValueError, RuntimeError) as error:
+            commit = _FailedCommit(error)
+        self._job = self._thread.submit(self._finish, record, commit, background)
+        if isinstance(commit, _FailedCommit) and jax.process_count() == 1:
+            self._settle()
 
     def wait(self) -> None:
         """Wait until all is written; raise what went wrong since the last time."""
@@ -208,6 +226,8 @@ class CheckpointStore:
                 self._folder.mkdir(parents=True, exist_ok=True)
                 folders.clear_unfinished(self._folder)
                 is_there = _is_same(self._folder, record)
+                if not is_there:
+                    folders.require_room(self._folder, record.step)
                 later = [] if is_there else folders.present(self._folder)
                 for step in (step for step in later if step >= record.step):
                     self._set_aside(step, "superseded", f"step {record.step} was saved after it")
@@ -219,18 +239,21 @@ class CheckpointStore:
             raise problem or OSError("the first process cannot write to the folder")
         return bool(answer)
 
-    def _finish(self, record: manifests.Record, commit: orbax_io.Commit, number: int) -> None:
-        """What happens beside training: wait for the commit, then the manifest, then retention."""
+    def _begin_exchange(self) -> together.Exchange:
+        self._exchange = together.Exchange.begin(self._exchange)
+        return self._exchange
+
+    def _finish(
+        self, record: manifests.Record, own_part: orbax_io.Commit, background: saving.Save
+    ) -> None:
+        """What happens next to training: the commit, then the manifest, then retention."""
         is_committed = False
         try:
-            try:
-                commit()
-                is_committed = True
-                if together.is_first():
-                    manifests.write(self._folder / str(record.step), record)
-                    folders.retire(self._folder, self._keep)
-            finally:
-                together.meet(f"manifest {record.step} {number}")
+            background.commit(own_part)
+            is_committed = True
+            background.seal(record)
+            if together.is_first():
+                folders.retire(self._folder, self._keep)
         except Exception as error:  # noqa: BLE001 - whatever stops a save must not stop training
             if together.is_first() and not is_committed:
                 with contextlib.suppress(OSError):  # a full disk needs the room
@@ -238,9 +261,7 @@ class CheckpointStore:
             self._fail(record.step, error, is_committed=is_committed)
 
     def _fail(self, step: int, error: Exception, *, is_committed: bool) -> None:
-        lines = str(error).strip().splitlines() or [""]
-        what = f"{type(error).__name__}: {lines[0]}"[:500]
-        failure = SaveFailure(step, what, error, is_committed)
+        failure = SaveFailure(step, together.summarize(error), error, is_committed)
         with self._guard:
             self._failures.append(failure)
         self._on_failure(failure)
@@ -254,25 +275,27 @@ class CheckpointStore:
     def _tried(self, step: int, like: Any, part: str | None) -> Restored | str:
         """A step, or why it cannot be used; then it is set aside."""
         path = self._folder / str(step)
+        exchange = self._begin_exchange()
         damage: DamagedError | None = None
         judged: reading.Judged | None = None
         tree = None
         try:
-            mode: manifests.Verify = self._verify if together.is_first() else "off"
-            judged = reading.judge(path, mode)
+            judged = reading.judge(path, self._verify)
         except DamagedError as error:
             damage = error
-        if together.all_say(damage is None) and judged is not None:
+        damage = reading.agree_on_damage(exchange, "judged", damage)
+        if damage is None and judged is not None:
             try:
                 tree = reading.fill(path, judged.record, like, part)
             except DamagedError as error:
                 damage = error
-        if together.all_say(damage is None) and judged is not None:
-            if not judged.has_manifest:
-                self._adopt(step, judged.record)
+            damage = reading.agree_on_damage(exchange, "filled", damage)
+        if damage is None and judged is not None:
+            # Another process may not see yet what the first has renamed into the step.
+            if not together.first_says(int(judged.has_manifest)):
+                self._adopt(step, judged.record, exchange)
             return Restored(step, tree, dict(judged.record.extra))
-        if damage is None:
-            damage = DamagedError("unreadable", path.name, got="another process cannot use it")
+        assert damage is not None
         if together.is_first():
             self._set_aside(step, damage.reason, damage.told)
         return damage.told
@@ -290,16 +313,17 @@ class CheckpointStore:
             return
         self._watch(Notice("quarantined", step, reason, detail, target))
 
-    def _adopt(self, step: int, record: manifests.Record) -> None:
-        if self._is_read_only or not together.is_first():
+    def _adopt(self, step: int, record: manifests.Record, exchange: together.Exchange) -> None:
+        if self._is_read_only:
             return
         path = self._folder / str(step)
         try:
-            manifests.write(path, record)
+            saving.adopt(path, record, exchange)
         except (OSError, DamagedError) as error:
             self._fail(step, error, is_committed=True)
             return
-        self._watch(Notice("adopted", step, None, "it had no manifest and has one now", path))
+        if together.is_first():
+            self._watch(Notice("adopted", step, None, "it had no manifest and has one now", path))
 
     def _nothing_left(self, step: int | None, tried: list[str]) -> CheckpointError:
         aside = [path.name for path in folders.quarantined(self._folder)]

@@ -1,10 +1,16 @@
-"""What the processes of a run decide together; in a run of one process nothing is exchanged."""
+"""Values that the processes of a run exchange; one process alone exchanges nothing."""
+
+import contextlib
+import json
+import secrets
+from collections.abc import Callable, Iterator
 
 import jax
 import numpy as np
+from jax._src import distributed  # the key-value store has no public name
 from jax.experimental import multihost_utils
 
-from xsake.training.checkpoints import orbax_io
+_POLL_SECONDS = 5  # a wait returns to Python this often, so that signals are handled
 
 
 def is_first() -> bool:
@@ -19,18 +25,118 @@ def first_says(number: int) -> int:
     return int(multihost_utils.broadcast_one_to_all(np.int32(number)))
 
 
-def all_say(is_well: bool) -> bool:
-    """Whether every process said yes; all of them call this at the same point."""
-    if jax.process_count() == 1:
-        return is_well
-    return bool(np.all(multihost_utils.process_allgather(np.int32(is_well))))
+class PeerError(OSError):
+    """A failure of another process, which the message names."""
 
 
-def meet(name: str) -> None:
-    """Wait for all processes, in a thread beside training.
+def summarize(error: BaseException) -> str:
+    """Describe an error in one line."""
+    lines = str(error).strip().splitlines() or [""]
+    return (lines[0] if isinstance(error, PeerError) else f"{type(error).__name__}: {lines[0]}")[
+        :500
+    ]
+
+
+class Exchange:
+    """Reports of the processes to the first one, and its decisions, in one save or restore.
+
+    They go through the key-value store of `jax.distributed`, which needs neither a device nor
+    the disk: a thread next to training may use it, and so may a process whose disk is full.
+    Waiting has no limit of its own: a process that dies ends all others by its missing heartbeat,
+    and every process that lives reports, whether its part worked or failed.
 
     Args:
-        name: of this meeting; no two have the same.
+        number: of this exchange, the same on all processes and not used before; see `begin`.
     """
-    if jax.process_count() > 1:
-        orbax_io.meet(name)
+
+    def __init__(self, number: int):
+        self._prefix = f"xsake/checkpoint/{number}/"
+
+    @classmethod
+    def begin(cls, previous: "Exchange | None" = None) -> "Exchange":
+        """Open an exchange; all processes call this at the same point, in their main threads.
+
+        Args:
+            previous: one that all processes are done with; its values are deleted.
+        """
+        made = cls(first_says(secrets.randbits(31)))
+        if previous is not None and is_first() and jax.process_count() > 1:
+            _client().key_value_delete(previous._prefix)
+        return made
+
+    def contribute(self, topic: str, work: Callable[[], str]) -> None:
+        """Do this process's part and report it to the first one; a failure is reported, and raised.
+
+        Args:
+            topic: of the report; used once in an exchange.
+            work: the part; returns what the first process needs to know.
+        """
+        try:
+            value = work()
+        except BaseException as error:
+            self._set(f"{topic}/{jax.process_index()}", [summarize(error), ""])
+            raise
+        self._set(f"{topic}/{jax.process_index()}", [None, value])
+
+    def collect(self, topic: str) -> list[str]:
+        """Wait for the reports of all processes but the first, which calls this.
+
+        Raises:
+            PeerError: at least one of them failed; all have ended their part.
+        """
+        values, failures = [], []
+        for process in range(1, jax.process_count()):
+            failure, value = self._get(f"{topic}/{process}")
+            values.append(value)
+            if failure is not None:
+                failures.append(f"process {process}: {failure}")
+        if failures:
+            more = f" (and {len(failures) - 1} more)" if len(failures) > 1 else ""
+            raise PeerError(f"{failures[0]}{more}")
+        return values
+
+    @contextlib.contextmanager
+    def decide(self, topic: str) -> Iterator[None]:
+        """Announce how the body ended, in the first process; the others are in `follow`."""
+        try:
+            yield
+        except BaseException as error:
+            is_own = not isinstance(error, PeerError)
+            self.announce(topic, "", f"process 0: {summarize(error)}" if is_own else str(error))
+            raise
+        self.announce(topic, "")
+
+    def announce(self, topic: str, value: str, failure: str | None = None) -> None:
+        """Publish a decision of the first process."""
+        if jax.process_count() > 1:
+            self._set(topic, [failure, value])
+
+    def follow(self, topic: str) -> str:
+        """Wait for a decision of the first process.
+
+        Raises:
+            PeerError: it has failed, or has collected a failure.
+        """
+        failure, value = self._get(topic)
+        if failure is not None:
+            raise PeerError(failure)
+        return value
+
+    def _set(self, key: str, value: list[str | None]) -> None:
+        _client().key_value_set(self._prefix + key, json.dumps(value))
+
+    def _get(self, key: str) -> list:
+        while True:
+            try:
+                text = _client().blocking_key_value_get(self._prefix + key, _POLL_SECONDS * 1000)
+            except jax.errors.JaxRuntimeError as error:
+                if "DEADLINE_EXCEEDED" not in str(error):
+                    raise
+            else:
+                return json.loads(text)
+
+
+def _client():
+    client = distributed.global_state.client
+    assert client is not None, "several processes, but jax.distributed was not initialized"
+    return client
