@@ -9,6 +9,7 @@ import rich.console
 import typer
 from rich.markup import escape
 
+from xsake.bench.local_path import require_local
 from xsake.cli.exits import exit_codes
 from xsake.cli.screen import MovingLine
 from xsake.cli.subject import evaluation_library
@@ -56,6 +57,7 @@ def build(
     console = rich.console.Console(quiet=as_json)
     started = time.monotonic()
     with exit_codes():
+        require_local(*text, out, tokenizer)
         evaluation_library()
         from xsake.training import data
 
@@ -98,6 +100,7 @@ def show(
     --context. Exit code 0, or 2 if the folder is not whole.
     """
     with exit_codes(interrupted="Interrupted."):
+        require_local(folder)
         evaluation_library()
         from xsake.training import data
 

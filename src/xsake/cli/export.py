@@ -5,6 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
+from xsake.bench.local_path import require_local
 from xsake.cli.exits import exit_codes
 from xsake.errors import ArgumentError
 
@@ -28,6 +29,7 @@ def run_export(
     written, 2 if it cannot be.
     """
     with exit_codes():
+        require_local(run, out)
         from xsake.training.checkpoints import CheckpointStore
         from xsake.training.checkpoints.export import export_checkpoint
         from xsake.training.config import TrainingConfig

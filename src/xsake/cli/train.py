@@ -7,6 +7,7 @@ import rich.console
 import typer
 from rich.markup import escape
 
+from xsake.bench.local_path import require_local
 from xsake.cli.exits import exit_codes
 from xsake.cli.screen import MovingLine
 
@@ -38,6 +39,7 @@ def run_train(
         from xsake.observability.profiler import StepRange
         from xsake.training.config import TrainingConfig
 
+        require_local(config)
         steps = None if profile is None else StepRange.parse(profile)
         made = TrainingConfig.read(config, setting or ())
         if check:
