@@ -58,9 +58,13 @@ def _tokenizer(data: Path) -> tuple[Any, Path | None]:
     """What the generator has to know, and where the tokenizer is; nothing if the data is gone."""
     from xsake.model.huggingface.configs import TokenIds
     from xsake.model.tokenizer import TOKENIZER
-    from xsake.training.data.index import INDEX, read_index
+    from xsake.training.data.index import INDEX, read_index, require_tokenizer
 
     if not (data / INDEX).is_file():
         return TokenIds(), None
-    end = read_index(data).tokenizer.end_id
-    return TokenIds(bos=end, eos=(end,)), data if (data / TOKENIZER).is_file() else None
+    index = read_index(data)
+    ids = TokenIds(bos=index.tokenizer.end_id, eos=(index.tokenizer.end_id,))
+    if not (data / TOKENIZER).is_file():
+        return ids, None
+    require_tokenizer(data, index)
+    return ids, data
