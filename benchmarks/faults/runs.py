@@ -22,7 +22,7 @@ from xsake.observability import read_metrics
 from xsake.observability.metrics_file import parsed
 from xsake.training.checkpoints import CheckpointStore, Notice
 from xsake.training.config import TrainingConfig
-from xsake.training.data import NewTokenizer, Settings, build
+from xsake.training.data import NewTokenizer, Settings, TokenLoader, build
 from xsake.training.placing import Devices
 from xsake.training.processes import BIND, COORDINATOR, LOOPBACK, PROCESS, PROCESSES
 from xsake.training.state import TrainState, digest
@@ -216,8 +216,17 @@ class Run:
 
     @property
     def windows(self) -> list[list[int]]:
-        """What every step has read, in order."""
-        return [line["windows"] for line in self.metrics if "windows" in line]
+        """The windows of every step in the metrics, by the function that orders them."""
+        config = TrainingConfig.read(self.ground.settings, self.settings)
+        data = config.data
+        with contextlib.closing(
+            TokenLoader(
+                data.folder, context=data.context, batch=data.batch, seed=data.seed, prefetch=0
+            )
+        ) as loader:
+            return [
+                loader.numbers(line["step"]).tolist() for line in self.metrics if "loss" in line
+            ]
 
     def different(self, *settings: str) -> "Run":
         """The same folder with other settings."""

@@ -9,9 +9,13 @@ class XsakeError(Exception):
         got: the offending value, printed as it is.
         expected: what would have been accepted.
         fix: what the caller can do about it.
+
+    Attributes:
+        is_transient: the same command may succeed the next time; commands end with 1, not 2.
     """
 
     code = "XSK-000"
+    is_transient = False
 
     def __init__(self, what: str, *, got: object = None, expected: object = None, fix: str = ""):
         self.what, self.got, self.expected, self.fix = what, got, expected, fix

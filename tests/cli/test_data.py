@@ -194,3 +194,11 @@ def test_a_folder_that_is_in_use_is_left_alone(tmp_path, tokenizer, text):
     (tmp_path / "file").write_text("")
     done = invoke("build", tokenizer, "--text", text, "-o", tmp_path / "file")
     assert done.exit_code == 2 and "cannot be written" in done.stderr
+
+
+def test_another_tokenizer_in_the_folder_is_found_by_reading_everything(folder):
+    path = folder / "tokenizer.json"
+    path.write_text(path.read_text() + " ")
+    assert invoke("show", folder).exit_code == 0
+    done = invoke("show", folder, "--verify")
+    assert done.exit_code == 2 and "the tokenizer is not the one" in done.output

@@ -115,7 +115,7 @@ def test_the_record_fits_its_schema():
 WRONG = [
     (["optimizer.peak_lr=1"], ["optimizer.peak_lr", "no such", "peak_learning_rate"]),
     (["optimiser.accumulation=2"], ["optimiser: there is no such", "nearest is optimizer"]),
-    (['data.verify="full"'], ["data.verify", "there is checkpoint.verify"]),
+    (["data.warmup_steps=3"], ["data.warmup_steps", "there is optimizer.warmup_steps"]),
     (["data.xyzzy=1"], ["there are folder, context, batch, seed"]),
     (["model.decoder.widht=3"], ["model.decoder.widht", "nearest is model.decoder.width"]),
     (["attention.annealing.step=3"], ["attention.annealing.step", "attention.annealing.steps"]),

@@ -67,15 +67,25 @@ def test_links_are_refused(folder, tmp_path):
         windows(folder)
 
 
-def test_a_flipped_bit_is_found_by_reading_everything(folder):
+def test_a_flipped_bit_is_found_when_its_file_is_first_used(folder):
     path = folder / "train-00002.bin"
     content = bytearray(path.read_bytes())
     content[17] ^= 1
     path.write_bytes(content)
-    windows(folder)
-    with pytest.raises(ArgumentError, match="(?s)a shard is damaged.*train-00002.bin"):
-        windows(folder, verify="full")
-    windows(folder, verify="full", split="validation")
+    everything = np.arange(len(windows(folder)))
+    windows(folder).read(everything)
+    found = windows(folder, verify="full")
+    found.read(everything[:2])  # of other files
+    for numbers in (everything, everything[:2]):  # what was found once stays found
+        with pytest.raises(ArgumentError, match="(?s)a shard is damaged.*train-00002.bin"):
+            found.read(numbers)
+    found.close()
+
+
+def test_every_file_of_a_window_is_used(folder):
+    found = windows(folder, context=100)  # longer than a file
+    size, tokens = found.index.shard_tokens, 101
+    assert found._shards_of(np.array([0])) == list(range((tokens - 1) // size + 1))
 
 
 def test_tokens_that_nobody_knows_are_refused_by_window(folder):

@@ -116,6 +116,13 @@ def test_all_are_started_again_when_one_fails(tmp_path):
     assert run.seconds < 30
 
 
+def test_a_command_that_would_be_refused_again_is_not_started_again(tmp_path):
+    run = Run(tmp_path, "sys.exit(2)", processes=2, most_restarts=3)
+    assert run.code == 2
+    assert not run.pauses and len(list(tmp_path.glob("life*.0"))) == 1
+    assert "the same command would be refused again, giving up" in run.complaints
+
+
 def test_after_the_last_restart_the_code_of_the_failure_is_told(tmp_path):
     run = Run(tmp_path, "sys.exit(10 + life)", most_restarts=2)
     assert run.code == 12

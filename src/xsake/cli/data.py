@@ -9,6 +9,7 @@ import rich.console
 import typer
 from rich.markup import escape
 
+from xsake.bench.local_path import require_local
 from xsake.cli.exits import exit_codes
 from xsake.cli.screen import MovingLine
 from xsake.cli.subject import evaluation_library
@@ -56,6 +57,7 @@ def build(
     console = rich.console.Console(quiet=as_json)
     started = time.monotonic()
     with exit_codes():
+        require_local(*text, out, tokenizer)
         evaluation_library()
         from xsake.training import data
 
@@ -94,10 +96,11 @@ def show(
 ) -> None:
     """Show what a data folder holds, or the text of one of its windows.
 
-    Batches name the windows that they are made of; --window tells what one of them says, for a
-    --context. Exit code 0, or 2 if the folder is not whole.
+    --window prints the text of one of them, for a --context; refused.json of a run names those of
+    refused updates. Exit code 0, or 2 if the folder is not whole.
     """
     with exit_codes(interrupted="Interrupted."):
+        require_local(folder)
         evaluation_library()
         from xsake.training import data
 
@@ -138,9 +141,11 @@ def _share(words: str) -> float:
 
 
 def _require_sound(folder: Path, index: Any, verify: Literal["size", "full"]) -> None:
-    from xsake.training.data.index import BYTES_OF, SPLITS, shard_path
+    from xsake.training.data.index import BYTES_OF, SPLITS, require_tokenizer, shard_path
     from xsake.training.data.shards import require_sound
 
+    if verify == "full":
+        require_tokenizer(folder, index)
     for name in SPLITS:
         for number, shard in enumerate(index.split(name).shards):
             path = shard_path(folder, name, number)

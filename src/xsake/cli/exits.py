@@ -1,13 +1,15 @@
 """What went wrong, as a message on stderr and an exit code; the same for every long command."""
 
 import contextlib
+import errno
+import resource
 from collections.abc import Iterator
 
 import typer
 
 from xsake.errors import XsakeError
 
-CANNOT_RUN, INTERRUPTED = 2, 130  # exit codes
+FAILED, CANNOT_RUN, INTERRUPTED = 1, 2, 130  # exit codes
 GOES_ON = "Interrupted. The same command, without --fresh, goes on from here."
 
 
@@ -25,7 +27,17 @@ def exit_codes(interrupted: str = GOES_ON) -> Iterator[None]:
         raise typer.Exit(code=INTERRUPTED) from stop
     except XsakeError as error:
         typer.echo(str(error), err=True)
-        raise typer.Exit(code=CANNOT_RUN) from error
+        raise typer.Exit(code=FAILED if error.is_transient else CANNOT_RUN) from error
     except OSError as error:
-        typer.echo(f"A file cannot be written: {error}", err=True)
+        typer.echo(_describe(error), err=True)
         raise typer.Exit(code=CANNOT_RUN) from error
+
+
+def _describe(error: OSError) -> str:
+    if error.errno not in (errno.EMFILE, errno.ENFILE):
+        return f"A file cannot be written: {error}"
+    limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return (
+        f"Too many files are open: {error.filename or 'no file'} is one more than the limit of "
+        f"{limit}.\nRaise it, such as with `ulimit -n {max(hard, limit)}`."
+    )

@@ -5,6 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
+from xsake.bench.local_path import require_local
 from xsake.cli.exits import exit_codes
 from xsake.errors import ArgumentError
 
@@ -28,6 +29,7 @@ def run_export(
     written, 2 if it cannot be.
     """
     with exit_codes():
+        require_local(run, out)
         from xsake.training.checkpoints import CheckpointStore
         from xsake.training.checkpoints.export import export_checkpoint
         from xsake.training.config import TrainingConfig
@@ -56,9 +58,13 @@ def _tokenizer(data: Path) -> tuple[Any, Path | None]:
     """What the generator has to know, and where the tokenizer is; nothing if the data is gone."""
     from xsake.model.huggingface.configs import TokenIds
     from xsake.model.tokenizer import TOKENIZER
-    from xsake.training.data.index import INDEX, read_index
+    from xsake.training.data.index import INDEX, read_index, require_tokenizer
 
     if not (data / INDEX).is_file():
         return TokenIds(), None
-    end = read_index(data).tokenizer.end_id
-    return TokenIds(bos=end, eos=(end,)), data if (data / TOKENIZER).is_file() else None
+    index = read_index(data)
+    ids = TokenIds(bos=index.tokenizer.end_id, eos=(index.tokenizer.end_id,))
+    if not (data / TOKENIZER).is_file():
+        return ids, None
+    require_tokenizer(data, index)
+    return ids, data

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from xsake.bench.environment import own_checkout
+from xsake.bench.local_path import require_local
 from xsake.cli.exits import exit_codes
 from xsake.errors import ArgumentError, MissingExtraError
 
@@ -47,6 +48,7 @@ def run_serve(
     code 0 after Ctrl-C, 2 if it cannot be served so.
     """
     with exit_codes(interrupted="stopped"):
+        require_local(*(folders or ()), token_file, showcase)
         try:
             import uvicorn
 

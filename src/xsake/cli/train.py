@@ -7,8 +7,10 @@ import rich.console
 import typer
 from rich.markup import escape
 
+from xsake.bench.local_path import require_local
 from xsake.cli.exits import exit_codes
 from xsake.cli.screen import MovingLine
+from xsake.errors import ArgumentError
 
 
 def run_train(
@@ -23,6 +25,9 @@ def run_train(
     profile: Annotated[
         str | None, typer.Option(help="Trace these steps, such as steps=10:15.")
     ] = None,
+    take_lock: Annotated[
+        bool, typer.Option("--take-lock", help="Take the folder from a run that holds it.")
+    ] = False,
     check: Annotated[
         bool, typer.Option("--check", help="Print every setting as JSON and train nothing.")
     ] = False,
@@ -38,6 +43,7 @@ def run_train(
         from xsake.observability.profiler import StepRange
         from xsake.training.config import TrainingConfig
 
+        require_local(config)
         steps = None if profile is None else StepRange.parse(profile)
         made = TrainingConfig.read(config, setting or ())
         if check:
@@ -49,14 +55,22 @@ def run_train(
 
         processes.start(heartbeat_seconds=heartbeat_seconds)
         with _Screen(console, "loading, compiling") as screen:
-            ending = train(made, watch=screen.show, profile=steps)
+            ending = train(made, watch=screen.show, profile=steps, is_lock_forced=take_lock)
     if ending is Ending.STOPPED:
         console.print("stopped; all is saved, and the same command goes on")
         raise typer.Exit(code=RESTART_ME)
     if processes.is_first():
-        from xsake.observability.goodput import report, table
+        _show_goodput(console, made.checkpoint.folder / "goodput.jsonl")
 
-        console.print(table(report(made.checkpoint.folder / "goodput.jsonl")))
+
+def _show_goodput(console: rich.console.Console, path: Path) -> None:
+    """Print where the time went; the run is complete, whatever has become of the file."""
+    from xsake.observability.goodput import report, table
+
+    try:
+        console.print(table(report(path)))
+    except ArgumentError as error:
+        typer.echo(f"Goodput is not known: {error.what}, {error.got}", err=True)
 
 
 class _Screen(MovingLine):

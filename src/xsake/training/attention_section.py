@@ -1,12 +1,12 @@
 """How layers look at each other while a model is trained, as a configuration says it."""
 
-from pathlib import Path
 from typing import Annotated, Literal
 
 import numpy as np
 from pydantic import Field, model_validator
 
 from xsake import masks
+from xsake.bench.local_path import LocalPath
 from xsake.errors import ArgumentError
 from xsake.hads.choose import Scope
 from xsake.hads.fields import Count, Number, Positive, Strict
@@ -51,8 +51,8 @@ class AttentionSection(Strict):
 
     kind: Literal["dense", "mask", "plan", "native_sparse"] = "dense"
     mask: str | None = Field(default=None, description="such as window(255, 0) | sinks(4)")
-    plan: Path | None = Field(default=None, description="file of a plan that was made before")
-    profile: Path | None = Field(
+    plan: LocalPath | None = Field(default=None, description="file of a plan that was made before")
+    profile: LocalPath | None = Field(
         default=None, description="plans are made of it; None: of a calibration at the start"
     )
     budget: Budget | None = Field(default=None, description="computed / visible blocks")

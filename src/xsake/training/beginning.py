@@ -23,6 +23,7 @@ from xsake.training.checkpoints.folders import quarantined
 from xsake.training.config import TrainingConfig
 from xsake.training.data import TokenLoader
 from xsake.training.placing import Devices
+from xsake.training.same_run import require_whole
 from xsake.training.state import TrainState, define
 
 _LOG = logging.getLogger(__name__)
@@ -50,6 +51,7 @@ def begin(
     # Where all steps were set aside, restoring says so: a fresh start would hide what was lost.
     if store.steps() or quarantined(config.checkpoint.folder / "steps"):
         found = store.restore(devices.like(config))
+        require_whole(int(found.tree.step), found.extra, config)
         loader.restore(found.extra["data"])
         return Beginning(
             found.tree, _attention_again(config, devices, found), found.extra.get("kv_order")
@@ -101,7 +103,7 @@ def _attention_again(
 def profiled(config: TrainingConfig, devices: Devices, state: TrainState) -> hads.Profile:
     """What heads look at with the weights of now, on windows that belong to this step alone."""
     step, section = int(state.step), config.attention
-    with contextlib.closing(devices.loader(config, prefetch=0)) as reader:
+    with contextlib.closing(devices.loader(config, prefetch=0, verify="size")) as reader:
         # Every process reads the same windows: those of the batch that comes next.
         windows = _rows(reader, step, section.calibration_windows)
     model = define(config).merge(state.parameters)

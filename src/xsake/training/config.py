@@ -14,9 +14,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
+from xsake.bench.local_path import LocalPath
 from xsake.errors import ArgumentError, XsakeError
 from xsake.hads.budget import AlwaysOn, total_blocks
-from xsake.hads.fields import Count, Positive, Strict
+from xsake.hads.fields import Count, Number, Positive, Strict
 from xsake.layout.grid import blocks_of
 from xsake.model.config import DecoderConfig, LayerKind, Llama3Scaling, Rope
 from xsake.training.attention_section import AttentionSection, require_native
@@ -85,10 +86,14 @@ class ModelSection(Strict):
 class DataSection(Strict):
     """What is read, and how much at a time."""
 
-    folder: Path
+    folder: LocalPath
     context: Positive = Field(description="tokens that a sequence predicts")
     batch: Positive = Field(description="sequences of one update, of all devices and microbatches")
     seed: Count = Field(default=0, description="of the order in which windows are read")
+    verify: Literal["full", "size"] = Field(
+        default="full",
+        description="full: compare digests of token files when they are first used; size: sizes",
+    )
 
 
 class MeshSection(Strict):
@@ -103,10 +108,14 @@ class MeshSection(Strict):
 class CheckpointSection(Strict):
     """Where and how often the state is kept."""
 
-    folder: Path
+    folder: LocalPath
     every: Count = 1000
     keep: Positive = 3
     verify: Literal["full", "size", "off"] = "full"
+    lease_seconds: Annotated[Number, Field(ge=1, le=3600)] = Field(
+        default=60.0,
+        description="a run that gives no sign of life for so long may be taken over elsewhere",
+    )
 
 
 class RunSection(Strict):
@@ -340,7 +349,9 @@ def _refusal(error: ValidationError) -> ArgumentError:
     problems = error.errors(include_url=False)
     own = problems[0].get("ctx", {}).get("error")
     if len(problems) == 1 and isinstance(own, XsakeError):
-        return ArgumentError(own.what, got=own.got, expected=own.expected, fix=own.fix)
+        place = ".".join(map(str, problems[0]["loc"]))
+        what = f"{place}: {own.what}" if "." in place else own.what
+        return ArgumentError(what, got=own.got, expected=own.expected, fix=own.fix)
     told = "\n            ".join(_told(problem) for problem in problems)
     return ArgumentError("the configuration cannot be used", got=told)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import IO, Protocol, runtime_checkable
 
 from xsake.errors import ArgumentError, UnsupportedError
-from xsake.training.processes import BIND, COORDINATOR, LOOPBACK, PROCESS, PROCESSES
+from xsake.training.processes import BIND, CANNOT_RUN, COORDINATOR, LOOPBACK, PROCESS, PROCESSES
 from xsake.training.stopping import RESTART_ME
 
 _POLL_SECONDS = 0.05
@@ -148,8 +148,9 @@ def launch(
     """Run a command in so many processes until all of them end well; the exit code.
 
     Each finds its place in XSAKE_COORDINATOR, XSAKE_PROCESSES and XSAKE_PROCESS. When one fails,
-    all are started again, after a pause; code 75 asks for that and is no failure. SIGINT and
-    SIGTERM are passed on, and who does not end in time is killed; a second SIGINT kills at once.
+    all are started again, after a pause; code 75 asks for that and is no failure, and code 2 ends
+    the launch, as a restart cannot help. SIGINT and SIGTERM are passed on, and who does not end in
+    time is killed; a second SIGINT kills at once.
 
     Args:
         command: a program and its arguments; there is no shell.
@@ -229,6 +230,9 @@ class _Launcher:
             began = time.monotonic()
             code = self._live()
             if code == 0 or self._asked:
+                return code
+            if code == CANNOT_RUN:
+                self._say(f"code {code}: the same command would be refused again, giving up")
                 return code
             lasted = time.monotonic() - began
             if rules.healthy_seconds is not None and lasted >= rules.healthy_seconds:

@@ -96,6 +96,7 @@ class Devices:
         """The batches of this process."""
         share = (0, 1) if self.mesh is None else batch_share(self.mesh)
         data = config.data
+        given.setdefault("verify", data.verify)
         return TokenLoader(
             data.folder, context=data.context, batch=data.batch, seed=data.seed,
             process=share[0], processes=share[1], vocabulary=config.model.decoder.vocab_size,

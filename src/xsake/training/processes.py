@@ -17,8 +17,15 @@ from xsake.errors import ArgumentError, UnsupportedError, XsakeError
 
 COORDINATOR, PROCESSES, PROCESS = "XSAKE_COORDINATOR", "XSAKE_PROCESSES", "XSAKE_PROCESS"
 BIND = "XSAKE_BIND"
+CANNOT_RUN = 2  # exit code: the same command would be refused again
 LOOPBACK = "127.0.0.1"
 _FIRST_PORT, _PORTS = 61440, 4096  # where SLURM's jobs meet: above what systems hand out themselves
+
+
+class MeetingError(UnsupportedError):
+    """Processes that cannot meet: the next attempt has another port."""
+
+    is_transient = True
 
 
 @dataclass(frozen=True)
@@ -97,7 +104,7 @@ def start(
             initialization_timeout=start_seconds,
         )
     except RuntimeError as error:
-        raise UnsupportedError(
+        raise MeetingError(
             f"process {place.process} of {place.processes} cannot meet the others at "
             f"{place.coordinator}",
             got=str(error).partition("\n")[0][:300],
@@ -215,7 +222,8 @@ def exit_code(error: BaseException) -> int:
     """2: the run cannot be made so, and starting it again will not help; 1: anything else."""
     if isinstance(error, KeyboardInterrupt):
         return 130
-    return 2 if isinstance(error, XsakeError) else 1
+    is_final = isinstance(error, XsakeError) and not error.is_transient
+    return CANNOT_RUN if is_final else 1
 
 
 def _number(

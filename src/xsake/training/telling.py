@@ -77,7 +77,6 @@ class Teller:
     def step(
         self,
         number: int,
-        windows: list[int],
         found: Metrics,
         budget: float | None,
         failed_saves: int,
@@ -100,7 +99,7 @@ class Teller:
             line["step_seconds"] = round(spent, 6)
             line["tokens_per_second"] = round(tokens / spent, 3)
         self._last_end = now
-        self._add(number, {**line, "windows": windows, "note": self._note})
+        self._add(number, {**line, "note": self._note})
         self._tokens += tokens
         is_last = number + 1 == run.steps
         if not is_last and (not run.log_every or (number + 1) % run.log_every):

@@ -7,7 +7,6 @@ import json
 import logging
 import math
 import time
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,10 +16,10 @@ from xsake.errors import ArgumentError, CheckpointError
 from xsake.observability import Fan, MetricsFile
 from xsake.observability.goodput import Recorder
 from xsake.observability.profiler import Profiler, StepRange
-from xsake.training import processes
+from xsake.training import agreement, processes
 from xsake.training.attention import KvOrder, TrainingAttention
 from xsake.training.beginning import begin, profiled
-from xsake.training.checkpoints import CheckpointStore, run_lock
+from xsake.training.checkpoints import CheckpointStore, Lease, run_lock
 from xsake.training.config import TrainingConfig
 from xsake.training.data import Batch, TokenLoader
 from xsake.training.fingerprints import differences
@@ -28,6 +27,7 @@ from xsake.training.guard import is_hopeless
 from xsake.training.placing import Devices
 from xsake.training.probe import Probes
 from xsake.training.progress import SaveAlarm, Watch
+from xsake.training.same_run import require_same_run
 from xsake.training.state import TrainState, define, optimizer_of
 from xsake.training.step import Metrics, Step, make_loss, make_step
 from xsake.training.stopping import StopRequest
@@ -48,8 +48,24 @@ class HopelessError(ArgumentError):
     """Too many updates in a row were refused."""
 
 
+class NotSavedError(ArgumentError):
+    """The last state of a run could not be saved."""
+
+    is_transient = True
+
+
+class UnequalCopiesError(ArgumentError):
+    """Copies of parameters differ; the newest checkpoint is from before."""
+
+    is_transient = True
+
+
 def train(
-    config: TrainingConfig, *, watch: Watch = lambda _: None, profile: StepRange | None = None
+    config: TrainingConfig,
+    *,
+    watch: Watch = lambda _: None,
+    profile: StepRange | None = None,
+    is_lock_forced: bool = False,
 ) -> Ending:
     """Train until all steps are done or a signal asks to stop; goes on where a run was stopped.
 
@@ -59,13 +75,19 @@ def train(
         config: the run.
         watch: told about every step that `run.log_every` names; in the first process only.
         profile: steps whose trace is kept, of the first process.
+        is_lock_forced: take the folder from any run that holds it, see `run_lock`.
     """
     folder, is_first = config.checkpoint.folder, processes.is_first()
+    lease: Lease | None = None
     with contextlib.ExitStack() as stack:
         stack.enter_context(processes.failing_at_once())
+        agreement.require(config)
         if is_first:
-            stack.enter_context(run_lock(folder))
-            _require_same_run(config, folder)
+            lock = run_lock(
+                folder, is_forced=is_lock_forced, lease_seconds=config.checkpoint.lease_seconds
+            )
+            lease = stack.enter_context(lock)
+            require_same_run(config, folder)
         processes.wait_for_all("the folder is ours")
         goodput = stack.enter_context(Recorder(folder / "goodput.jsonl" if is_first else None))
         stacks = folder / f"stacks-{jax.process_index()}.txt"
@@ -89,39 +111,9 @@ def train(
         stack.callback(profiler.close)
         loop = _Loop(
             config, devices, store, loader, goodput, stop, metrics, fan, watch, first.attention,
-            alarm, profiler, Probes(config, devices), first.kv_order,
+            alarm, profiler, Probes(config, devices), lease, first.kv_order,
         )  # fmt: skip
         return loop.run(first.state)
-
-
-def _require_same_run(config: TrainingConfig, folder: Path) -> None:
-    """Keep the configuration beside the run, or refuse to go on with another one.
-
-    A run that failed before its first step left nothing to go on with: anything may change.
-    """
-    path, text = folder / "config.json", config.to_json()
-    has_begun = (folder / "metrics.jsonl").exists() or any((folder / "steps").glob("*"))
-    if path.exists() and has_begun:
-        before = TrainingConfig.from_json(path.read_bytes())
-        may_change = {
-            "run": {"steps", "log_every", "hang_seconds"}, "mesh": True, "checkpoint": True,
-            "track": True, "attention": {"probe_every", "probe_rows"},
-        }  # fmt: skip
-        old, new = (each.model_dump(exclude=may_change) for each in (before, config))
-        changed = [
-            f"{section}.{name}"
-            for section, values in new.items()
-            for name in values
-            if values[name] != old[section][name]
-        ]
-        if changed:
-            raise ArgumentError(
-                "the folder belongs to a run with other settings",
-                got=f"{folder}: different in {', '.join(changed)}",
-                expected=f"the settings of {path}",
-                fix="name another checkpoint.folder, or use the settings of the interrupted run",
-            )
-    write_whole(path, text)
 
 
 @dataclasses.dataclass(eq=False)
@@ -141,9 +133,11 @@ class _Loop:
     alarm: SaveAlarm
     profiler: Profiler
     probes: Probes
+    lease: Lease | None
     kv_order: KvOrder | None = None
     _steps: dict[int, Step] = dataclasses.field(default_factory=dict)
     _refused: list[int] = dataclasses.field(default_factory=list)
+    _is_validation_verified: bool = False
 
     def run(self, state: TrainState) -> Ending:
         """One step after the other; what a step says is looked at while the next one runs."""
@@ -206,9 +200,10 @@ class _Loop:
         begin = time.monotonic()
         values = jax.device_get(found)
         waited = time.monotonic() - begin
+        if self.lease is not None:
+            self.lease.require()
         failed = self.alarm.count(self.store) if processes.is_first() else 0
-        windows = self.loader.numbers(number).tolist()  # of all processes
-        told.step(number, windows, values, self.attention.budget(number), failed)
+        told.step(number, values, self.attention.budget(number), failed)
         self._refused = [*self._refused, number] if values.is_skipped else []
         if is_hopeless(self.config.guard, int(values.skips)):
             self._tell_refused(values)
@@ -240,35 +235,38 @@ class _Loop:
 
     def _save(self, state: TrainState) -> None:
         step = int(state.step)
+        if self.lease is not None:
+            self.lease.require(is_fresh=True)
         with self.stop.patiently(), self.goodput.during("save"):
             if processes.is_first():
                 self.attention.save(self.config.checkpoint.folder / "profiles")
             extra: dict[str, Any] = {
                 "data": self.loader.state(),
                 "attention": self.attention.record(step),
+                "config": json.loads(self.config.to_json()),
             }
             if self.kv_order is not None:
                 extra["kv_order"] = [list(layer) for layer in self.kv_order]
             self.store.save(step, state, extra)
 
     def _ended(self, ending: Ending, step: int, told: Teller) -> Ending:
-        told.ended(ending)
         with self.goodput.during("save"):
             try:
                 self.store.wait()
             except CheckpointError as error:
-                if step in self.store.steps():
-                    return ending  # it tells of earlier saves, and so did the log
-                raise ArgumentError(
-                    "the last state could not be saved", got=str(error).splitlines()[0],
-                    fix="make room, then start the same command again",
-                ) from error  # fmt: skip
+                if step not in self.store.steps():  # else it is about earlier saves, as the log was
+                    told.ended("failed")
+                    raise NotSavedError(
+                        "the last state could not be saved", got=str(error).splitlines()[0],
+                        fix="make room, then start the same command again",
+                    ) from error  # fmt: skip
+        told.ended(ending)
         return ending
 
     def _require_equal_copies(self, state: TrainState) -> None:
         found = differences(state.parameters)
         if found:
-            raise ArgumentError(
+            raise UnequalCopiesError(
                 "copies of the parameters that should be equal are not",
                 got="; ".join(map(str, found[:4])),
                 expected="the same bits on every device",
@@ -279,13 +277,15 @@ class _Loop:
         """Mean over the first batches of the validation split, nats per token."""
         definition = define(self.config)
         loss_of = jax.jit(make_loss(self.config, definition, self.attention.attend(number)))
-        reader = self.devices.loader(self.config, split="validation", prefetch=0)
+        verify = "size" if self._is_validation_verified else self.config.data.verify
+        reader = self.devices.loader(self.config, split="validation", prefetch=0, verify=verify)
         total = count = 0.0
         with contextlib.closing(reader):
             for _ in range(self.config.run.evaluation_batches):
                 tokens = self.devices.put(next(reader).tokens)
                 loss, tokens_seen = jax.device_get(loss_of(state.parameters, tokens))
                 total, count = total + float(loss), count + float(tokens_seen)
+        self._is_validation_verified = True
         return total / count
 
     def _probe(self, number: int, state: TrainState, batch: Batch, told: Teller) -> None:

@@ -12,6 +12,7 @@ from xsake.errors import ArgumentError
 from xsake.evaluation.record import TextFile
 from xsake.hads import json_file
 from xsake.hads.fields import Count, Positive, Share, Strict, Text
+from xsake.model.tokenizer import TOKENIZER
 
 INDEX, UNFINISHED = "index.json", "building.jsonl"
 MOST_BYTES, MOST_PARTS = 2**26, 2**20
@@ -114,6 +115,24 @@ def read_index(folder: Path) -> Index:
     data = json_file.read(path, most_bytes=MOST_BYTES)
     found = json_file.parse(data, what=what, most_bytes=MOST_BYTES, most_parts=MOST_PARTS)
     return json_file.validated(Index, found, what=what)
+
+
+def require_tokenizer(folder: Path, index: Index) -> None:
+    """Raise if the tokenizer in a data folder is not the one that made its tokens.
+
+    Args:
+        folder: with a tokenizer.json.
+        index: of the folder.
+    """
+    path = folder / TOKENIZER
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    if digest != index.tokenizer.sha256:
+        raise ArgumentError(
+            "the tokenizer is not the one that made the tokens",
+            got=f"{path} with sha256 {digest}",
+            expected=f"sha256 {index.tokenizer.sha256}, as in {INDEX}",
+            fix=AGAIN,
+        )
 
 
 def write_index(folder: Path, index: Index) -> None:

@@ -58,7 +58,8 @@ class TokenLoader:
         process: which process this is.
         processes: how many there are.
         split: which documents.
-        verify: `size` checks that every file is there and has its size; `full` reads all of them.
+        verify: `size` checks that every file is there and has its size; `full` compares the digest
+            of a file too when it is first used, see `Verifier`.
         vocabulary: tokens that the model knows; None: whatever the data has.
         prefetch: batches that a thread reads ahead; 0 reads when asked.
     """
@@ -160,6 +161,7 @@ class TokenLoader:
     def close(self) -> None:
         """Stop reading ahead; no batch comes after this."""
         self._batches.close()
+        self.windows.close()
 
 
 _MEANING = {"data": "the data itself", "context": "the context", "seed": "the seed"}

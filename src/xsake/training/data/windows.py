@@ -1,5 +1,6 @@
 """The windows of a split: equal cuts of its stream of tokens, read from files by number."""
 
+import logging
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +9,9 @@ from jaxtyping import Int32, Int64
 from xsake.errors import ArgumentError
 from xsake.training.data.index import AGAIN, BYTES_OF, Split, read_index, shard_path
 from xsake.training.data.shards import Verify, require_sound
+from xsake.training.data.verifying import Verifier
+
+_LOG = logging.getLogger(__name__)
 
 
 class Windows:
@@ -20,7 +24,8 @@ class Windows:
         folder: as `xsake data build` makes it.
         context: tokens that a model reads of a window.
         split: which documents.
-        verify: `size` checks that every file is there and has its size; `full` reads all of them.
+        verify: `size` checks that every file is there and has its size; `full` compares the digest
+            of a file too when it is first used, see `Verifier`.
         vocabulary: tokens that the model knows; None: whatever the data has.
     """
 
@@ -44,7 +49,9 @@ class Windows:
         paths = [shard_path(folder, split, number) for number in range(len(shards))]
         itemsize = BYTES_OF[self.index.dtype]
         for path, shard in zip(paths, shards, strict=True):
-            require_sound(path, shard, itemsize, verify)
+            require_sound(path, shard, itemsize, "size")
+        check = lambda number: require_sound(paths[number], shards[number], itemsize, "full")
+        self._verifier = Verifier(check) if verify == "full" else None
         stored = np.dtype(f"<u{itemsize}")
         # A map keeps its file as it is now, even if a new build replaces it.
         self._maps = [np.memmap(path, stored, mode="r").view(np.ndarray) for path in paths]
@@ -69,6 +76,8 @@ class Windows:
         Returns:
             A row of `context + 1` tokens for each.
         """
+        if self._verifier is not None:
+            self._verifier.use(self._shards_of(numbers))
         found = np.empty((len(numbers), self.context + 1), np.int32)
         for row, number in zip(found, numbers.tolist(), strict=True):
             self._copy(number * self.context, row)
@@ -82,6 +91,18 @@ class Windows:
                 fix=AGAIN,
             )
         return found
+
+    def close(self) -> None:
+        """End the comparison of digests."""
+        if self._verifier is not None and (left := self._verifier.close()):
+            _LOG.warning("%d files of %s were read and not compared", left, self._folder)
+
+    def _shards_of(self, numbers: Int64[np.ndarray, " B"]) -> list[int]:
+        """Return the numbers of the files that hold windows."""
+        first = numbers * self.context // self.index.shard_tokens
+        last = (numbers + 1) * self.context // self.index.shard_tokens
+        pairs = zip(first.tolist(), last.tolist(), strict=True)
+        return sorted({number for begin, end in pairs for number in range(begin, end + 1)})
 
     def _copy(self, start: int, row: Int32[np.ndarray, " n"]) -> None:
         """Fill a row with what stands at a place of the stream, from as many files as it takes."""
