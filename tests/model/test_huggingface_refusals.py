@@ -142,6 +142,14 @@ def test_a_name_that_a_terminal_would_obey_is_never_printed(tmp_path):
     assert "\x1b" not in refusal(folder, r"evil\x1b")
 
 
+def test_a_dtype_that_a_terminal_would_obey_is_never_printed(tmp_path):
+    folder = copied("mistral", tmp_path)
+    entry = {"dtype": "F3\x1b]0;pwned\x07", "shape": [1], "data_offsets": [0, 4]}
+    text = json.dumps({"x": entry}).encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + bytes(4))
+    assert not set("\x1b\x07") & set(refusal(folder))
+
+
 def test_a_directory_of_pickles_is_refused_with_the_way_to_convert(tmp_path):
     folder = copied("llama", tmp_path)
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")

@@ -7,10 +7,9 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import rich.console
 import typer
-from rich.markup import escape
 
 from xsake.cli.exits import exit_codes
-from xsake.cli.screen import MovingLine
+from xsake.cli.screen import MovingLine, echo, escape_markup
 from xsake.cli.subject import evaluation_library
 from xsake.errors import ArgumentError
 
@@ -66,13 +65,13 @@ def build(
         with _Screen(console, "reading texts") as screen:
             built = data.build(source, text, out, settings, fresh=fresh, watch=screen.show)
     if as_json:
-        typer.echo(built.index.model_dump_json(indent=1))
+        echo(built.index.model_dump_json(indent=1))
         return
-    typer.echo("\n".join([*_summary(built.index), *_notes(built)]))
+    echo("\n".join([*_summary(built.index), *_notes(built)]))
     if built.is_new:
-        typer.echo(f"{time.monotonic() - started:.0f} s; written to {out}")
+        echo(f"{time.monotonic() - started:.0f} s; written to {out}")
     else:
-        typer.echo(f"Nothing to do: {out} holds this data, and every file is sound.")
+        echo(f"Nothing to do: {out} holds this data, and every file is sound.")
 
 
 @data_app.command("show")
@@ -103,15 +102,15 @@ def show(
 
         index = data.read_index(folder)
         if window is not None:
-            typer.echo(_text_of(folder, window, context, split))
+            echo(_text_of(folder, window, context, split))
             return
         _require_sound(folder, index, "full" if verify else "size")
     if as_json:
-        typer.echo(index.model_dump_json(indent=1))
+        echo(index.model_dump_json(indent=1))
         return
     lines = [*_summary(index), f"{'made from':<12}{_counted(len(index.sources), 'file')} of text"]
     checked = "every byte is as it was written" if verify else "all files are there, whole in size"
-    typer.echo("\n".join([*lines, f"{'checked':<12}{checked}"]))
+    echo("\n".join([*lines, f"{'checked':<12}{checked}"]))
 
 
 def _source(tokenizer: Path | None, vocabulary: int | None) -> Any:
@@ -159,8 +158,7 @@ def _text_of(folder: Path, window: int, context: int, split: Literal["train", "v
             expected=f"0 to {len(windows) - 1} of {split} with a context of {context}",
         )
     tokens = windows.read(np.array([window], np.int64))[0]
-    text = Tokenizer.load(folder).decode(tokens, shows_special=True)
-    return "".join(letter if letter.isprintable() or letter in "\n\t" else "?" for letter in text)
+    return Tokenizer.load(folder).decode(tokens, shows_special=True)
 
 
 def _summary(index: Any) -> list[str]:
@@ -204,7 +202,7 @@ class _Screen(MovingLine):
         """What is being done, and how long the rest will take."""
         left = progress.remaining_seconds
         to_go = "" if left is None else f", about {left:.0f} s to go"
-        words = f"[dim]{escape(progress.doing)}[/]"
+        words = f"[dim]{escape_markup(progress.doing)}[/]"
         if progress.tokens:
             words = f"{progress.tokens:,} tokens{to_go} {words}"
         self.update(progress.done, progress.total or 1, words)

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import typer
 
+from xsake.cli.screen import echo
 from xsake.errors import XsakeError
 
 CANNOT_RUN, INTERRUPTED = 2, 130  # exit codes
@@ -24,8 +25,8 @@ def exit_codes(interrupted: str = GOES_ON) -> Iterator[None]:
         typer.echo(interrupted, err=True)
         raise typer.Exit(code=INTERRUPTED) from stop
     except XsakeError as error:
-        typer.echo(str(error), err=True)
+        echo(str(error), err=True)
         raise typer.Exit(code=CANNOT_RUN) from error
     except OSError as error:
-        typer.echo(f"A file cannot be written: {error}", err=True)
+        echo(f"A file cannot be read or written: {error}", err=True)
         raise typer.Exit(code=CANNOT_RUN) from error

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from xsake.cli.exits import exit_codes
+from xsake.cli.screen import echo
 from xsake.errors import ArgumentError
 
 
@@ -49,7 +50,7 @@ def run_export(
         )  # fmt: skip
         store.close()
     with_what = "with" if tokenizer else "without"
-    typer.echo(f"step {written} written to {out}, {with_what} a tokenizer")
+    echo(f"step {written} written to {out}, {with_what} a tokenizer")
 
 
 def _tokenizer(data: Path) -> tuple[Any, Path | None]:

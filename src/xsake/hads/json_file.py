@@ -79,11 +79,10 @@ def validated[Kind: BaseModel](kind: type[Kind], document: dict[str, Any], *, wh
 
 
 def refusal(what: str, why: str) -> ArgumentError:
-    """The error for a file that is not what it should be; prints nothing that the file smuggles."""
-    printable = "".join(letter if letter.isprintable() else "?" for letter in why)
+    """The error for a file that is not what it should be."""
     return ArgumentError(
         f"the file is not {what}",
-        got=printable[:300],
+        got=why[:300],
         expected="UTF-8 JSON that fits its schema; every key once, every number finite",
         fix="copy the file again, or make it again from its profile or documents",
     )
