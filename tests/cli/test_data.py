@@ -166,6 +166,21 @@ def test_the_text_of_a_window_is_shown(folder, tokenizer, tmp_path):
     assert "red \\u001b[31m" in done.output
 
 
+def test_documents_that_cannot_be_used_are_skipped_only_if_asked(tokenizer, tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"good words" * 20 + b"\n<|endoftext|>\nbad \xff\n<|endoftext|>\nmore")
+    arguments = (tokenizer, "--text", path, "--validation", "0")
+    done = invoke("build", *arguments, "-o", tmp_path / "none")
+    assert done.exit_code == 2 and "a.txt, line 3: byte 0xff" in done.stderr
+    assert "--invalid skip" in done.stderr and not (tmp_path / "none" / "index.json").exists()
+    done = invoke("build", *arguments, "-o", tmp_path / "data", "--invalid", "skip")
+    assert done.exit_code == 0, done.output
+    (skipped,) = read_index(tmp_path / "data").skipped
+    assert (skipped.name, skipped.documents) == ("a.txt", 1)
+    for output in (done.output, invoke("show", tmp_path / "data").output):
+        assert "1 invalid document of 1 file" in output and "line 3: byte 0xff" in output
+
+
 def test_an_index_cannot_command_the_terminal(folder, tmp_path):
     shutil.copytree(folder, tmp_path / "evil")
     index = json.loads((folder / "index.json").read_text())

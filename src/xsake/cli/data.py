@@ -16,6 +16,7 @@ from xsake.errors import ArgumentError
 _TOKENIZER = "Folder of a Hugging Face checkpoint, or its tokenizer.json."
 _TEXT = "A .txt, .raw or .jsonl file, or a folder of .txt files; may be given several times."
 _TRAIN = "Train a byte-level BPE tokenizer of so many tokens on the texts, and use it."
+_INVALID = "A document that is not UTF-8, or a line without a text: stop, or leave it out."
 
 data_app = typer.Typer(no_args_is_help=True)
 
@@ -38,6 +39,7 @@ def build(
     end_token: Annotated[
         str | None, typer.Option(help="Stands after every document; default: the tokenizer's.")
     ] = None,
+    invalid: Annotated[Literal["refuse", "skip"], typer.Option(help=_INVALID)] = "refuse",
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the index and nothing else.")
     ] = False,
@@ -60,7 +62,10 @@ def build(
 
         source = _source(tokenizer, train_tokenizer)
         settings = data.Settings(
-            shard_tokens=shard_tokens, validation=_share(validation), end_token=end_token
+            shard_tokens=shard_tokens,
+            validation=_share(validation),
+            end_token=end_token,
+            invalid=invalid,
         )
         with _Screen(console, "reading texts") as screen:
             built = data.build(source, text, out, settings, fresh=fresh, watch=screen.show)
@@ -108,7 +113,11 @@ def show(
     if as_json:
         echo(index.model_dump_json(indent=1))
         return
-    lines = [*_summary(index), f"{'made from':<12}{_counted(len(index.sources), 'file')} of text"]
+    lines = [
+        *_summary(index),
+        *_skipped(index),
+        f"{'made from':<12}{_counted(len(index.sources), 'file')} of text",
+    ]
     checked = "every byte is as it was written" if verify else "all files are there, whole in size"
     echo("\n".join([*lines, f"{'checked':<12}{checked}"]))
 
@@ -178,10 +187,19 @@ def _counted(count: int, thing: str) -> str:
     return f"{count:,} {thing}{'' if count == 1 else 's'}"
 
 
+def _skipped(index: Any) -> list[str]:
+    """How many documents were left out, and the first of them."""
+    if not index.skipped:
+        return []
+    documents = _counted(sum(file.documents for file in index.skipped), "invalid document")
+    files = _counted(len(index.skipped), "file")
+    return [f"{'skipped':<12}{documents} of {files}; {index.skipped[0].first}"]
+
+
 def _notes(built: Any) -> list[str]:
     """What the caller should know, and would not expect."""
-    notes = []
     index, asked = built.index, built.index.tokenizer.asked_vocabulary
+    notes = _skipped(index)
     if index.validation and not index.split("validation").documents:
         notes.append("No document fell into the validation share: there are too few.")
     if asked is not None and index.tokenizer.vocabulary < asked:
