@@ -29,9 +29,10 @@ def run_export(
     written, 2 if it cannot be.
     """
     with exit_codes():
+        from xsake.hads import json_file
         from xsake.training.checkpoints import CheckpointStore
         from xsake.training.checkpoints.export import export_checkpoint
-        from xsake.training.config import TrainingConfig
+        from xsake.training.config import MOST_BYTES, TrainingConfig
 
         path = run / "config.json"
         if not path.is_file():
@@ -40,7 +41,7 @@ def run_export(
                 got=f"{run} without config.json",
                 expected="the checkpoint.folder of an `xsake train` configuration",
             )
-        config = TrainingConfig.from_json(path.read_bytes())
+        config = TrainingConfig.from_json(json_file.read(path, most_bytes=MOST_BYTES))
         decoder, (tokens, tokenizer) = config.model.decoder, _tokenizer(config.data.folder)
         store = CheckpointStore(run / "steps", is_read_only=True)
         written = export_checkpoint(

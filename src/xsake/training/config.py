@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
-from xsake.errors import ArgumentError, XsakeError
+from xsake.errors import ArgumentError, XsakeError, escape_controls
 from xsake.hads.budget import AlwaysOn, total_blocks
 from xsake.hads.fields import Count, Positive, Strict
 from xsake.layout.grid import blocks_of
@@ -25,6 +25,7 @@ from xsake.training.optimizer import OptimizerSection
 from xsake.training.track_section import TrackSection
 
 MOST_BYTES = 2**20  # of a file that people write by hand
+MAX_PROBLEMS = 20  # in one message
 
 PRESETS: dict[str, DecoderConfig] = {
     "tiny": DecoderConfig.tiny(),
@@ -179,7 +180,7 @@ class TrainingConfig(Strict):
             raise ArgumentError(
                 "the configuration cannot be read", got=f"{path}: {error.strerror}"
             ) from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ArgumentError(
                 "the configuration is not TOML", got=f"{path}: {error}", expected="UTF-8 TOML"
             ) from error
@@ -191,7 +192,13 @@ class TrainingConfig(Strict):
 
     @classmethod
     def from_json(cls, text: str | bytes) -> "TrainingConfig":
-        """A config from its record."""
+        """A config from its record, at most 1 MB."""
+        if len(text) > MOST_BYTES:
+            raise ArgumentError(
+                "the record of a run is too large",
+                got=f"{len(text):,} characters",
+                expected=f"at most {MOST_BYTES:,}",
+            )
         try:
             return cls.model_validate_json(text)
         except ValidationError as error:
@@ -312,7 +319,7 @@ def _overridden(document: dict[str, Any], text: str) -> dict[str, Any]:
         )
     try:
         parsed = tomllib.loads(f"value = {value}")
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ArgumentError(
             f"the value of {path} is not TOML",
             got=value or "nothing",
@@ -341,13 +348,15 @@ def _refusal(error: ValidationError) -> ArgumentError:
     own = problems[0].get("ctx", {}).get("error")
     if len(problems) == 1 and isinstance(own, XsakeError):
         return ArgumentError(own.what, got=own.got, expected=own.expected, fix=own.fix)
-    told = "\n            ".join(_told(problem) for problem in problems)
-    return ArgumentError("the configuration cannot be used", got=told)
+    lines = [_told(problem) for problem in problems[:MAX_PROBLEMS]]
+    if len(problems) > MAX_PROBLEMS:
+        lines.append(f"and {len(problems) - MAX_PROBLEMS:,} more")
+    return ArgumentError("the configuration cannot be used", got="\n".join(lines))
 
 
 def _told(problem: Any) -> str:
     place = tuple(problem["loc"])
-    name = ".".join(map(str, place)) or "the whole"
+    name = escape_controls(".".join(map(str, place))[:200]) or "the whole"
     own = problem.get("ctx", {}).get("error")
     match problem["type"]:
         case "extra_forbidden":
@@ -371,7 +380,7 @@ def _nearest(place: tuple[Any, ...]) -> str:
         kind = next((k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)), None)
         if kind is None:
             return ""
-    found = difflib.get_close_matches(str(last), kind.model_fields, n=1, cutoff=0.5)
+    found = difflib.get_close_matches(str(last)[:100], kind.model_fields, n=1, cutoff=0.5)
     if found:
         return f"; the nearest is {'.'.join([*map(str, parents), found[0]])}"
     sections = TrainingConfig.model_fields.items()

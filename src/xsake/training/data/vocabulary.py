@@ -16,6 +16,7 @@ from jaxtyping import UInt
 from xsake.bench.whole_file import write_whole
 from xsake.errors import ArgumentError, MissingExtraError
 from xsake.model.tokenizer import TOKENIZER, Tokenizer
+from xsake.model.tokenizer_file import library_errors
 
 SETTINGS = "tokenizer_config.json"
 END_TOKEN = "<|endoftext|>"
@@ -140,7 +141,8 @@ class Vocabulary:
 
     def encode(self, texts: Sequence[str]) -> list[UInt[np.ndarray, " n"]]:
         """The tokens of every text, on all cores; nothing is put around them."""
-        found = self.tokenizer.inner.encode_batch_fast(list(texts), add_special_tokens=False)
+        with library_errors():
+            found = self.tokenizer.inner.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.asarray(one.ids, self.dtype) for one in found]
 
 
