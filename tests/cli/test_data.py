@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import shutil
 
 import pytest
 from typer.testing import CliRunner
@@ -161,7 +162,33 @@ def test_the_text_of_a_window_is_shown(folder, tokenizer, tmp_path):
     text = save_texts(tmp_path / "evil.txt", ["red \x1b[31m " * 20])
     invoke("build", tokenizer, "--text", text, "-o", tmp_path / "evil")
     done = invoke("show", tmp_path / "evil", "--window", 0, "--context", 12)
-    assert done.exit_code == 0 and "\x1b" not in done.output and "red ?[31m" in done.output
+    assert done.exit_code == 0 and "\x1b" not in done.output
+    assert "red \\u001b[31m" in done.output
+
+
+def test_documents_that_cannot_be_used_are_skipped_only_if_asked(tokenizer, tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"good words" * 20 + b"\n<|endoftext|>\nbad \xff\n<|endoftext|>\nmore")
+    arguments = (tokenizer, "--text", path, "--validation", "0")
+    done = invoke("build", *arguments, "-o", tmp_path / "none")
+    assert done.exit_code == 2 and "a.txt, line 3: byte 0xff" in done.stderr
+    assert "--invalid skip" in done.stderr and not (tmp_path / "none" / "index.json").exists()
+    done = invoke("build", *arguments, "-o", tmp_path / "data", "--invalid", "skip")
+    assert done.exit_code == 0, done.output
+    (skipped,) = read_index(tmp_path / "data").skipped
+    assert (skipped.name, skipped.documents) == ("a.txt", 1)
+    for output in (done.output, invoke("show", tmp_path / "data").output):
+        assert "1 invalid document of 1 file" in output and "line 3: byte 0xff" in output
+
+
+def test_an_index_cannot_command_the_terminal(folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "evil")
+    index = json.loads((folder / "index.json").read_text())
+    index["sources"][0]["name"] = "\x9b2J\u202e"
+    (tmp_path / "evil" / "index.json").write_text(json.dumps(index, ensure_ascii=False))
+    done = invoke("show", tmp_path / "evil", "--json")
+    assert "\x9b" not in done.output and "\u202e" not in done.output
+    assert json.loads(done.output)["sources"][0]["name"] == "\x9b2J\u202e"
 
 
 @pytest.mark.parametrize(
@@ -193,7 +220,7 @@ def test_a_folder_that_is_in_use_is_left_alone(tmp_path, tokenizer, text):
     assert done.exit_code == 2 and "not built by this command" in done.stderr
     (tmp_path / "file").write_text("")
     done = invoke("build", tokenizer, "--text", text, "-o", tmp_path / "file")
-    assert done.exit_code == 2 and "cannot be written" in done.stderr
+    assert done.exit_code == 2 and "cannot be read or written" in done.stderr
 
 
 def test_another_tokenizer_in_the_folder_is_found_by_reading_everything(folder):

@@ -1,5 +1,7 @@
 """`xsake export` as a user meets it: a run's checkpoint becomes a model, or a reason why not."""
 
+import json
+
 import jax
 import numpy as np
 import pytest
@@ -59,3 +61,11 @@ def test_the_newest_step_is_taken_and_nothing_is_replaced_unasked(run, tmp_path)
 def test_a_folder_that_is_no_run_is_named(tmp_path):
     found = CliRunner().invoke(app, ["export", str(tmp_path), "-o", str(tmp_path / "model")])
     assert found.exit_code == 2 and "this is no folder of a run" in found.output
+
+
+def test_a_run_of_a_stranger_cannot_command_the_terminal(run, tmp_path):
+    record = json.loads((run[0] / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(record | {"\x1b]0;pwned\x07\x9b2J": 1}))
+    done = CliRunner().invoke(app, ["export", str(tmp_path), "-o", str(tmp_path / "out")])
+    assert done.exit_code == 2 and "\\u001b]0;pwned" in done.output
+    assert not set("\x1b\x07\x9b") & set(done.output)

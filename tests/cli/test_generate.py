@@ -1,6 +1,7 @@
 """`xsake generate` as its user sees it."""
 
 import json
+import shutil
 
 import pytest
 import tokenizers
@@ -151,6 +152,14 @@ def test_a_model_cannot_command_the_terminal(checkpoint, script, monkeypatch):
     assert "\x07" in invoke(checkpoint, "--prompt", "cat").stdout, "a pipe gets what there is"
     monkeypatch.setattr("xsake.cli.generate._is_terminal", lambda: True)
     assert "\x07" not in invoke(checkpoint, "--prompt", "cat").stdout
+
+
+def test_a_tokenizer_cannot_command_the_terminal(checkpoint, tmp_path):
+    shutil.copytree(checkpoint, tmp_path / "evil")
+    (tmp_path / "evil" / "tokenizer.json").write_text('{"version": "\\u001b]0;pwned\\u0007"}')
+    done = invoke(str(tmp_path / "evil"), "--prompt", "cat")
+    assert done.exit_code == 2 and "pwned" in done.output
+    assert not set("\x1b\x07\x9b") & set(done.output)
 
 
 @pytest.mark.parametrize(

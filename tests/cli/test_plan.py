@@ -159,3 +159,17 @@ def test_plans_of_other_models_and_static_ones_cannot_be_checked(check, tmp_path
     static = saved(tmp_path / "plan.json", Static())
     done = check(static)
     assert done.exit_code == 2 and "xsake evaluate --plan" in done.stderr, done.output
+
+
+@pytest.mark.parametrize("command", ["show", "diff"])
+def test_a_plan_cannot_command_the_terminal(tmp_path, command):
+    mine = saved(tmp_path / "mine.json", Uniform(), selector=POOLED)
+    plan = json.loads(mine.read_text())
+    plan["calibration"]["environment"]["cpu"] = "\x1b]0;pwned\x07\x9b2J"
+    theirs = tmp_path / "theirs.json"
+    theirs.write_text(json.dumps(plan))
+    done = invoke(command, *([mine] if command == "diff" else []), theirs)
+    assert done.exit_code == 0, done.output
+    assert not set("\x1b\x07\x9b") & set(done.output)
+    if command == "diff":
+        assert "\\u001b]0;pwned" in done.output

@@ -4,6 +4,8 @@ import json
 import os
 import re
 import struct
+import time
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -140,6 +142,45 @@ def test_a_name_that_a_terminal_would_obey_is_never_printed(tmp_path):
     folder = copied("mistral", tmp_path)
     rewritten(folder, lambda tensors: tensors | {"evil\x1b[2J": np.zeros(2, np.float32)})
     assert "\x1b" not in refusal(folder, r"evil\x1b")
+
+
+def test_a_dtype_that_a_terminal_would_obey_is_never_printed(tmp_path):
+    folder = copied("mistral", tmp_path)
+    entry = {"dtype": "F3\x1b]0;pwned\x07", "shape": [1], "data_offsets": [0, 4]}
+    text = json.dumps({"x": entry}).encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + bytes(4))
+    assert not set("\x1b\x07") & set(refusal(folder))
+
+
+def header(folder, text: bytes, body: bytes = b"") -> None:
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + body)
+
+
+@pytest.mark.parametrize("size", [1, 2**62])
+def test_a_tensor_of_a_hundred_thousand_dimensions_is_refused_at_once(tmp_path, size):
+    folder = copied("mistral", tmp_path)
+    entry = {"dtype": "F32", "shape": [size] * 200_000, "data_offsets": [0, 4]}
+    header(folder, json.dumps({"x": entry}).encode(), bytes(4))
+    start = time.process_time()
+    refusal(folder, "model.safetensors", "is described as")
+    assert time.process_time() - start < 5
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (b'{"x":[' + b"[]," * 3_000_000 + b"[]]}", "values"),
+        (b'{"x":"' + b"x" * 2**25 + b'"}', "a header of"),
+    ],
+)
+def test_a_header_is_refused_before_it_takes_memory(tmp_path, text, words):
+    folder = copied("mistral", tmp_path)
+    header(folder, text)
+    tracemalloc.start()
+    refusal(folder, "model.safetensors", words)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2**25
 
 
 def test_a_directory_of_pickles_is_refused_with_the_way_to_convert(tmp_path):

@@ -1,5 +1,6 @@
 """A checkpoint's tokenizer: exact round trips, text that streams, and files that are refused."""
 
+import base64
 import json
 import sys
 
@@ -11,6 +12,7 @@ import tokenizers
 
 from xsake.errors import CheckpointError, MissingExtraError
 from xsake.model.tokenizer import Tokenizer
+from xsake.model.tokenizer_file import library_errors
 
 SPECIAL = ("<|end|>", "<|start|>")
 
@@ -185,3 +187,108 @@ def test_without_the_package_it_says_what_to_install(directory, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(MissingExtraError, match=r'pip install "xsake\[model\]"'):
         Tokenizer.load(directory)
+
+
+WORDS = {"type": "WordLevel", "vocab": {"a": 0, "<unk>": 1}, "unk_token": "<unk>"}
+
+
+def replace(pattern, content, kind="String"):
+    return {"type": "Replace", "pattern": {kind: pattern}, "content": content}
+
+
+def sequence(*steps):
+    return {"type": "Sequence", "normalizers": list(steps)}
+
+
+def spoiled(copy, **changes):
+    plain = {
+        "version": "1.0", "truncation": None, "padding": None, "added_tokens": [],
+        "normalizer": None, "pre_tokenizer": None, "post_processor": None, "decoder": None,
+        "model": WORDS,
+    }  # fmt: skip
+    return copy(tokenizer=plain | changes)
+
+
+def charsmap(text: bytes) -> str:
+    return base64.b64encode(bytes(4) + text + b"\0").decode()
+
+
+ADDED = {"content": "zz", "single_word": False, "lstrip": False, "rstrip": False,
+         "normalized": True, "special": False}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"normalizer": sequence(*[replace("a", "aa")] * 28)}, "one character may become"),
+        ({"normalizer": sequence(*[sequence(replace("a", "aa"))] * 20)}, "one character may"),
+        ({"normalizer": sequence(*[replace("a", "a" * 10_000)] * 3)}, "one character may become"),
+        ({"normalizer": sequence(*[replace("(?=a)", "a", "Regex")] * 28)}, "one character may"),
+        ({"normalizer": sequence(*[{"type": "NFC"}] * 1000)}, "1001 steps"),
+        (
+            {"normalizer": {"type": "Precompiled", "precompiled_charsmap": charsmap(b"a" * 9999)}},
+            "one character may become",
+        ),
+        (
+            {"decoder": {"type": "Sequence", "decoders": [replace("a", "aa")] * 28}},
+            "decoder: one character may become",
+        ),
+        (
+            {
+                "normalizer": sequence(*[replace("a", "aa")] * 28),
+                "added_tokens": [ADDED | {"id": 2, "content": "a"}],
+            },
+            "one character may become",
+        ),
+        (
+            {"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "("}, "invert": False,
+                               "behavior": "Isolated"}},
+            "unmatched parenthesis",
+        ),
+        ({"normalizer": replace("[", "b", "Regex")}, "the pattern"),
+        ({"model": WORDS | {"vocab": {"a": 0, "<unk>": 2**32 - 1}}}, "4294967295"),
+        ({"added_tokens": [ADDED | {"id": 2**32 - 1}]}, "4294967295"),
+        ({"added_tokens": [ADDED | {"id": True}]}, "True"),
+        ({"version": "\x1b[31m"}, "tokenizer.json"),
+    ],
+)  # fmt: skip
+def test_a_file_that_would_take_all_memory_or_cannot_be_obeyed_is_refused(copy, changes, words):
+    with pytest.raises(CheckpointError) as caught:
+        Tokenizer.load(spoiled(copy, **changes))
+    assert words in str(caught.value) and "\x1b" not in str(caught.value)
+
+
+def test_the_normalizers_of_known_models_are_accepted(copy):
+    llama = sequence({"type": "Prepend", "prepend": "▁"}, replace(" ", "▁"))
+    albert = sequence(
+        replace("``", '"'), replace("''", '"'), {"type": "NFKD"}, {"type": "StripAccents"},
+        {"type": "Lowercase"}, replace(" {2,}", " ", "Regex"),
+    )  # fmt: skip
+    for normalizer in (llama, albert, sequence(*[replace(r"\s+", " ", "Regex")] * 10)):
+        assert Tokenizer.load(spoiled(copy, normalizer=normalizer)).encode("a").size == 1
+
+
+def test_a_tokenizer_that_fails_on_a_text_is_named(copy):
+    tokenizer = Tokenizer.load(spoiled(copy, model=WORDS | {"unk_token": "none"}))
+    with pytest.raises(CheckpointError, match=r"(?s)tokenizer.json.*\[UNK\]"):
+        tokenizer.encode("b")
+
+
+class PanicException(BaseException):  # as pyo3 defines it
+    pass
+
+
+@pytest.mark.parametrize(
+    ("raised", "expected"),
+    [
+        (PanicException("index out of bounds"), CheckpointError),
+        (Exception("of the library"), CheckpointError),
+        (KeyboardInterrupt(), KeyboardInterrupt),
+        (MemoryError(), MemoryError),
+        (KeyError("ours"), KeyError),
+    ],
+)
+def test_panics_of_the_library_are_refusals_and_nothing_else_is_caught(raised, expected):
+    with pytest.raises(expected) as caught, library_errors():
+        raise raised
+    assert type(caught.value) is expected

@@ -194,3 +194,25 @@ def test_files_that_are_no_configs_are_refused(tmp_path):
 def test_a_config_cannot_be_changed():
     with pytest.raises(ValueError, match="frozen"):
         config().run.steps = 3
+
+
+@pytest.mark.parametrize(
+    "value", ["[" * 100_000 + "]" * 100_000, "{a=" * 50_000 + "1" + "}" * 50_000]
+)
+def test_deep_toml_is_refused(tmp_path, value):
+    (tmp_path / "run.toml").write_text(f"a = {value}")
+    with pytest.raises(ArgumentError, match="not TOML"):
+        TrainingConfig.read(tmp_path / "run.toml")
+    with pytest.raises(ArgumentError, match="not TOML"):
+        config(f"run.steps={value}")
+
+
+def test_a_record_of_a_run_is_refused_by_its_size_and_its_first_problems():
+    with pytest.raises(ArgumentError, match="too large"):
+        TrainingConfig.from_json(b'{"a":[' + b"1," * 2**20 + b"1]}")
+    unknown = json.dumps({f"{number}\x1b\n": 1 for number in range(40_000)})
+    with pytest.raises(
+        ArgumentError, match=r"(?s)0\\u001b\\n: there is no such.*and 39,98\d more"
+    ) as caught:
+        TrainingConfig.from_json(unknown)
+    assert len(str(caught.value)) < 5000

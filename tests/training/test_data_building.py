@@ -343,6 +343,28 @@ def test_an_interrupted_build_does_not_train_twice(inputs, tmp_path, monkeypatch
     assert files_of(folder) == files_of(tmp_path / "straight")
 
 
+def test_files_made_from_a_text_that_changed_are_not_kept(inputs, tmp_path, monkeypatch):
+    tokenizer, (path,) = inputs
+    texts = tmp_path / "texts.txt"
+    texts.write_bytes(path.read_bytes())
+    started = data.building.Corpus.read
+
+    def read(self):
+        texts.write_text(texts.read_text().replace("a", "b"))
+        yield from started(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(data.building.Corpus, "read", read)
+        with pytest.raises(ArgumentError, match="(?s)was changed.*--fresh"):
+            build(tokenizer, [texts], tmp_path / "data", SMALL)
+    texts.write_bytes(path.read_bytes())
+    with pytest.raises(ArgumentError, match="not built by this command"):
+        build(tokenizer, [texts], tmp_path / "data", SMALL)
+    build(tokenizer, [texts], tmp_path / "data", SMALL, fresh=True)
+    build(tokenizer, [path], tmp_path / "whole", SMALL)
+    assert files_of(tmp_path / "data") == files_of(tmp_path / "whole")
+
+
 def test_files_of_a_tokenizer_that_is_lost_do_not_count(inputs, tmp_path, monkeypatch):
     """Were training ever to give another tokenizer, its tokens must not join the old ones."""
     _, texts = inputs

@@ -8,13 +8,14 @@ import pytest
 
 from tests.training.data_sample import END, letters, save_texts
 from xsake.errors import ArgumentError
-from xsake.training.data import corpus
+from xsake.training.data import corpus, texts
 from xsake.training.data.corpus import Corpus, pieces_of, split_of
 
 
 @hypothesis.given(st.text(alphabet="ab \n", max_size=200), st.integers(1, 20))
 def test_pieces_are_the_text(text, longest):
-    pieces = list(pieces_of(text, longest))
+    pieces = list(pieces_of([text], longest))
+    assert list(pieces_of(text, longest)) == pieces, "wherever its parts were cut"
     assert "".join(pieces) == text
     assert all(len(piece) <= longest for piece in pieces) and all(pieces[:-1])
 
@@ -31,7 +32,7 @@ def test_pieces_are_the_text(text, longest):
     ],
 )
 def test_cuts_are_behind_lines_or_before_words(text, longest, pieces):
-    assert list(pieces_of(text, longest)) == pieces
+    assert list(pieces_of([text], longest)) == pieces
 
 
 def test_the_share_of_validation_is_met_and_grows_without_moving_anything():
@@ -66,21 +67,18 @@ def test_a_survey_counts_what_will_be_read(tmp_path, monkeypatch):
     assert "".join(found.training_texts()) == train
 
 
-def test_many_files_are_read_a_portion_at_a_time(tmp_path, monkeypatch):
+def test_files_and_folders_are_read_in_order(tmp_path):
     folder = tmp_path / "texts"
     folder.mkdir()
     for number in range(5):
         (folder / f"{number}.txt").write_text(f"text {number} of nine letters")
     (folder / "empty.txt").write_text(" ")
     (tmp_path / "more.jsonl").write_text(json.dumps({"text": "a line"}))
-    paths = [folder, tmp_path / "more.jsonl"]
-    whole = Corpus.survey(paths, 0.0)
-    monkeypatch.setattr(corpus, "PORTION_BYTES", 60)
     named = []
-    found = Corpus.survey(paths, 0.0, named.append)
-    assert len(whole.portions) == 1 and [len(portion) for portion in found.portions] == [2, 2, 3]
-    assert named == ["0.txt", "2.txt", "4.txt"]
-    assert found.files == whole.files and list(found.read()) == list(whole.read())
+    found = Corpus.survey([folder, tmp_path / "more.jsonl"], 0.0, named.append)
+    assert named == [*(f"{number}.txt" for number in range(5)), "empty.txt", "more.jsonl"]
+    assert [file.documents for file in found.files] == [1, 1, 1, 1, 1, 0, 1]
+    assert [piece.text for piece in found.read()][4:] == ["text 4 of nine letters", "a line"]
 
 
 @pytest.mark.parametrize(
@@ -101,12 +99,11 @@ def test_texts_that_cannot_be_read_are_refused(tmp_path, write, words):
 def test_half_a_character_is_refused_by_document(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "good"}\n{"text": "bad \\ud83d here"}')
-    with pytest.raises(ArgumentError, match=r"(?s)half a character.*a\.jsonl#2.*U\+D83D"):
+    with pytest.raises(ArgumentError, match=r"(?s)half a character.*a\.jsonl, line 2.*U\+D83D"):
         Corpus.survey([path], 0.0)
 
 
-def test_the_same_text_in_two_portions_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(corpus, "PORTION_BYTES", 1)
+def test_the_same_text_in_two_folders_is_refused(tmp_path):
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         save_texts(tmp_path / name / "x.txt", ["same"])
@@ -126,3 +123,68 @@ def test_a_text_that_changes_between_two_readings_is_refused(tmp_path):
     path.write_text(f"one\n{END}\ntwo and more")
     with pytest.raises(ArgumentError, match="(?s)was changed.*a.txt"):
         list(found.read())
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_a_document_of_many_parts_is_read_like_a_short_one(tmp_path, monkeypatch, share):
+    documents = [" ".join(letters(40, seed=seed)) for seed in range(6)] + ["short", " " * 3000]
+    path = save_texts(tmp_path / "a.txt", documents)
+    monkeypatch.setattr(corpus, "LONGEST_PIECE", 10**6)
+    short = Corpus.survey([path], share)
+    assert not short.long
+    expected = [(piece.text, piece.split) for piece in short.read()]
+    monkeypatch.setattr(corpus, "LONGEST_PIECE", 100)
+    monkeypatch.setattr(texts, "CHUNK_BYTES", 64)
+    long = Corpus.survey([path], share)
+    assert len(long.long) == 7 and long.files == short.files and long.documents == short.documents
+    joined, whole = [], ""
+    for piece in long.read():
+        whole += piece.text
+        if piece.is_last:
+            joined.append((whole, piece.split))
+            whole = ""
+    assert joined == expected
+    assert long.pieces == sum(1 for _ in long.read()) > 60
+
+
+BAD = [b"good", b"bad \xff", b"fine", b"half \xc3", b"end"]
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 2**20])
+def test_documents_that_are_not_utf8_are_skipped_and_counted_if_asked(tmp_path, monkeypatch, chunk):
+    monkeypatch.setattr(texts, "CHUNK_BYTES", chunk)
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"\n<|endoftext|>\n".join(BAD))
+    with pytest.raises(ArgumentError, match="(?s)not UTF-8.*line 3: byte 0xff at 23.*--invalid"):
+        Corpus.survey([path], 0.0)
+    found = Corpus.survey([path], 0.0, invalid="skip")
+    assert [piece.text for piece in found.read()] == ["good", "fine", "end"]
+    (skipped,) = found.skipped
+    assert (skipped.name, skipped.documents) == (
+        "a.txt",
+        2,
+    ) and "line 3: byte 0xff" in skipped.first
+    assert found.documents["train"] == found.files[0].documents == 3
+
+
+def test_lines_that_are_no_documents_are_skipped_and_counted_if_asked(tmp_path, monkeypatch):
+    monkeypatch.setattr(texts, "MAX_LINE_BYTES", 60)
+    monkeypatch.setattr(texts, "CHUNK_BYTES", 16)
+    lines = [
+        b'{"text": "good"}',
+        b'{"text": "\xff"}',
+        b'{"text": 3}',
+        b"[",
+        b"",
+        b'{"text": "\\ud83d"}',
+    ]
+    lines += [b'{"text": "%s"}' % (b"x" * 99), b'{"text": " "}', b'{"text": "end"}']
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"\n".join(lines))
+    found = Corpus.survey([path], 0.0, invalid="skip")
+    assert [piece.text for piece in found.read()] == ["good", "end"]
+    assert found.skipped[0].documents == 5
+    for bad in lines[1], lines[2], lines[3], lines[5], lines[6]:
+        path.write_bytes(lines[0] + b"\n" + bad)
+        with pytest.raises(ArgumentError, match=r"(?s)a\.jsonl, line 2.*--invalid skip"):
+            Corpus.survey([path], 0.0)

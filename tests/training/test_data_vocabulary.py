@@ -1,8 +1,12 @@
 """The tokenizer of a data folder: which token ends documents, and training that repeats."""
 
 import json
+import re
 import sys
+import time
 
+import hypothesis
+import hypothesis.strategies as st
 import numpy as np
 import pytest
 import tokenizers
@@ -10,6 +14,7 @@ import tokenizers
 from tests.training.data_sample import END, letters, save_tokenizer
 from xsake.errors import ArgumentError, CheckpointError, MissingExtraError
 from xsake.model.tokenizer import Tokenizer
+from xsake.training.data import vocabulary
 from xsake.training.data.vocabulary import NewTokenizer, TokenizerFile, Vocabulary
 
 TEXTS = [text * 3 for text in letters(200, seed=1)]
@@ -128,3 +133,35 @@ def test_without_tokenizers_the_install_command_is_told(monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(MissingExtraError, match=r"xsake\[train\]"):
         TokenizerFile.trained(iter(TEXTS), 300)
+
+
+@hypothesis.given(st.lists(st.tuples(st.sampled_from("a \n."), st.integers(1, 30)), max_size=30))
+def test_only_long_runs_are_split(runs):
+    text = "".join(letter * count for letter, count in runs)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vocabulary, "MAX_WORD", 20)
+        patch.setattr(vocabulary, "_LONG_RUN", re.compile(r"\S{20}|\s{20}"))
+        parts = list(vocabulary.split_long_runs(text))
+    assert "".join(parts) == text
+    assert all(len(run) <= 20 for part in parts for run in re.findall(r"\S+|\s+", part))
+    longest = max((len(run) for run in re.findall(r"\S+|\s+", text)), default=0)
+    assert len(parts) == 1 or longest >= 20
+
+
+def test_training_takes_no_longer_for_words_without_an_end():
+    rng = np.random.default_rng(0)
+    letters = "".join(rng.choice(list("ACGT"), 100_000))
+    seconds = []
+    for text in (re.sub("(.{10})", r"\1 ", letters), letters):
+        start = time.process_time()
+        TokenizerFile.trained(iter([text]), 400)
+        seconds.append(time.process_time() - start)
+    assert seconds[1] < 10 * seconds[0] + 0.5
+
+
+def test_ordinary_text_trains_the_tokenizer_that_the_library_trains():
+    texts = ["It's a line of words, 12 of them.\n\n  Indented   and so on. " * 30] * 3
+    expected = tokenizers.ByteLevelBPETokenizer()
+    expected.train_from_iterator(texts, 280, min_frequency=0, special_tokens=[END])
+    found = tokenizers.Tokenizer.from_buffer(TokenizerFile.trained(iter(texts), 280).content)
+    assert found.get_vocab() == expected.get_vocab() and len(found.get_vocab()) == 280

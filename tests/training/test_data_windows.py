@@ -1,6 +1,7 @@
 """Windows and the files below them: read exactly, and refused with a reason if damaged."""
 
 import json
+import time
 
 import numpy as np
 import pytest
@@ -159,3 +160,24 @@ def test_data_that_is_replaced_stays_readable_for_who_has_it_open(folder):
     for path in folder.glob("*.bin"):
         path.unlink()
     np.testing.assert_array_equal(found.read(np.array([5]))[0], np.arange(40, 49))
+
+
+def test_an_index_of_numbers_is_refused_at_once(tmp_path):
+    (tmp_path / "index.json").write_bytes(b'{"a":[' + b"1," * 33_000_000 + b"1]}")
+    start = time.process_time()
+    with pytest.raises(ArgumentError, match="values"):
+        read_index(tmp_path)
+    assert time.process_time() - start < 5
+
+
+@pytest.mark.slow  # reads 25 MB of JSON
+def test_the_largest_index_that_a_build_may_write_is_read(tmp_path):
+    """Shards of 2**26 tokens: 15 trillion tokens are 223,518 of them."""
+    data_sample.save_data(tmp_path, 10)
+    index = json.loads((tmp_path / "index.json").read_text())
+    count = 223_518
+    index["splits"]["train"]["shards"] = [{"tokens": 2**26, "blake2b": "0" * 64}] * count
+    index["splits"]["train"]["tokens"] = count * 2**26
+    index["shard_tokens"] = 2**26
+    (tmp_path / "index.json").write_text(json.dumps(index, indent=1))
+    assert read_index(tmp_path).split("train").tokens == count * 2**26

@@ -6,10 +6,9 @@ from typing import Annotated, Any, Literal
 
 import rich.console
 import typer
-from rich.markup import escape
 
 from xsake.cli.exits import exit_codes
-from xsake.cli.screen import MovingLine
+from xsake.cli.screen import MovingLine, echo, escape_markup
 from xsake.cli.subject import evaluation_library, subject_of
 from xsake.errors import ArgumentError
 
@@ -81,10 +80,10 @@ def run_calibrate(
         plan = hads.make_plan(found, chosen, share, scorer)
         plan.save(out)
     if as_json:
-        typer.echo(plan.to_json())
+        echo(plan.to_json())
         return
     console.print(str(plan), markup=False, highlight=False)
-    console.print(f"written to {escape(str(out))} and {escape(str(profile))}")
+    console.print(f"written to {escape_markup(str(out))} and {escape_markup(str(profile))}")
 
 
 def _settings(words: list[str]) -> dict[str, float]:
@@ -204,7 +203,7 @@ class DocumentScreen(MovingLine):
         """Which document has just been measured, and how long the rest will take."""
         left = progress.remaining_seconds
         to_go = "" if left is None else f"about {left:.0f} s to go"
-        label = escape(progress.label)
+        label = escape_markup(progress.label)
         self.update(progress.done, progress.total, f"{to_go} [dim]{label}[/]")
         if not self.console.is_terminal:
             times = f"{progress.elapsed_seconds:.0f} s, {to_go}" if progress.is_new else "known"

@@ -7,17 +7,17 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import rich.console
 import typer
-from rich.markup import escape
 
 from xsake.bench.local_path import require_local
 from xsake.cli.exits import exit_codes
-from xsake.cli.screen import MovingLine
+from xsake.cli.screen import MovingLine, echo, escape_markup
 from xsake.cli.subject import evaluation_library
 from xsake.errors import ArgumentError
 
 _TOKENIZER = "Folder of a Hugging Face checkpoint, or its tokenizer.json."
 _TEXT = "A .txt, .raw or .jsonl file, or a folder of .txt files; may be given several times."
 _TRAIN = "Train a byte-level BPE tokenizer of so many tokens on the texts, and use it."
+_INVALID = "A document that is not UTF-8, or a line without a text: stop, or leave it out."
 
 data_app = typer.Typer(no_args_is_help=True)
 
@@ -40,6 +40,7 @@ def build(
     end_token: Annotated[
         str | None, typer.Option(help="Stands after every document; default: the tokenizer's.")
     ] = None,
+    invalid: Annotated[Literal["refuse", "skip"], typer.Option(help=_INVALID)] = "refuse",
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the index and nothing else.")
     ] = False,
@@ -63,18 +64,21 @@ def build(
 
         source = _source(tokenizer, train_tokenizer)
         settings = data.Settings(
-            shard_tokens=shard_tokens, validation=_share(validation), end_token=end_token
+            shard_tokens=shard_tokens,
+            validation=_share(validation),
+            end_token=end_token,
+            invalid=invalid,
         )
         with _Screen(console, "reading texts") as screen:
             built = data.build(source, text, out, settings, fresh=fresh, watch=screen.show)
     if as_json:
-        typer.echo(built.index.model_dump_json(indent=1))
+        echo(built.index.model_dump_json(indent=1))
         return
-    typer.echo("\n".join([*_summary(built.index), *_notes(built)]))
+    echo("\n".join([*_summary(built.index), *_notes(built)]))
     if built.is_new:
-        typer.echo(f"{time.monotonic() - started:.0f} s; written to {out}")
+        echo(f"{time.monotonic() - started:.0f} s; written to {out}")
     else:
-        typer.echo(f"Nothing to do: {out} holds this data, and every file is sound.")
+        echo(f"Nothing to do: {out} holds this data, and every file is sound.")
 
 
 @data_app.command("show")
@@ -106,15 +110,19 @@ def show(
 
         index = data.read_index(folder)
         if window is not None:
-            typer.echo(_text_of(folder, window, context, split))
+            echo(_text_of(folder, window, context, split))
             return
         _require_sound(folder, index, "full" if verify else "size")
     if as_json:
-        typer.echo(index.model_dump_json(indent=1))
+        echo(index.model_dump_json(indent=1))
         return
-    lines = [*_summary(index), f"{'made from':<12}{_counted(len(index.sources), 'file')} of text"]
+    lines = [
+        *_summary(index),
+        *_skipped(index),
+        f"{'made from':<12}{_counted(len(index.sources), 'file')} of text",
+    ]
     checked = "every byte is as it was written" if verify else "all files are there, whole in size"
-    typer.echo("\n".join([*lines, f"{'checked':<12}{checked}"]))
+    echo("\n".join([*lines, f"{'checked':<12}{checked}"]))
 
 
 def _source(tokenizer: Path | None, vocabulary: int | None) -> Any:
@@ -164,8 +172,7 @@ def _text_of(folder: Path, window: int, context: int, split: Literal["train", "v
             expected=f"0 to {len(windows) - 1} of {split} with a context of {context}",
         )
     tokens = windows.read(np.array([window], np.int64))[0]
-    text = Tokenizer.load(folder).decode(tokens, shows_special=True)
-    return "".join(letter if letter.isprintable() or letter in "\n\t" else "?" for letter in text)
+    return Tokenizer.load(folder).decode(tokens, shows_special=True)
 
 
 def _summary(index: Any) -> list[str]:
@@ -185,10 +192,19 @@ def _counted(count: int, thing: str) -> str:
     return f"{count:,} {thing}{'' if count == 1 else 's'}"
 
 
+def _skipped(index: Any) -> list[str]:
+    """How many documents were left out, and the first of them."""
+    if not index.skipped:
+        return []
+    documents = _counted(sum(file.documents for file in index.skipped), "invalid document")
+    files = _counted(len(index.skipped), "file")
+    return [f"{'skipped':<12}{documents} of {files}; {index.skipped[0].first}"]
+
+
 def _notes(built: Any) -> list[str]:
     """What the caller should know, and would not expect."""
-    notes = []
     index, asked = built.index, built.index.tokenizer.asked_vocabulary
+    notes = _skipped(index)
     if index.validation and not index.split("validation").documents:
         notes.append("No document fell into the validation share: there are too few.")
     if asked is not None and index.tokenizer.vocabulary < asked:
@@ -209,7 +225,7 @@ class _Screen(MovingLine):
         """What is being done, and how long the rest will take."""
         left = progress.remaining_seconds
         to_go = "" if left is None else f", about {left:.0f} s to go"
-        words = f"[dim]{escape(progress.doing)}[/]"
+        words = f"[dim]{escape_markup(progress.doing)}[/]"
         if progress.tokens:
             words = f"{progress.tokens:,} tokens{to_go} {words}"
         self.update(progress.done, progress.total or 1, words)

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 import rich.console
 import rich.table
-from rich.markup import escape
 
 import xsake
+from xsake.cli.screen import escape_markup
 from xsake.errors import XsakeError
 from xsake.kernels import select
 from xsake.masks import Causal
@@ -172,12 +172,14 @@ def render(report: Report) -> rich.console.RenderableType:
     table.add_row("versions", ", ".join(installed))
     if missing:
         table.add_row("not installed", ", ".join(missing) + " [dim](optional)[/dim]")
-    table.add_row("devices", f"{escape(', '.join(report.devices))} [dim]on {report.backend}[/dim]")
+    table.add_row(
+        "devices", f"{escape_markup(', '.join(report.devices))} [dim]on {report.backend}[/dim]"
+    )
     table.add_row("compilation cache", _cache_text(report.compilation_cache))
     table.add_section()
     tests = {test.implementation: _self_test_text(test) for test in report.self_tests}
     for name, reason in report.implementations.items():
-        refusal = f"[yellow]cannot run here:[/yellow] {escape(reason or '')}"
+        refusal = f"[yellow]cannot run here:[/yellow] {escape_markup(reason or '')}"
         table.add_row(name, tests[name] if reason is None else refusal)
     return table
 
@@ -186,11 +188,11 @@ def _cache_text(cache: Cache) -> str:
     if cache.directory is None:
         return "off [dim](set jax_compilation_cache_dir to keep compiled code)[/dim]"
     states = {True: "[green]writable[/green]", False: "[red]not writable[/red]", None: "remote"}
-    return f"{escape(cache.directory)} {states[cache.writable]}"
+    return f"{escape_markup(cache.directory)} {states[cache.writable]}"
 
 
 def _self_test_text(test: SelfTest) -> str:
     if test.problem is not None:
-        return f"[red]self-test failed:[/red] {escape(test.problem)}"
+        return f"[red]self-test failed:[/red] {escape_markup(test.problem)}"
     numbers = f"max error {test.max_error:.1e}, {test.seconds:.2f} s with compilation"
     return f"[green]runs, self-test passed[/green] [dim]({numbers})[/dim]"

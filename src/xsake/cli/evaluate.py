@@ -6,11 +6,10 @@ from typing import Annotated, Any, Literal
 
 import rich.console
 import typer
-from rich.markup import escape
 
 from xsake import masks
 from xsake.cli.exits import exit_codes
-from xsake.cli.screen import MovingLine
+from xsake.cli.screen import MovingLine, echo, escape_markup
 from xsake.cli.subject import evaluation_library, subject_of
 from xsake.errors import ArgumentError
 
@@ -82,11 +81,11 @@ def run_evaluate(
         if plot is not None:
             evaluation.draw(report, plot)
     if as_json:
-        typer.echo(report.model_dump_json(indent=1))
+        echo(report.model_dump_json(indent=1))
         return
     places = " and ".join(str(place) for place in (out, plot) if place is not None)
     console.print(evaluation.report_view(report))
-    console.print(f"{report.seconds:.0f} s of scoring; written to {escape(places)}")
+    console.print(f"{report.seconds:.0f} s of scoring; written to {escape_markup(places)}")
 
 
 def _candidate(mask: str | None, layout: Path | None, plan: Path | None) -> Any:
@@ -147,12 +146,12 @@ class EvaluationScreen(MovingLine):
         """What has just been measured, and how long the rest will take."""
         left = progress.remaining_seconds
         to_go = "" if left is None else f"about {left:.0f} s to go"
-        words = f"{to_go} [dim]{escape(progress.label)}[/]"
+        words = f"{to_go} [dim]{escape_markup(progress.label)}[/]"
         self.update(progress.done, progress.total, words)
         if not self.console.is_terminal:
             nll = f"NLL {progress.dense_nll:.3f}"
             if progress.candidate_nll is not None:
                 nll += f" dense, {progress.candidate_nll:.3f} candidate"
             times = f"{progress.elapsed_seconds:.0f} s, {to_go}" if progress.is_new else "known"
-            line = f"{progress.done} of {progress.total}: {escape(progress.label)}: {nll}"
+            line = f"{progress.done} of {progress.total}: {escape_markup(progress.label)}: {nll}"
             self.console.print(f"{line} [dim]{times}[/]", soft_wrap=True)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import typer
 
+from xsake.cli.screen import echo
 from xsake.errors import XsakeError
 
 FAILED, CANNOT_RUN, INTERRUPTED = 1, 2, 130  # exit codes
@@ -26,16 +27,16 @@ def exit_codes(interrupted: str = GOES_ON) -> Iterator[None]:
         typer.echo(interrupted, err=True)
         raise typer.Exit(code=INTERRUPTED) from stop
     except XsakeError as error:
-        typer.echo(str(error), err=True)
+        echo(str(error), err=True)
         raise typer.Exit(code=FAILED if error.is_transient else CANNOT_RUN) from error
     except OSError as error:
-        typer.echo(_describe(error), err=True)
+        echo(_describe(error), err=True)
         raise typer.Exit(code=CANNOT_RUN) from error
 
 
 def _describe(error: OSError) -> str:
     if error.errno not in (errno.EMFILE, errno.ENFILE):
-        return f"A file cannot be written: {error}"
+        return f"A file cannot be read or written: {error}"
     limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return (
         f"Too many files are open: {error.filename or 'no file'} is one more than the limit of "

@@ -7,6 +7,7 @@ import typer
 
 from xsake.bench.local_path import require_local
 from xsake.cli.exits import exit_codes
+from xsake.cli.screen import echo
 from xsake.errors import ArgumentError
 
 
@@ -30,9 +31,10 @@ def run_export(
     """
     with exit_codes():
         require_local(run, out)
+        from xsake.hads import json_file
         from xsake.training.checkpoints import CheckpointStore
         from xsake.training.checkpoints.export import export_checkpoint
-        from xsake.training.config import TrainingConfig
+        from xsake.training.config import MOST_BYTES, TrainingConfig
 
         path = run / "config.json"
         if not path.is_file():
@@ -41,7 +43,7 @@ def run_export(
                 got=f"{run} without config.json",
                 expected="the checkpoint.folder of an `xsake train` configuration",
             )
-        config = TrainingConfig.from_json(path.read_bytes())
+        config = TrainingConfig.from_json(json_file.read(path, most_bytes=MOST_BYTES))
         decoder, (tokens, tokenizer) = config.model.decoder, _tokenizer(config.data.folder)
         store = CheckpointStore(run / "steps", is_read_only=True)
         written = export_checkpoint(
@@ -51,7 +53,7 @@ def run_export(
         )  # fmt: skip
         store.close()
     with_what = "with" if tokenizer else "without"
-    typer.echo(f"step {written} written to {out}, {with_what} a tokenizer")
+    echo(f"step {written} written to {out}, {with_what} a tokenizer")
 
 
 def _tokenizer(data: Path) -> tuple[Any, Path | None]:

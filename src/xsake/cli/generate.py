@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import sys
-import unicodedata
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any, Literal
@@ -12,7 +11,8 @@ import rich.console
 import rich.status
 import typer
 
-from xsake.errors import ArgumentError, MissingExtraError, XsakeError
+from xsake.cli.screen import echo
+from xsake.errors import PROSE, ArgumentError, MissingExtraError, XsakeError, escape_controls
 
 CANNOT_RUN, INTERRUPTED = 2, 130  # exit codes
 _MASK = 'On top of the model\'s own attention, such as "window(1023, 0) | sinks(4)".'
@@ -72,7 +72,7 @@ def run_generate(
         typer.echo("Interrupted.", err=True)
         raise typer.Exit(code=INTERRUPTED) from stop
     except XsakeError as error:
-        typer.echo(str(error), err=True)
+        echo(str(error), err=True)
         raise typer.Exit(code=CANNOT_RUN) from error
     screen.finish(as_json, found)
     console.print(_figures(found.timing), style="dim", highlight=False)
@@ -149,12 +149,12 @@ class _Screen:
         """Print what is not on the screen yet; `found` is None after an interruption."""
         self._status.stop()
         if as_json:
-            typer.echo(json.dumps(self._report(found), indent=1, ensure_ascii=False))
+            echo(json.dumps(self._report(found), indent=1, ensure_ascii=False))
         elif self._stream is not None:
             _write(self._stream.finish() + "\n")
         else:
             for row, prompt in enumerate(self._task.texts):
-                typer.secho(f"--- {row + 1}: {_clean(prompt)[-60:]!r}", dim=True)
+                typer.secho(f"--- {row + 1}: {prompt[-60:]!r}", dim=True)
                 _write(self._text(row) + "\n")
 
     def _text(self, row: int) -> str:
@@ -214,16 +214,11 @@ def _prompts(texts: list[str] | None, files: list[Path] | None) -> list[str]:
 
 
 def _write(text: str) -> None:
-    typer.echo(_clean(text) if _is_terminal() else text, nl=False)
+    typer.echo(escape_controls(text, keep=PROSE) if _is_terminal() else text, nl=False)
 
 
 def _is_terminal() -> bool:
     return sys.stdout.isatty()
-
-
-def _clean(text: str) -> str:
-    """The text without control characters, by which a model could command the terminal."""
-    return "".join(c for c in text if c in "\n\t" or unicodedata.category(c) != "Cc")
 
 
 def _figures(timing: Any) -> str:

@@ -10,6 +10,7 @@ import typer
 from xsake.cli.calibrate import CalibrationTask, DocumentScreen
 from xsake.cli.exits import exit_codes
 from xsake.cli.report import PROFILE, profile_of
+from xsake.cli.screen import echo
 from xsake.cli.subject import evaluation_library
 from xsake.errors import ArgumentError
 
@@ -35,7 +36,7 @@ def show(plan: Annotated[Path, _PLAN]) -> None:
 
     with exit_codes():
         found = SparsityPlan.load(plan)
-    typer.echo(str(found))
+    echo(str(found))
 
 
 @plan_app.command("diff")
@@ -51,7 +52,7 @@ def diff(
 
     with exit_codes():
         old, new = SparsityPlan.load(before), SparsityPlan.load(after)
-    typer.echo(old.diff(new))
+    echo(old.diff(new))
 
 
 @plan_app.command("check")
@@ -102,10 +103,10 @@ def check(
             read = drift.read_again(task.observe, found, task.readings, watch=screen.show)
             verdict = drift.Drift(promised, *drift.loss_on(found, read))
     if as_json:
-        typer.echo(json.dumps(verdict.to_dict() | {"notes": _notes(found, task, length)}))
+        echo(json.dumps(verdict.to_dict() | {"notes": _notes(found, task, length)}))
     else:
         for note in [str(verdict), str(verdict.limits), *_notes(found, task, length)]:
-            typer.echo(note)
+            echo(note)
     if not verdict.fits:
         raise typer.Exit(code=DOES_NOT_FIT)
 

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from xsake.cli.exits import exit_codes
+from xsake.cli.screen import echo
 from xsake.errors import ArgumentError
 
 profile_app = typer.Typer(no_args_is_help=True)
@@ -36,7 +37,7 @@ def open_profile(
                 fix="make one: xsake train RUN.toml --profile steps=10:15",
             )
     for trace in found:
-        typer.echo(f"trace     {trace}")
-    typer.echo(f"xprof     pip install xprof && xprof --port 6006 {run / FOLDER}")
+        echo(f"trace     {trace}")
+    echo(f"xprof     pip install xprof && xprof --port 6006 {run / FOLDER}")
     for file in sorted(found[-1].glob("*.trace.json.gz")):
-        typer.echo(f"Perfetto  https://ui.perfetto.dev, Open trace file: {file}")
+        echo(f"Perfetto  https://ui.perfetto.dev, Open trace file: {file}")

@@ -6,9 +6,9 @@ from typing import Annotated, Any
 
 import rich.console
 import typer
-from rich.markup import escape
 
 from xsake.cli.exits import exit_codes
+from xsake.cli.screen import echo, escape_markup
 
 PROFILE = ".profile.json"  # in the place of a plan's suffix
 
@@ -51,9 +51,9 @@ def run_report(
         page = out or (None if as_json else plan.with_suffix(".html"))
         size = 0 if page is None else report.write(figures, page)
     if as_json:
-        typer.echo(json.dumps(figures.to_dict(), indent=1, ensure_ascii=False))
+        echo(json.dumps(figures.to_dict(), indent=1, ensure_ascii=False))
         return
-    told = " and ".join(escape(str(place)) for place in (page, *places))
+    told = " and ".join(escape_markup(str(place)) for place in (page, *places))
     rich.console.Console().print(f"{size / 1e3:,.0f} kB, written to {told}", soft_wrap=True)
 
 

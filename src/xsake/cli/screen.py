@@ -1,7 +1,26 @@
-"""The moving line that long commands show on a terminal; elsewhere it stays silent."""
+"""What commands print: text that no terminal obeys, and the moving line of long ones."""
 
 import rich.console
 import rich.progress
+import typer
+from rich.markup import escape
+
+from xsake.errors import PROSE, escape_controls
+
+
+def echo(text: str, *, err: bool = False) -> None:
+    """Print lines that may quote files; control characters are escaped.
+
+    Args:
+        text: plain, or JSON.
+        err: on stderr.
+    """
+    typer.echo(escape_controls(text, keep=PROSE), err=err)
+
+
+def escape_markup(text: str) -> str:
+    """Text for a line of Rich that is neither markup nor obeyed by a terminal."""
+    return escape(escape_controls(text, keep=PROSE))
 
 
 class MovingLine:

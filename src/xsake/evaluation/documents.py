@@ -55,7 +55,7 @@ def read_texts(paths: Sequence[Path]) -> Texts:
         ['One.', 'Two.\\n']
     """
     documents, files, left = [], [], MOST_BYTES
-    for path in _files(paths):
+    for path in list_files(paths):
         content = _content(path, left)
         left -= len(content)
         text = _decoded(path, content)
@@ -82,7 +82,12 @@ def read_texts(paths: Sequence[Path]) -> Texts:
     return Texts(tuple(documents), tuple(files))
 
 
-def _files(paths: Sequence[Path]) -> Iterator[Path]:
+def list_files(paths: Sequence[Path]) -> Iterator[Path]:
+    """The text files among paths, and those of folders; refuses what is none.
+
+    Args:
+        paths: as `read_texts` takes them.
+    """
     for path in paths:
         found = sorted(path.glob("*.txt")) if path.is_dir() else [path]
         if not found or not all(one.is_file() for one in found):

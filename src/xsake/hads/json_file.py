@@ -43,7 +43,9 @@ def write(path: Path, text: str, *, most_bytes: int) -> None:
         raise ArgumentError("the file cannot be written", got=f"{path}: {error}") from error
 
 
-def parse(data: bytes, *, what: str, most_bytes: int, most_parts: int) -> dict[str, Any]:
+def parse(
+    data: bytes, *, what: str, most_bytes: int, most_parts: int, most_values: int | None = None
+) -> dict[str, Any]:
     """The object that `data` spells, checked before much memory is spent on it.
 
     Numbers may still be too large for a float: their types refuse what is not finite.
@@ -53,9 +55,10 @@ def parse(data: bytes, *, what: str, most_bytes: int, most_parts: int) -> dict[s
         what: name of such a file, for messages.
         most_bytes: of the data.
         most_parts: objects and arrays, and likewise strings: each takes far more memory than text.
+        most_values: of all arrays and objects together, counted as commas; None: `most_parts`.
     """
     try:
-        _check_size(data, most_bytes, most_parts)
+        _check_size(data, most_bytes, most_parts, most_values or most_parts)
         found = json.loads(
             data.decode("utf-8"),
             object_pairs_hook=_object,
@@ -79,11 +82,10 @@ def validated[Kind: BaseModel](kind: type[Kind], document: dict[str, Any], *, wh
 
 
 def refusal(what: str, why: str) -> ArgumentError:
-    """The error for a file that is not what it should be; prints nothing that the file smuggles."""
-    printable = "".join(letter if letter.isprintable() else "?" for letter in why)
+    """The error for a file that is not what it should be."""
     return ArgumentError(
         f"the file is not {what}",
-        got=printable[:300],
+        got=why[:300],
         expected="UTF-8 JSON that fits its schema; every key once, every number finite",
         fix="copy the file again, or make it again from its profile or documents",
     )
@@ -134,12 +136,14 @@ def _compact(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
-def _check_size(data: bytes, most_bytes: int, most_parts: int) -> None:
+def _check_size(data: bytes, most_bytes: int, most_parts: int, most_values: int) -> None:
     if len(data) > most_bytes:
         raise ValueError(f"more than {most_bytes} bytes")
     parts = max(data.count(b"[") + data.count(b"{"), data.count(b'"') // 2)
     if parts > most_parts:
         raise ValueError(f"more than {most_parts} arrays, objects or strings")
+    if data.count(b",") > most_values:
+        raise ValueError(f"more than {most_values} values")
     depth = 0
     for bracket in _NOT_BRACKETS.sub(b"", _STRING.sub(b"", data)):
         depth += 1 if bracket in b"[{" else -1

@@ -262,7 +262,9 @@ class SparsityPlan(Strict):
     @classmethod
     def from_json(cls, data: bytes) -> "SparsityPlan":
         """A plan from the bytes of its file, checked."""
-        document = json_file.parse(data, what=WHAT, most_bytes=MOST_BYTES, most_parts=MOST_PARTS)
+        document = json_file.parse(
+            data, what=WHAT, most_bytes=MOST_BYTES, most_parts=MOST_PARTS, most_values=MOST_BYTES
+        )
         return json_file.validated(cls, document, what=WHAT)
 
     def save(self, path: Path) -> None:

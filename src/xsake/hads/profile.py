@@ -160,7 +160,9 @@ class Profile(Strict):
     def from_json(cls, data: bytes) -> "Profile":
         """A profile from the bytes of its file, checked."""
         what = "a calibration profile"
-        document = json_file.parse(data, what=what, most_bytes=MOST_BYTES, most_parts=MOST_PARTS)
+        document = json_file.parse(
+            data, what=what, most_bytes=MOST_BYTES, most_parts=MOST_PARTS, most_values=MOST_BYTES
+        )
         return json_file.validated(cls, document, what=what)
 
     def save(self, path: Path) -> None:

@@ -10,8 +10,15 @@ from jaxtyping import Int
 
 from xsake.errors import CheckpointError, MissingExtraError
 from xsake.model.huggingface.files import Folder
+from xsake.model.huggingface.strict_json import parse
+from xsake.model.tokenizer_file import (
+    MAX_VALUES,
+    TOKENIZER,
+    library_errors,
+    require_sound,
+    unsound,
+)
 
-TOKENIZER = "tokenizer.json"
 MAX_TOKENIZER_BYTES, MAX_SETTINGS_BYTES = 2**27, 2**24
 
 # Three files may name the end: models of one text and models of many turns differ in which do.
@@ -47,11 +54,15 @@ class Tokenizer:
         folder = Folder.at(directory)
         path = folder.file(TOKENIZER)
         if path.stat().st_size > MAX_TOKENIZER_BYTES:
-            raise _unsound(f"{path.stat().st_size} bytes, at most {MAX_TOKENIZER_BYTES} are read")
+            raise unsound(f"{path.stat().st_size} bytes, at most {MAX_TOKENIZER_BYTES} are read")
+        content = path.read_bytes()
         try:
-            inner = tokenizers.Tokenizer.from_buffer(path.read_bytes())
-        except ValueError as broken:
-            raise _unsound(str(broken)) from broken
+            document = parse(content, TOKENIZER, max_values=MAX_VALUES)
+        except CheckpointError as broken:
+            raise unsound(str(broken.got)) from broken
+        require_sound(document, tokenizers.Regex)
+        with library_errors():
+            inner = tokenizers.Tokenizer.from_buffer(content)
         inner.no_truncation()
         inner.no_padding()
         return cls(inner, _end_ids(folder, inner))
@@ -69,7 +80,8 @@ class Tokenizer:
             adds_special: whether to put around it what the file says belongs there, such as a
                 token that opens every text.
         """
-        found = self.inner.encode(text, add_special_tokens=adds_special)
+        with library_errors():
+            found = self.inner.encode(text, add_special_tokens=adds_special)
         return np.asarray(found.ids, np.int32)
 
     def decode(self, ids: Iterable[int] | np.ndarray, *, shows_special: bool = False) -> str:
@@ -80,7 +92,8 @@ class Tokenizer:
             shows_special: whether special tokens are spelled out; they leave nothing otherwise.
         """
         plain = [int(token) for token in ids]
-        return self.inner.decode(plain, skip_special_tokens=not shows_special)
+        with library_errors():
+            return self.inner.decode(plain, skip_special_tokens=not shows_special)
 
     def streaming(self) -> "TextStream":
         """A decoder that is given one token after the other."""
@@ -168,12 +181,3 @@ def _id_of(inner: Any, word: Any) -> set[int]:
             fix="take both files from the same version of the model",
         )
     return {known}
-
-
-def _unsound(got: str) -> CheckpointError:
-    return CheckpointError(
-        f"{TOKENIZER} cannot be read",
-        got=got[:300],
-        expected="what the package tokenizers saves",
-        fix="copy or download the file again",
-    )

@@ -111,7 +111,7 @@ def refusal(found: Sequence[str]) -> ArgumentError:
     shown = [*found[:_MAX_SHOWN], f"and {len(found) - _MAX_SHOWN} more"][: len(found)]
     return ArgumentError(
         "the processes of this run do not have the same settings, data or code",
-        got="\n            ".join(shown),
+        got="\n".join(shown),
         expected="equal values on every process; only data.folder may differ",
         fix="copy the run's files and install the same versions on every host",
     )

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from xsake.bench.local_path import LocalPath
-from xsake.errors import ArgumentError, XsakeError
+from xsake.errors import ArgumentError, XsakeError, escape_controls
 from xsake.hads.budget import AlwaysOn, total_blocks
 from xsake.hads.fields import Count, Number, Positive, Strict
 from xsake.layout.grid import blocks_of
@@ -26,6 +26,7 @@ from xsake.training.optimizer import OptimizerSection
 from xsake.training.track_section import TrackSection
 
 MOST_BYTES = 2**20  # of a file that people write by hand
+MAX_PROBLEMS = 20  # in one message
 
 PRESETS: dict[str, DecoderConfig] = {
     "tiny": DecoderConfig.tiny(),
@@ -188,7 +189,7 @@ class TrainingConfig(Strict):
             raise ArgumentError(
                 "the configuration cannot be read", got=f"{path}: {error.strerror}"
             ) from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ArgumentError(
                 "the configuration is not TOML", got=f"{path}: {error}", expected="UTF-8 TOML"
             ) from error
@@ -200,7 +201,13 @@ class TrainingConfig(Strict):
 
     @classmethod
     def from_json(cls, text: str | bytes) -> "TrainingConfig":
-        """A config from its record."""
+        """A config from its record, at most 1 MB."""
+        if len(text) > MOST_BYTES:
+            raise ArgumentError(
+                "the record of a run is too large",
+                got=f"{len(text):,} characters",
+                expected=f"at most {MOST_BYTES:,}",
+            )
         try:
             return cls.model_validate_json(text)
         except ValidationError as error:
@@ -321,7 +328,7 @@ def _overridden(document: dict[str, Any], text: str) -> dict[str, Any]:
         )
     try:
         parsed = tomllib.loads(f"value = {value}")
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ArgumentError(
             f"the value of {path} is not TOML",
             got=value or "nothing",
@@ -352,13 +359,15 @@ def _refusal(error: ValidationError) -> ArgumentError:
         place = ".".join(map(str, problems[0]["loc"]))
         what = f"{place}: {own.what}" if "." in place else own.what
         return ArgumentError(what, got=own.got, expected=own.expected, fix=own.fix)
-    told = "\n            ".join(_told(problem) for problem in problems)
-    return ArgumentError("the configuration cannot be used", got=told)
+    lines = [_told(problem) for problem in problems[:MAX_PROBLEMS]]
+    if len(problems) > MAX_PROBLEMS:
+        lines.append(f"and {len(problems) - MAX_PROBLEMS:,} more")
+    return ArgumentError("the configuration cannot be used", got="\n".join(lines))
 
 
 def _told(problem: Any) -> str:
     place = tuple(problem["loc"])
-    name = ".".join(map(str, place)) or "the whole"
+    name = escape_controls(".".join(map(str, place))[:200]) or "the whole"
     own = problem.get("ctx", {}).get("error")
     match problem["type"]:
         case "extra_forbidden":
@@ -382,7 +391,7 @@ def _nearest(place: tuple[Any, ...]) -> str:
         kind = next((k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)), None)
         if kind is None:
             return ""
-    found = difflib.get_close_matches(str(last), kind.model_fields, n=1, cutoff=0.5)
+    found = difflib.get_close_matches(str(last)[:100], kind.model_fields, n=1, cutoff=0.5)
     if found:
         return f"; the nearest is {'.'.join([*map(str, parents), found[0]])}"
     sections = TrainingConfig.model_fields.items()

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import math
 import re
+import reprlib
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +17,9 @@ from xsake.errors import CheckpointError
 from xsake.model.huggingface.strict_json import parse
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-MAX_CONFIG_BYTES, MAX_INDEX_BYTES, MAX_HEADER_BYTES = 2**20, 2**26, 10**8
+MAX_CONFIG_BYTES, MAX_INDEX_BYTES = 2**20, 2**26
+MAX_HEADER_BYTES = 2**25  # of 200,000 tensors; the largest models have 100,000, in many files
+MAX_DIMENSIONS = 8
 READABLE = ("F32", "F16", "BF16", "F64")
 
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
@@ -239,14 +242,16 @@ class Folder:
 def _described(file: str, name: str, entry: Any) -> tuple[StoredTensor, int]:
     """A tensor from its entry in a header, and where its bytes end."""
     match entry:
-        case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [start, end]}:
+        case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [start, end]} if (
+            len(shape) <= MAX_DIMENSIONS
+        ):
             counts = (*shape, start, end)
             # Names are printed, so they may not hold what a terminal obeys.
             if name.isprintable() and all(type(x) is int and 0 <= x < 2**63 for x in counts):
                 if dtype in _BYTES and math.prod(shape) * _BYTES[dtype] != end - start:
                     raise _corrupt(file, f"{name}: {dtype} {shape} in {end - start} bytes")
                 return StoredTensor(name, file, dtype, tuple(shape)), end
-    raise _corrupt(file, f"{name!r} is described as {entry!r}")
+    raise _corrupt(file, f"{name[:100]!r} is described as {reprlib.repr(entry)}")
 
 
 def _look_of(start: bytes, size: int, length: int) -> str:

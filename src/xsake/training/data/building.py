@@ -11,7 +11,13 @@ import numpy as np
 
 import xsake
 from xsake.errors import ArgumentError
-from xsake.training.data.corpus import LONGEST_PIECE, Corpus, Piece
+from xsake.training.data.corpus import (
+    LONGEST_PIECE,
+    ChangedTextError,
+    Corpus,
+    Invalid,
+    Piece,
+)
 from xsake.training.data.folder import prepare
 from xsake.training.data.index import (
     BYTES_OF,
@@ -44,11 +50,14 @@ class Settings:
         shard_tokens: of every file but the last.
         validation: share of documents that are kept for validation.
         end_token: stands after every document; None: what the tokenizer says.
+        invalid: a document that cannot be used, such as one that is not UTF-8, ends the build
+            ("refuse"), or is left out and counted ("skip").
     """
 
     shard_tokens: int = SHARD_TOKENS
     validation: float = 0.01
     end_token: str | None = None
+    invalid: Invalid = "refuse"
 
     def __post_init__(self):
         if not 1 <= self.shard_tokens <= MOST_SHARD_TOKENS:
@@ -131,13 +140,33 @@ def build(
     settings, tell = settings or Settings(), watch or (lambda progress: None)
     source = _source(tokenizer, settings)
     corpus = Corpus.survey(
-        texts, settings.validation, lambda name: tell(Progress(f"reading {name}"))
+        texts,
+        settings.validation,
+        lambda name: tell(Progress(f"reading {name}")),
+        invalid=settings.invalid,
     )
     recipe = _recipe(source, corpus, settings)
     complete = prepare(folder, recipe, fresh=fresh)
     if complete is not None:
         return _checked(folder, complete, tell)
     unfinished = Unfinished(folder)
+    try:
+        return _go_on(folder, recipe, source, corpus, settings, unfinished, tell)
+    except ChangedTextError:
+        unfinished.remove()  # its shards may hold what is no longer in the texts
+        raise
+
+
+def _go_on(
+    folder: Path,
+    recipe: str,
+    source: TokenizerFile | NewTokenizer,
+    corpus: Corpus,
+    settings: Settings,
+    unfinished: Unfinished,
+    tell: Watch,
+) -> Built:
+    """Do what is missing of a build."""
     if unfinished.recipe is None:
         unfinished.start(recipe)
     used, asked = source, None
@@ -275,6 +304,8 @@ def _recipe(tokenizer: TokenizerFile | NewTokenizer, corpus: Corpus, settings: S
         "validation": settings.validation,
         "longest_piece": LONGEST_PIECE,
     }
+    if settings.invalid == "skip":
+        parts["invalid"] = "skip"
     text = json.dumps(parts, sort_keys=True).encode()
     return hashlib.blake2b(text, digest_size=32).hexdigest()
 
@@ -303,5 +334,6 @@ def _index(recipe: str, used: TokenizerFile, asked: int | None, task: _Task) -> 
         validation=task.settings.validation,
         splits=Splits(**splits),
         sources=task.corpus.files,
+        skipped=task.corpus.skipped,
         versions={"tokenizers": library_version(), "xsake": xsake.__version__},
     )

@@ -1,17 +1,22 @@
-"""The texts that data is built from: read in portions, split by document, cut where too long."""
+"""The texts that data is built from: read as streams, split by document, cut where too long."""
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
+from typing import Literal
 
-from xsake.errors import ArgumentError
-from xsake.evaluation.documents import Document, Texts, read_texts
+from xsake.errors import ArgumentError, escape_controls
+from xsake.evaluation.documents import list_files
 from xsake.evaluation.record import TextFile
-from xsake.training.data.index import Split
+from xsake.training.data.index import Skipped, Split
+from xsake.training.data.texts import Fault, Part, TextReader
 
-PORTION_BYTES = 2**28  # of files that are in memory at once, unless a single file is larger
 LONGEST_PIECE = 2**21  # characters; a tokenizer takes some hundred bytes for each
+TRAINING_PIECE = 2**16  # characters; training takes several hundred of them at once
+
+Invalid = Literal["refuse", "skip"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,73 +33,164 @@ class Corpus:
     """Texts that were read once from end to end, and can be read again.
 
     Args:
-        portions: files in order, a few at a time.
+        paths: of the files, in order.
         files: what they were.
         documents: of each split.
         pieces: of all documents.
         validation: share of documents that go there.
+        skipped: documents that cannot be used, by file.
+        long: the split of each document of more than a piece, by its file and its number there;
+            None: not used.
     """
 
-    portions: tuple[tuple[Path, ...], ...]
+    paths: tuple[Path, ...]
     files: tuple[TextFile, ...]
     documents: dict[Split, int]
     pieces: int
     validation: float
+    skipped: tuple[Skipped, ...]
+    long: dict[tuple[int, int], Split | None]
 
     @classmethod
     def survey(
-        cls, paths: Sequence[Path], validation: float, watch: Callable[[str], None] | None = None
+        cls,
+        paths: Sequence[Path],
+        validation: float,
+        watch: Callable[[str], None] | None = None,
+        *,
+        invalid: Invalid = "refuse",
     ) -> "Corpus":
         """Read all texts, so that what is wrong with one is said before hours are spent.
 
         Args:
             paths: as `read_texts` takes them.
             validation: share of documents that are kept for validation.
-            watch: is told the name of every file that is about to be read.
+            watch: gets the name of every file that is about to be read.
+            invalid: documents that cannot be used end the build, or are left out and counted.
         """
-        portions = tuple(_portions(_files(paths)))
-        files: list[TextFile] = []
-        documents: dict[Split, int] = {"train": 0, "validation": 0}
-        pieces = 0
-        for portion in portions:
+        places = tuple(_each_once(list_files(paths)))
+        survey = _Survey(validation, invalid)
+        for number, path in enumerate(places):
             if watch is not None:
-                watch(portion[0].name)
-            texts = read_texts(portion)
-            files += texts.files
-            for document in texts.documents:
-                _require_whole_characters(document)
-                documents[split_of(document.text, validation)] += 1
-                pieces += sum(1 for _ in pieces_of(document.text, LONGEST_PIECE))
-        _require_each_once(files)
-        if not documents["train"]:
-            raise ArgumentError(
-                "no document is left for training",
-                got=f"{documents['validation']} documents, all of them for validation",
-                fix="give more texts, or a smaller share with --validation",
-            )
-        return cls(portions, tuple(files), documents, pieces, validation)
+                watch(path.name)
+            survey.read(number, path)
+        _require_each_once(survey.files)
+        _require_documents(survey, paths)
+        return cls(
+            places, tuple(survey.files), survey.documents, survey.pieces, validation,
+            tuple(survey.skipped), survey.long,
+        )  # fmt: skip
 
     def read(self) -> Iterator[Piece]:
         """Every piece of every document, in order."""
-        for document in self._again():
-            split = split_of(document.text, self.validation)
-            *before, last = pieces_of(document.text, LONGEST_PIECE)
-            for part in before:
-                yield Piece(part, split, is_last=False)
-            yield Piece(last, split, is_last=True)
+        for split, parts in self._documents():
+            pieces = pieces_of(parts, LONGEST_PIECE)
+            before = next(pieces)
+            for piece in pieces:
+                yield Piece(before, split, is_last=False)
+                before = piece
+            yield Piece(before, split, is_last=True)
 
     def training_texts(self) -> Iterator[str]:
-        """The documents of the train split."""
-        for document in self._again():
-            if split_of(document.text, self.validation) == "train":
-                yield document.text
+        """The documents of the train split, in small pieces."""
+        for split, parts in self._documents():
+            if split == "train":
+                yield from pieces_of(parts, TRAINING_PIECE)
 
-    def _again(self) -> Iterator[Document]:
-        known = iter(self.files)
-        for portion in self.portions:
-            texts = read_texts(portion)
-            _require_unchanged(texts, [next(known) for _ in texts.files])
-            yield from texts.documents
+    def _documents(self) -> Iterator[tuple[Split, Iterator[str]]]:
+        """The documents that are used, each with the parts of its text."""
+        for number, (path, before) in enumerate(zip(self.paths, self.files, strict=True)):
+            reader, documents = TextReader(path), 0
+            for place, document in enumerate(reader.documents()):
+                head = _head(document)
+                if head[-1].is_last:
+                    split = _assess(head, self.validation).split
+                else:
+                    split = self.long.get((number, place))
+                if split is not None:
+                    documents += 1
+                    yield split, (part.text for part in chain(head, document))
+            if reader.identity(documents) != before:
+                raise ChangedTextError(
+                    "a text was changed while data was built from it",
+                    got=before.name,
+                    fix="give the command again with --fresh when nothing writes to the texts",
+                )
+
+
+class ChangedTextError(ArgumentError):
+    """A text that is not what it was in the survey; what was made from it cannot be kept."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Assessment:
+    """A document that was read to its end; without a split it is not used."""
+
+    split: Split | None
+    pieces: int
+    characters: int
+    fault: Fault | None
+
+
+class _Survey:
+    """Counts of the texts that were read so far."""
+
+    def __init__(self, validation: float, invalid: Invalid):
+        self._validation, self._invalid = validation, invalid
+        self.files: list[TextFile] = []
+        self.documents: dict[Split, int] = {"train": 0, "validation": 0}
+        self.pieces = 0
+        self.skipped: list[Skipped] = []
+        self.long: dict[tuple[int, int], Split | None] = {}
+
+    def read(self, number: int, path: Path) -> None:
+        """Read a file from start to end."""
+        reader, used, faults, first = TextReader(path), 0, 0, None
+        for place, document in enumerate(reader.documents()):
+            found = _assess(document, self._validation)
+            if found.fault is not None:
+                if self._invalid == "refuse":
+                    raise found.fault.error(path)
+                faults, first = faults + 1, first or found.fault
+            if found.characters > LONGEST_PIECE:
+                self.long[number, place] = found.split
+            if found.split is not None:
+                self.documents[found.split] += 1
+                self.pieces += found.pieces
+                used += 1
+        self.files.append(reader.identity(used))
+        if first is not None:
+            why = escape_controls(f"{first.what}: {first.place(path)}")[:300]
+            self.skipped.append(Skipped(name=path.name, documents=faults, first=why))
+
+
+def _assess(parts: Iterable[Part], validation: float) -> _Assessment:
+    """Read a document to its end."""
+    digest, fault, characters, is_blank = _new_digest(), None, 0, True
+
+    def texts() -> Iterator[str]:
+        nonlocal fault, characters, is_blank
+        for part in parts:
+            fault = fault or part.fault
+            characters += len(part.text)
+            is_blank = is_blank and not part.text.strip()
+            digest.update(part.text.encode())
+            yield part.text
+
+    pieces = sum(1 for _ in pieces_of(texts(), LONGEST_PIECE))
+    split = None if is_blank or fault is not None else _side(digest.digest(), validation)
+    return _Assessment(split, pieces, characters, fault)
+
+
+def _head(document: Iterator[Part]) -> list[Part]:
+    """The first parts of a document, all of them unless it has more than a piece."""
+    head, characters = [], 0
+    for part in document:
+        head.append(part)
+        characters += len(part.text)
+        if characters > LONGEST_PIECE:
+            break
+    return head
 
 
 def split_of(text: str, validation: float) -> Split:
@@ -108,28 +204,39 @@ def split_of(text: str, validation: float) -> Split:
         >>> split_of("a text", 0.0), split_of("a text", 1.0)
         ('train', 'validation')
     """
-    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    digest = _new_digest()
+    digest.update(text.encode())
+    return _side(digest.digest(), validation)
+
+
+def _new_digest() -> "hashlib.blake2b":
+    return hashlib.blake2b(digest_size=8)
+
+
+def _side(digest: bytes, validation: float) -> Split:
     return "validation" if int.from_bytes(digest, "big") < validation * 2**64 else "train"
 
 
-def pieces_of(text: str, longest: int) -> Iterator[str]:
+def pieces_of(parts: Iterable[str], longest: int) -> Iterator[str]:
     """A text in pieces that a tokenizer can take, cut behind lines or before words.
 
     Tokens at a cut may be others than in the whole text; they spell the same text.
 
     Args:
-        text: of any length.
+        parts: of the text, wherever they were cut.
         longest: characters of a piece.
 
     Example:
-        >>> list(pieces_of("one two three", longest=8))
+        >>> list(pieces_of(["one tw", "o three"], longest=8))
         ['one two', ' three']
     """
-    start = 0
-    while len(text) - start > longest:
-        end = _cut(text, start, start + longest)
-        yield text[start:end]
-        start = end
+    text, start = "", 0
+    for part in parts:
+        text, start = text[start:] + part, 0
+        while len(text) - start > longest:
+            end = _cut(text, start, start + longest)
+            yield text[start:end]
+            start = end
     yield text[start:]
 
 
@@ -144,45 +251,28 @@ def _cut(text: str, start: int, limit: int) -> int:
     return limit
 
 
-def _files(paths: Sequence[Path]) -> list[Path]:
-    files = [
-        file
-        for path in paths
-        # What is no folder, and an empty one, is left to `read_texts`, which says what is wrong.
-        for file in (path.is_dir() and sorted(path.glob("*.txt"))) or [path]
-    ]
+def _each_once(files: Iterable[Path]) -> Iterator[Path]:
     seen: set[Path] = set()
     for file in files:
         if (resolved := file.resolve()) in seen:
             raise ArgumentError("a text is given twice", got=file, fix="name each file once")
         seen.add(resolved)
-    return files
+        yield file
 
 
-def _portions(files: Sequence[Path]) -> Iterator[tuple[Path, ...]]:
-    portion: list[Path] = []
-    size = 0
-    for file in files:
-        length = file.stat().st_size if file.is_file() else 0
-        if portion and size + length > PORTION_BYTES:
-            yield tuple(portion)
-            portion, size = [], 0
-        portion.append(file)
-        size += length
-    if portion:
-        yield tuple(portion)
-
-
-def _require_whole_characters(document: Document) -> None:
-    try:
-        document.text.encode()
-    except UnicodeEncodeError as error:
+def _require_documents(survey: _Survey, paths: Sequence[Path]) -> None:
+    if not any(survey.documents.values()):
         raise ArgumentError(
-            "a document holds half a character",
-            got=f"{document.name}: U+{ord(document.text[error.start]):04X} alone",
-            expected="text that can be written as UTF-8",
-            fix="correct the escapes in its .jsonl file",
-        ) from error
+            "there is no text to build data from",
+            got=", ".join(str(path) for path in paths),
+            expected="at least one document that is not blank",
+        )
+    if not survey.documents["train"]:
+        raise ArgumentError(
+            "no document is left for training",
+            got=f"{survey.documents['validation']} documents, all of them for validation",
+            fix="give more texts, or a smaller share with --validation",
+        )
 
 
 def _require_each_once(files: Sequence[TextFile]) -> None:
@@ -196,13 +286,3 @@ def _require_each_once(files: Sequence[TextFile]) -> None:
                 fix="leave one of them out",
             )
         seen.add((file.name, file.sha256))
-
-
-def _require_unchanged(texts: Texts, known: Sequence[TextFile]) -> None:
-    for now, before in zip(texts.files, known, strict=True):
-        if now != before:
-            raise ArgumentError(
-                "a text was changed while data was built from it",
-                got=now.name,
-                fix="give the command again with --fresh when nobody writes to the texts",
-            )

@@ -58,6 +58,14 @@ class TokenizerIdentity(Strict):
     )
 
 
+class Skipped(Strict):
+    """Documents of a text file that could not be used, and were left out as asked."""
+
+    name: str = Field(description="of the file")
+    documents: Positive
+    first: Text = Field(description="where the first is, and what is wrong with it")
+
+
 class Index(Strict):
     """What `xsake data build` made, and everything that it was made from."""
 
@@ -69,6 +77,7 @@ class Index(Strict):
     validation: Share = Field(description="share of documents, chosen by a hash of their text")
     splits: Splits
     sources: tuple[TextFile, ...]
+    skipped: tuple[Skipped, ...] = ()
     versions: dict[str, str]
 
     @pydantic.model_validator(mode="after")

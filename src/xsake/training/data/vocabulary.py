@@ -5,6 +5,7 @@ import functools
 import hashlib
 import importlib.metadata
 import json
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -15,10 +16,14 @@ from jaxtyping import UInt
 from xsake.bench.whole_file import write_whole
 from xsake.errors import ArgumentError, MissingExtraError
 from xsake.model.tokenizer import TOKENIZER, Tokenizer
+from xsake.model.tokenizer_file import library_errors
 
 SETTINGS = "tokenizer_config.json"
 END_TOKEN = "<|endoftext|>"
 SMALLEST, LARGEST = 257, 2**24  # every byte, and the end
+MAX_WORD = 1000  # characters: the time of training grows with the square of a word's length
+
+_LONG_RUN = re.compile(rf"\S{{{MAX_WORD}}}|\s{{{MAX_WORD}}}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +86,8 @@ class TokenizerFile:
         """A new tokenizer; the same texts give the same file.
 
         Args:
-            texts: to learn from.
+            texts: to learn from; runs of more than `MAX_WORD` characters without a space, or of
+                spaces alone, are learned from in parts.
             vocabulary: tokens that it may have; short texts give fewer.
         """
         tokenizers = _package()
@@ -94,7 +100,8 @@ class TokenizerFile:
             initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
         )
-        found.train_from_iterator(texts, trainer)
+        short = (part for text in texts for part in split_long_runs(text))
+        found.train_from_iterator(short, trainer)
         return cls(found.to_str(pretty=True).encode(), END_TOKEN)
 
     @classmethod
@@ -134,8 +141,32 @@ class Vocabulary:
 
     def encode(self, texts: Sequence[str]) -> list[UInt[np.ndarray, " n"]]:
         """The tokens of every text, on all cores; nothing is put around them."""
-        found = self.tokenizer.inner.encode_batch_fast(list(texts), add_special_tokens=False)
+        with library_errors():
+            found = self.tokenizer.inner.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.asarray(one.ids, self.dtype) for one in found]
+
+
+def split_long_runs(text: str) -> Iterator[str]:
+    """A text in parts, so that no word of them has more than `MAX_WORD` characters.
+
+    Args:
+        text: stays as it is unless a run of letters or of spaces is that long.
+
+    Example:
+        >>> [len(part) for part in split_long_runs("one two " + "x" * 2500 + " end")]
+        [1008, 1000, 504]
+    """
+    # A run that is too long holds a whole one of these windows, and only such texts are searched.
+    window = MAX_WORD // 2
+    starts = range(0, len(text), window)
+    if not any(len(text[start : start + window].split(None, 1)) < 2 for start in starts):
+        yield text
+        return
+    done = 0
+    for match in _LONG_RUN.finditer(text):
+        yield text[done : match.end()]
+        done = match.end()
+    yield text[done:]
 
 
 def library_version() -> str:
