@@ -40,6 +40,10 @@ def run_serve(
         bool, typer.Option("--no-showcase", help="Serve the page of runs at /.")
     ] = False,
     clients: Annotated[int, typer.Option(min=1, max=1024, help="Of live updates at once.")] = 32,
+    cache: Annotated[
+        Path | None,
+        typer.Option(help="Folder for indexes of runs; default: in the user's cache directory."),
+    ] = None,
 ) -> None:
     """Serve a dashboard of runs, plans, benchmark rows and certificates; it only reads.
 
@@ -65,6 +69,7 @@ def run_serve(
             folders=tuple(folders or [Path()]), host=host, port=port,
             token=new_token() if is_new else token, hosts=tuple(allow_host or ()),
             showcase=None if no_showcase else showcase or _built_showcase(), clients=clients,
+            cache=_cache_folder(cache),
         )  # fmt: skip
         config = uvicorn.Config(
             Dashboard(settings), host=host, port=port, log_level="warning", access_log=False,
@@ -80,6 +85,19 @@ def _built_showcase() -> Path | None:
     checkout = own_checkout()
     built = None if checkout is None else checkout / "showcase" / "out"
     return built if built is not None and (built / "index.html").is_file() else None
+
+
+def _cache_folder(given: Path | None) -> Path | None:
+    """The folder that was named, or the user's; None, and a note, where that cannot be written."""
+    from xsake.server.cache import default_folder, make_own_folder
+
+    if given is not None:
+        return given
+    try:
+        return make_own_folder(default_folder())
+    except (ArgumentError, RuntimeError) as error:  # RuntimeError: the user has no home
+        typer.echo(f"indexes of runs are temporary, --cache keeps them: {error}", err=True)
+        return None
 
 
 def _token(file: Path | None) -> str | None:

@@ -25,6 +25,7 @@ class Settings:
         hosts: further names that the server may be called by, such as that of a proxy.
         showcase: folder of the built showcase; None: the built-in page.
         clients: that live updates go to at once.
+        cache: folder for the indexes of runs; None: a temporary one.
         requests_per_second: of one address; more are refused.
         poll_seconds: how often runs are looked at.
         stale_seconds: a run that is silent for so long is stale.
@@ -37,6 +38,7 @@ class Settings:
     hosts: tuple[str, ...] = ()
     showcase: Path | None = None
     clients: int = 32
+    cache: Path | None = None
     requests_per_second: float = 50.0
     poll_seconds: float = 0.5
     stale_seconds: float = 60.0
