@@ -40,6 +40,13 @@ def run_serve(
         bool, typer.Option("--no-showcase", help="Serve the page of runs at /.")
     ] = False,
     clients: Annotated[int, typer.Option(min=1, max=1024, help="Of live updates at once.")] = 32,
+    requests_per_second: Annotated[
+        float, typer.Option(min=1.0, help="Of one address; more are refused.")
+    ] = 50.0,
+    trusted_proxy: Annotated[
+        list[str] | None,
+        typer.Option(help="Address or network of a proxy whose X-Forwarded headers are believed."),
+    ] = None,
     cache: Annotated[
         Path | None,
         typer.Option(help="Folder for indexes of runs; default: in the user's cache directory."),
@@ -52,9 +59,8 @@ def run_serve(
     """
     with exit_codes(interrupted="stopped"):
         try:
-            import uvicorn
-
             from xsake.server.app import Dashboard
+            from xsake.server.connections import make_config
         except ImportError as error:
             raise MissingExtraError(
                 "the server is not installed", got=str(error), fix="pip install 'xsake[serve]'"
@@ -69,14 +75,10 @@ def run_serve(
             folders=tuple(folders or [Path()]), host=host, port=port,
             token=new_token() if is_new else token, hosts=tuple(allow_host or ()),
             showcase=None if no_showcase else showcase or _built_showcase(), clients=clients,
-            cache=_cache_folder(cache),
+            cache=_cache_folder(cache), requests_per_second=requests_per_second,
+            trusted_proxies=tuple(trusted_proxy or ()),
         )  # fmt: skip
-        config = uvicorn.Config(
-            Dashboard(settings), host=host, port=port, log_level="warning", access_log=False,
-            server_header=False, proxy_headers=False, timeout_graceful_shutdown=3,
-            limit_concurrency=clients + 64, h11_max_incomplete_event_size=16384, ws="none",
-            http="h11",
-        )  # fmt: skip
+        config = make_config(Dashboard(settings), settings)
         _serve(config, settings.token if is_new else None)
 
 
