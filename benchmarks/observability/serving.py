@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.error
@@ -103,6 +104,9 @@ def served(
         given = ["--token-file", str(file)]
     if "--showcase" not in options:
         given.append("--no-showcase")
+    indexes = tempfile.TemporaryDirectory()
+    if "--cache" not in options:
+        given += ["--cache", indexes.name]
     command = [*PROGRAM, "serve", *map(str, folders), "--port", "0", *given, *options]
     kept = {**os.environ, "PYTHONUNBUFFERED": "1", "NO_COLOR": "1"}
     process = subprocess.Popen(
@@ -127,3 +131,4 @@ def served(
             process.kill()
             process.wait()
         process.stdout.close()
+        indexes.cleanup()

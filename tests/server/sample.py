@@ -50,12 +50,12 @@ def inside(settings):
     import uvicorn
 
     from xsake.server.app import Dashboard
+    from xsake.server.connections import make_config
 
     dashboard = Dashboard(settings)
-    config = uvicorn.Config(
-        dashboard, host="127.0.0.1", port=0, log_level="error", ws="none", http="h11",
-        timeout_graceful_shutdown=1,
-    )  # fmt: skip
+    config = make_config(dashboard, settings)
+    config.log_level, config.timeout_graceful_shutdown = "error", 1
+    config.configure_logging()
     server, listening = uvicorn.Server(config), config.bind_socket()
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
     thread.start()

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from tests.server.sample import values, write_run
 from xsake.observability import MetricsFile, read_metrics
 from xsake.server.api import _numbers
-from xsake.server.index import COARSE, FINE, Index, index_folder, only_writer
-from xsake.server.tail import MOST_LINE, whole_lines
+from xsake.server.cache import Cache
+from xsake.server.index import COARSE, FINE, Index
+from xsake.server.tail import MAX_LINE, Tail, open_regular
 
 
 @pytest.fixture
@@ -20,11 +21,20 @@ def folder(tmp_path):
     return tmp_path / "run"
 
 
+def index_folder(folder):
+    """Where the test keeps the index: not in the folder of the run."""
+    return folder.with_name(f"{folder.name}-index")
+
+
+def feed_all(index, lines=10_000):
+    while not index.is_at_end:
+        index.feed(lines)
+    return index
+
+
 def fed(folder, lines=10_000):
     index = Index(folder / "metrics.jsonl", index_folder(folder))
-    while index.feed(lines):
-        pass
-    return index
+    return feed_all(index, lines)
 
 
 def expected(folder, name, begin, end):
@@ -64,7 +74,7 @@ def test_every_width_of_view_says_what_the_lines_say(folder):
         assert agree(index, folder, name, 1000, 1400, 500).resolution == 1
         agree(index, folder, name, 70, 3000, 37)
     skipped = sum(expected(folder, "is_skipped", 0, 2**50).values())
-    assert index.total("is_skipped") == pytest.approx(skipped)
+    assert index.total_skipped() == pytest.approx(skipped)
     heads = index.view(["entropy/1/3", "no such series"], 0, 2**50, 100)
     assert np.isfinite(heads.mean[:, 0]).any() and np.isnan(heads.mean[:, 1]).all()
 
@@ -78,8 +88,8 @@ def test_an_index_goes_on_where_it_was_left(folder):
     index = Index(folder / "metrics.jsonl", index_folder(folder))
     left = index.place
     assert left > 0.9 * (folder / "metrics.jsonl").stat().st_size * 3000 / 3500
-    while index.feed():
-        pass
+    index.feed()
+    feed_all(index)
     agree(index, folder, "loss", 0, 2**50, 200)
 
 
@@ -106,8 +116,8 @@ def test_a_run_that_goes_back_is_shown_as_it_was_done_last(
                 file.write(b'{"step": 7, "loss"')
         if index is None or number % 2:
             index = Index(folder / "metrics.jsonl", index_folder(folder))
-        while index.feed(portion):
-            pass
+        index.feed(portion)
+        feed_all(index, portion)
         begin = end * 2 // 3
     assert index.last_step == max(expected(folder, "loss", 0, 2**50))
     for points in (3, 50, 2000):
@@ -119,8 +129,8 @@ def test_another_file_under_the_same_name_is_read_anew(folder):
     index = fed(folder)
     (folder / "metrics.jsonl").unlink()
     write_run(folder, 100, name="another")
-    while index.feed():
-        pass
+    index.feed()
+    feed_all(index)
     assert index.last_step == 99
     agree(index, folder, "loss", 0, 2**50, 200)
 
@@ -180,20 +190,37 @@ def test_numbers_keep_seven_digits_whatever_their_size():
     assert json.dumps(found[-1]) == "0.1"
 
 
-def test_a_line_without_an_end_is_passed_over(tmp_path):
-    path = tmp_path / "lines"
-    path.write_bytes(b"a\n" + b"x" * (MOST_LINE + 2**21) + b"\nb\nhalf")
-    found = [line if len(line) < 10 else b"long" for _, line in whole_lines(path, 0)]
-    assert found == [b"a", b"b"]
+@pytest.mark.parametrize("portion", [1, 1000])
+def test_a_line_without_an_end_is_skipped_and_read_once(folder, portion):
+    folder.mkdir()
+    path = folder / "metrics.jsonl"
+    path.write_bytes(b'{"step": 0}\n' + b"x" * (MAX_LINE + 2**21))
+    index = feed_all(Index(path, index_folder(folder)), portion)
+    assert index.place == path.stat().st_size  # no part of it is read again
+    with path.open("ab") as file:
+        file.write(b"x" * 2**20 + b'\n{"step": 1}\n{"st')
+    index.feed(portion)
+    feed_all(index, portion)
+    assert (index.last_step, index.dropped_lines) == (1, 1)
 
 
 def test_links_are_not_followed(tmp_path):
-    (tmp_path / "secret").write_text('{"step": 1}\n')
-    (tmp_path / "metrics.jsonl").symlink_to(tmp_path / "secret")
-    with pytest.raises(OSError, match="symbolic"):
-        list(whole_lines(tmp_path / "metrics.jsonl", 0))
+    (tmp_path / "real").mkdir()
+    (tmp_path / "real" / "metrics.jsonl").write_text('{"step": 1}\n')
+    (tmp_path / "metrics.jsonl").symlink_to(tmp_path / "real" / "metrics.jsonl")
+    (tmp_path / "linked").symlink_to(tmp_path / "real")
+    for path in (tmp_path / "metrics.jsonl", tmp_path / "linked" / "metrics.jsonl"):
+        with pytest.raises(OSError):
+            open_regular(path)
+    with open_regular(tmp_path / "real" / "metrics.jsonl") as file:
+        assert Tail(file, 0).next_line() == b'{"step": 1}'
 
 
-def test_two_servers_do_not_write_the_same_index(tmp_path):
-    with only_writer(tmp_path / "index") as first, only_writer(tmp_path / "index") as second:
-        assert first and not second
+def test_servers_that_share_a_cache_folder_have_a_part_each(tmp_path):
+    first, second = Cache(tmp_path / "cache"), Cache(tmp_path / "cache")
+    assert first.folder != second.folder
+    first.close()
+    third = Cache(tmp_path / "cache")
+    assert third.folder == first.folder
+    second.close()
+    third.close()

@@ -17,6 +17,7 @@ def test_many_clients_are_told_less_often(tmp_path, clients, seconds):
         streams = [hub.stream("a run") for _ in range(clients)]
         for stream in streams:
             await anext(stream)
+        watcher.stop()
         return watcher.pause
 
     assert asyncio.run(paused()) == pytest.approx(seconds)

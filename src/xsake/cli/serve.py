@@ -41,6 +41,17 @@ def run_serve(
         bool, typer.Option("--no-showcase", help="Serve the page of runs at /.")
     ] = False,
     clients: Annotated[int, typer.Option(min=1, max=1024, help="Of live updates at once.")] = 32,
+    requests_per_second: Annotated[
+        float, typer.Option(min=1.0, help="Of one address; more are refused.")
+    ] = 50.0,
+    trusted_proxy: Annotated[
+        list[str] | None,
+        typer.Option(help="Address or network of a proxy whose X-Forwarded headers are believed."),
+    ] = None,
+    cache: Annotated[
+        Path | None,
+        typer.Option(help="Folder for indexes of runs; default: in the user's cache directory."),
+    ] = None,
 ) -> None:
     """Serve a dashboard of runs, plans, benchmark rows and certificates; it only reads.
 
@@ -50,9 +61,8 @@ def run_serve(
     with exit_codes(interrupted="stopped"):
         require_local(*(folders or ()), token_file, showcase)
         try:
-            import uvicorn
-
             from xsake.server.app import Dashboard
+            from xsake.server.connections import make_config
         except ImportError as error:
             raise MissingExtraError(
                 "the server is not installed", got=str(error), fix="pip install 'xsake[serve]'"
@@ -67,13 +77,10 @@ def run_serve(
             folders=tuple(folders or [Path()]), host=host, port=port,
             token=new_token() if is_new else token, hosts=tuple(allow_host or ()),
             showcase=None if no_showcase else showcase or _built_showcase(), clients=clients,
+            cache=_cache_folder(cache), requests_per_second=requests_per_second,
+            trusted_proxies=tuple(trusted_proxy or ()),
         )  # fmt: skip
-        config = uvicorn.Config(
-            Dashboard(settings), host=host, port=port, log_level="warning", access_log=False,
-            server_header=False, proxy_headers=False, timeout_graceful_shutdown=3,
-            limit_concurrency=clients + 64, h11_max_incomplete_event_size=16384, ws="none",
-            http="h11",
-        )  # fmt: skip
+        config = make_config(Dashboard(settings), settings)
         _serve(config, settings.token if is_new else None)
 
 
@@ -82,6 +89,19 @@ def _built_showcase() -> Path | None:
     checkout = own_checkout()
     built = None if checkout is None else checkout / "showcase" / "out"
     return built if built is not None and (built / "index.html").is_file() else None
+
+
+def _cache_folder(given: Path | None) -> Path | None:
+    """The folder that was named, or the user's; None, and a note, where that cannot be written."""
+    from xsake.server.cache import default_folder, make_own_folder
+
+    if given is not None:
+        return given
+    try:
+        return make_own_folder(default_folder())
+    except (ArgumentError, RuntimeError) as error:  # RuntimeError: the user has no home
+        typer.echo(f"indexes of runs are temporary, --cache keeps them: {error}", err=True)
+        return None
 
 
 def _token(file: Path | None) -> str | None:

@@ -1,4 +1,4 @@
-"""The shapes of answers, as OpenAPI tells them."""
+"""The shapes of answers, as the OpenAPI schema has them."""
 
 from typing import Any, Literal
 
@@ -8,10 +8,26 @@ from xsake.server.runs import State
 
 
 class Health(BaseModel):
-    """The server lives."""
+    """Whether the server works, and why not."""
 
-    status: Literal["ok", "starting"]
+    status: Literal["ok", "starting", "stale"]
     version: str
+    reason: str | None = None
+
+
+class Status(BaseModel):
+    """What the server shows, and what it could not use or has left out."""
+
+    runs: int
+    runs_unreadable: int
+    dropped_lines: int
+    dropped_values: int
+    runs_left_out: int
+    documents_left_out: int
+    is_search_cut: bool
+    max_things: int
+    max_entries: int
+    problem: str | None
 
 
 class MetricRow(BaseModel):
@@ -37,6 +53,9 @@ class RunSummary(BaseModel):
     loss: float | None
     tokens_per_second: float | None
     is_indexed: bool
+    problem: str | None
+    dropped_lines: int
+    dropped_values: int
 
 
 class RunDetails(RunSummary):

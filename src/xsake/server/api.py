@@ -21,12 +21,13 @@ from xsake.server.answers import (
     Rows,
     RunDetails,
     RunSummary,
+    Status,
 )
 from xsake.server.guard import COOKIE, session_of
 from xsake.server.hub import Hub
 from xsake.server.index import View
-from xsake.server.registry import Kind, Thing, read_document
-from xsake.server.runs import Run
+from xsake.server.registry import MAX_ENTRIES, MAX_THINGS, Kind, Thing, read_document
+from xsake.server.runs import Run, UnreadableRunError
 from xsake.server.settings import Settings
 from xsake.server.watcher import Watcher
 
@@ -60,6 +61,23 @@ def router(settings: Settings, watcher: Watcher, hub: Hub) -> APIRouter:
             for x in METRICS.values()
         ]
 
+    @api.get("/status")
+    def status() -> Status:
+        """How much is shown, and how much was dropped or left out."""
+        runs, found = list(watcher.runs.values()), watcher.found
+        return Status(
+            runs=len(runs),
+            runs_unreadable=sum(run.problem is not None for run in runs),
+            dropped_lines=sum(run.dropped_lines for run in runs),
+            dropped_values=sum(run.dropped_values for run in runs),
+            runs_left_out=found.num_left_out["run"],
+            documents_left_out=sum(found.num_left_out.values()) - found.num_left_out["run"],
+            is_search_cut=found.is_cut,
+            max_things=MAX_THINGS,
+            max_entries=MAX_ENTRIES,
+            problem=watcher.problem,
+        )
+
     @api.post("/session", status_code=204)
     def session(request: Request) -> Response:
         """Trade the token, in the Authorization header, for a cookie that pages can use."""
@@ -79,16 +97,17 @@ def health(watcher: Watcher) -> APIRouter:
     api = APIRouter()
 
     @api.get("/health")
-    def is_alive() -> Health:
-        """Always the same while the server lives."""
+    async def is_alive() -> Health:
+        """Always the same while the server answers."""
         return Health(status="ok", version=xsake.__version__)
 
     @api.get("/ready", responses={503: {"model": Health}})
-    def is_ready(response: Response) -> Health:
-        """503 until all runs have been looked at once."""
-        response.status_code = 200 if watcher.is_ready else 503
-        status = "ok" if watcher.is_ready else "starting"
-        return Health(status=status, version=xsake.__version__)
+    async def is_ready(response: Response) -> Health:
+        """503 until all runs have been read once, and while they are not read on."""
+        problem = watcher.problem
+        response.status_code = 200 if problem is None else 503
+        status = "ok" if problem is None else "stale" if watcher.is_started else "starting"
+        return Health(status=status, version=xsake.__version__, reason=problem)
 
     return api
 
@@ -130,7 +149,8 @@ def _add_runs(api: APIRouter, watcher: Watcher, hub: Hub) -> None:
         if found is None:
             raise HTTPException(404, "the run has not told this")
         unit = METRICS[metric].unit
-        return Heads(metric=metric, unit=unit, step=found[0], values=found[1])
+        values = [[None if x != x else x for x in row] for row in found[1].tolist()]
+        return Heads(metric=metric, unit=unit, step=found[0], values=values)
 
     @api.get(
         "/runs/{run}/events",
@@ -194,8 +214,8 @@ def _found(runs: dict[str, Run], number: str) -> Run:
 def _readable(run: Run, *asked: Any) -> View:
     try:
         return run.view(*asked)
-    except OSError as error:
-        raise HTTPException(404, "the run cannot be read now") from error
+    except UnreadableRunError as error:
+        raise HTTPException(404, f"the run cannot be read now: {error}") from error
 
 
 def _curves(view: View, names: list[str]) -> JSONResponse:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -43,16 +44,25 @@ class Dashboard:
     @property
     def counts(self) -> Counts:
         """What the server counts of itself."""
-        guard = self._guard
-        return Counts(len(self.hub), self.hub.dropped, guard.answered, guard.refused)
+        guard, watcher = self._guard, self.watcher
+        last = watcher.last_round
+        return Counts(
+            len(self.hub), self.hub.dropped, guard.answered, guard.refused,
+            runs_left_out=watcher.found.num_left_out["run"],
+            is_search_cut=watcher.found.is_cut,
+            watcher_failures=watcher.num_failures,
+            last_round=None if last is None else time.time() - (time.monotonic() - last),
+        )  # fmt: skip
 
     def _made(self, settings: Settings, page: Site, showcase: Site | None) -> FastAPI:
         @contextlib.asynccontextmanager
         async def lifespan(app: FastAPI) -> AsyncIterator[None]:
             self.watcher.start(asyncio.get_running_loop())
+            supervision = asyncio.create_task(self.watcher.supervise())
             try:
                 yield
             finally:
+                supervision.cancel()
                 self.hub.close()
                 await asyncio.to_thread(self.watcher.stop)
 

@@ -3,18 +3,27 @@
 A file has records of one width. A run whose series become more goes on in a wider file.
 """
 
+import array
 import os
+import re
 from pathlib import Path
 
 import numpy as np
 from jaxtyping import Float, Int
 
+from xsake.observability.metrics import MOST_SERIES
+
 LEAST, MOST, MEAN, COUNT = range(4)
 _WIDTH_STEP = 64
+_MAX_BYTES = 2**30  # of the files of one run
+
+
+class DamagedIndexError(Exception):
+    """Files of an index do not have what an index has; it has to be built again."""
 
 
 def width_for(series: int) -> int:
-    """Columns of a file that has room for so many series."""
+    """Columns of a file that has room for a number of series."""
     return max(_WIDTH_STEP, -(-series // _WIDTH_STEP) * _WIDTH_STEP)
 
 
@@ -25,31 +34,50 @@ def record(width: int) -> np.dtype:
 
 
 class Buckets:
-    """The buckets of one width of steps.
+    """The buckets of one width of steps. No file stays open between two calls.
 
     Args:
-        folder: that exists.
+        folder: for the files; made with the first bucket.
         name: of the files.
+
+    Raises:
+        DamagedIndexError: steps or places of the buckets are not in order.
     """
 
     def __init__(self, folder: Path, name: str):
         self._folder, self._name = folder, name
-        self._parts = sorted(self._found())
-        self._maps: dict[int, np.ndarray] = {}
+        self._parts = sorted(self._find_parts())  # (width, path)
+        self._rows = [path.stat().st_size // record(width).itemsize for width, path in self._parts]
+        maps = [self._map(part) for part in range(len(self._parts))]
+        columns = [[x[name] for x in maps] for name in ("first", "last", "place")]
+        heads = np.stack([np.concatenate(x) for x in columns], 1) if maps else np.zeros((0, 3), int)
+        steps = heads[:, :2].ravel()
+        is_sound = (np.diff(steps) >= 0).all() and (np.diff(heads[:, 2]) > 0).all()
+        if not is_sound or (heads[:, ::2].min(initial=0) < 0):
+            raise DamagedIndexError(f"{name}: steps or places are not in order")
+        self._heads = array.array("q", heads.ravel().tolist())
 
-    def _found(self) -> list[tuple[int, Path]]:
-        paths = self._folder.glob(f"{self._name}-*.buckets")
-        return [(int(path.stem.rpartition("-")[2]), path) for path in paths]
+    def _find_parts(self) -> list[tuple[int, Path]]:
+        found = []
+        for path in self._folder.glob(f"{self._name}-*.buckets"):
+            width = path.stem.removeprefix(f"{self._name}-")
+            is_width = re.fullmatch("[0-9]{1,8}", width) is not None
+            if not is_width or int(width) % _WIDTH_STEP or not 0 < int(width) <= MOST_SERIES:
+                raise DamagedIndexError(f"{self._name}: a file of no known width")
+            found.append((int(width), path))
+        return found
 
     def __len__(self) -> int:
-        return sum(self._rows(*part) for part in self._parts)
+        return len(self._heads) // 3
 
-    @staticmethod
-    def _rows(width: int, path: Path) -> int:
-        return path.stat().st_size // record(width).itemsize
+    @property
+    def num_bytes(self) -> int:
+        """Size of all files."""
+        sizes = (record(width).itemsize for width, _ in self._parts)
+        return sum(rows * size for rows, size in zip(self._rows, sizes, strict=True))
 
     def add(self, first: int, last: int, place: int, stats: Float[np.ndarray, "4 S"]) -> None:
-        """One more bucket, behind all others.
+        """Append a bucket.
 
         Args:
             first: its first step.
@@ -61,47 +89,53 @@ class Buckets:
         if stats.shape[1] > width:
             width = width_for(stats.shape[1])
             self._parts.append((width, self._folder / f"{self._name}-{width}.buckets"))
+            self._rows.append(0)
         made = np.zeros((), record(width))
+        if self.num_bytes + made.nbytes > _MAX_BYTES:
+            raise OSError(27, f"An index larger than {_MAX_BYTES >> 20} MiB")
         made["stats"][:COUNT] = np.nan
         made["first"], made["last"], made["place"] = first, last, place
         made["stats"][:, : stats.shape[1]] = stats
+        self._folder.mkdir(mode=0o700, exist_ok=True)
         with self._parts[-1][1].open("ab") as file:
             file.write(made.tobytes())
+        self._rows[-1] += 1
+        self._heads.extend((first, last, place))
 
     def keep(self, count: int) -> None:
-        """Forget all but the first so many; half a record at the end is forgotten too."""
-        self._maps.clear()
-        left, parts = count, []
-        for width, path in self._parts:
-            rows = min(self._rows(width, path), left)
+        """Drop all but the first `count` buckets, and half a record at the end."""
+        left, parts, kept = count, [], []
+        for (width, path), rows in zip(self._parts, self._rows, strict=True):
+            rows = min(rows, left)
             left -= rows
             if rows:
                 os.truncate(path, rows * record(width).itemsize)
                 parts.append((width, path))
+                kept.append(rows)
             else:
-                path.unlink()
-        self._parts = parts
+                path.unlink(missing_ok=True)
+        self._parts, self._rows = parts, kept
+        del self._heads[3 * count :]
 
-    def _map(self, width: int, path: Path) -> np.ndarray:
-        rows, known = self._rows(width, path), self._maps.get(width)
-        if known is None or len(known) != rows:
-            if not rows:
-                return np.zeros(0, record(width))
-            known = self._maps[width] = np.memmap(path, record(width), "r", shape=(rows,))
-        return known
+    def _map(self, part: int) -> np.ndarray:
+        (width, path), rows = self._parts[part], self._rows[part]
+        kind = record(width)
+        return np.memmap(path, kind, "r", shape=(rows,)) if rows else np.zeros(0, kind)
+
+    @property
+    def last(self) -> tuple[int, int, int]:
+        """First step, last step and place of the newest bucket; -1, -1, 0 if there is none."""
+        first, last, place = self._heads[-3:] or (-1, -1, 0)
+        return first, last, place
 
     def heads(self) -> Int[np.ndarray, "N 3"]:
         """First step, last step and place of every bucket."""
-        maps = [self._map(*part) for part in self._parts]
-        if not maps:
-            return np.zeros((0, 3), np.int64)
-        columns = [np.concatenate([x[name] for x in maps]) for name in ("first", "last", "place")]
-        return np.stack(columns, axis=1)
+        return np.array(self._heads, np.int64).reshape(-1, 3)
 
     def stats(
         self, columns: Int[np.ndarray, " C"], begin: int, end: int
     ) -> Float[np.ndarray, "N 4 C"]:
-        """The numbers of some buckets and columns; NaN, and a count of 0, where nothing was told.
+        """Return the numbers of some buckets and columns; NaN, and a count of 0, where none is.
 
         Args:
             columns: of the index.
@@ -109,11 +143,12 @@ class Buckets:
             end: after the last one.
         """
         found, start = [], 0
-        for part in self._parts:
-            whole = self._map(*part)
-            rows = whole[max(begin - start, 0) : max(end - start, 0)]
-            start += len(whole)
-            width = part[0]
+        for part, (width, _) in enumerate(self._parts):
+            begin_row, end_row = max(begin - start, 0), max(end - start, 0)
+            start += self._rows[part]
+            if begin_row >= self._rows[part] or not end_row:
+                continue
+            rows = self._map(part)[begin_row:end_row]
             picked = np.asarray(rows["stats"][:, :, np.minimum(columns, width - 1)])
             is_missing = columns >= width
             picked[:, :COUNT, is_missing] = np.nan

@@ -10,10 +10,11 @@ from xsake.observability.metrics import METRICS, MOST_SERIES
 
 Row = tuple[Int[np.ndarray, " S"], Float[np.ndarray, " S"]]
 """Columns, and the numbers that stand there; NaN where there is none."""
+_MAX_KINDS = 256  # of lines whose columns are remembered
 
 
 class Columns:
-    """Names of series in the order in which they were first seen.
+    """Names of series in the order in which they were first seen, at most `MOST_SERIES`.
 
     Args:
         names: those that are known already.
@@ -25,54 +26,42 @@ class Columns:
         self._known: dict[tuple[Any, ...], Int[np.ndarray, " S"]] = {}
 
     def place(self, name: str) -> int | None:
-        """The column of a series; None if nobody has told it yet."""
+        """The column of a series; None if no line has had it yet."""
         return self._places.get(name)
 
     def row(self, line: dict[str, Any]) -> Row:
-        """The numbers of a line with their columns; lines of one kind cost no names.
+        """Return the numbers of a line with their columns; lines of one kind cost no names.
+
+        Series beyond `MOST_SERIES` have no column and are left out.
 
         Args:
-            line: of a step.
+            line: of a step, validated.
         """
         kinds: list[Any] = []
-        numbers: list[Any] = []
+        parts: list[Any] = []
         for name, value in line.items():
             metric = METRICS.get(name)
             if metric is None:
                 continue
-            if not metric.axes:
-                if isinstance(value, int | float):
-                    kinds.append(name)
-                    numbers.append(value)
-            elif _is_matrix(value):
-                kinds.append((name, len(value), len(value[0])))
-                for part in value:
-                    numbers.extend(part)
+            kinds.append((name, *value.shape) if metric.axes else name)
+            parts.append(value.ravel() if metric.axes else (value,))
         key = tuple(kinds)
-        if len(numbers) > MOST_SERIES:
-            return np.zeros(0, np.int64), np.zeros(0)
-        found = self._known.get(key)
-        if found is None:
-            found = self._known[key] = np.array([self._column(name) for name in _names(key)], int)
-        try:
-            values = np.array(numbers, np.float64)
-        except (TypeError, ValueError, OverflowError):
-            values = np.full(len(numbers), np.nan)
-        values[np.abs(values) > np.finfo(np.float32).max] = np.nan
-        return found, values
+        columns = self._known.get(key)
+        if columns is None:
+            if len(self._known) >= _MAX_KINDS:
+                self._known.clear()
+            columns = self._known[key] = np.array([self._column(name) for name in _names(key)], int)
+        values = np.concatenate(parts, dtype=np.float64) if parts else np.zeros(0)
+        has_column = columns >= 0
+        return (columns, values) if has_column.all() else (columns[has_column], values[has_column])
 
     def _column(self, name: str) -> int:
         if name not in self._places:
+            if len(self.names) >= MOST_SERIES:
+                return -1
             self._places[name] = len(self.names)
             self.names.append(name)
         return self._places[name]
-
-
-def _is_matrix(value: Any) -> bool:
-    if not isinstance(value, list) or not value or not isinstance(value[0], list):
-        return False
-    width = len(value[0])
-    return bool(width) and all(isinstance(part, list) and len(part) == width for part in value)
 
 
 def _names(key: tuple[Any, ...]) -> list[str]:

@@ -5,12 +5,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from xsake.observability.metrics import METRICS
-from xsake.server.runs import Run
+from xsake.server.runs import STATES, Run
 
 PREFIX = "xsake_"
 _MOST_HEADS = 4096  # of a run; more are told as their mean only
-_STATES = ("waiting", "running", "stale", "done", "stopped", "failed")
 
 
 @dataclass(frozen=True)
@@ -22,12 +23,20 @@ class Counts:
         dropped: updates that slow clients missed.
         answered: requests.
         refused: requests, by the guard.
+        runs_left_out: runs beyond the limit.
+        is_search_cut: whether the search for runs ended at its limit.
+        watcher_failures: rounds of the watcher that failed, and threads that ended.
+        last_round: when the last round ended, seconds since 1970.
     """
 
     clients: int
     dropped: int
     answered: int
     refused: int
+    runs_left_out: int = 0
+    is_search_cut: bool = False
+    watcher_failures: int = 0
+    last_round: float | None = None
 
 
 def text_of(runs: Iterable[Run], counts: Counts) -> str:
@@ -41,7 +50,7 @@ def text_of(runs: Iterable[Run], counts: Counts) -> str:
         counts: of the server.
     """
     told = [(run.summary(), run) for run in runs]
-    families = [*_of_runs(told), *_of_server(counts)]
+    families = [*_of_runs(told), *_of_server(counts, [run for _, run in told])]
     return "".join(line for family in families for line in family)
 
 
@@ -52,7 +61,7 @@ def _of_runs(told: list[tuple[dict[str, Any], Run]]) -> Iterator[list[str]]:
     states = [
         (f'{label[s["id"]]},state="{state}"', int(s["state"] == state))
         for s, _ in told
-        for state in _STATES
+        for state in STATES
     ]
     yield _family("run_state", "gauge", "1 for the state that the run is in", states)
     steps = [(label[s["id"]], s["step"] + 1) for s, _ in told]
@@ -71,8 +80,15 @@ def _of_runs(told: list[tuple[dict[str, Any], Run]]) -> Iterator[list[str]]:
     yield _family("last_told_seconds", "gauge", METRICS["last_told"].meaning, last)
     shares = [(label[run.id], run.goodput) for _, run in told]
     yield _family("goodput", "gauge", METRICS["goodput"].meaning, shares)
-    skipped = [(label[run.id], run.skipped_total()) for _, run in told]
+    skipped = [(label[run.id], run.skipped_total) for _, run in told]
     yield _family("skipped_total", "counter", METRICS["skipped_total"].meaning, skipped)
+    for name, words in (
+        ("dropped_lines", "lines of metrics.jsonl that could not be used"),
+        ("dropped_values", "numbers of other lines that could not be used"),
+    ):
+        short = name.removeprefix("dropped_")
+        samples = [(label[run.id], getattr(run, name)) for _, run in told]
+        yield _family(f"run_{short}_dropped_total", "counter", words, samples)
 
 
 def _by_head(run: Run, name: str, label: str) -> Iterator[tuple[str, float]]:
@@ -80,18 +96,21 @@ def _by_head(run: Run, name: str, label: str) -> Iterator[tuple[str, float]]:
         return
     _, matrix = run.matrices[name]
     if len(matrix) * len(matrix[0]) > _MOST_HEADS:
-        numbers = [x for layer in matrix for x in layer if x is not None]
-        if numbers:
-            yield f'{label},layer="all",head="mean"', sum(numbers) / len(numbers)
+        numbers = matrix[np.isfinite(matrix)]
+        if numbers.size:
+            yield f'{label},layer="all",head="mean"', float(numbers.mean())
         return
-    for layer, row in enumerate(matrix):
+    for layer, row in enumerate(matrix.tolist()):
         for head, value in enumerate(row):
-            if value is not None:
+            if value == value:  # not NaN
                 yield f'{label},layer="{layer}",head="{head}"', value
 
 
-def _of_server(counts: Counts) -> Iterator[list[str]]:
+def _of_server(counts: Counts, runs: list[Run]) -> Iterator[list[str]]:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    num_unreadable = sum(run.problem is not None for run in runs)
+    num_failures = sum(run.num_failures for run in runs)
+    num_rebuilt = sum(run.num_rebuilt for run in runs)
     for name, kind, words, value in (
         ("server_clients", "gauge", "clients of live updates", counts.clients),
         ("server_dropped_events_total", "counter", "updates that slow clients missed",
@@ -99,12 +118,26 @@ def _of_server(counts: Counts) -> Iterator[list[str]]:
         ("server_requests_total", "counter", "requests that were answered", counts.answered),
         ("server_refused_requests_total", "counter", "requests that were refused", counts.refused),
         ("server_peak_memory_bytes", "gauge", "most memory that the server has had", peak),
+        ("server_runs", "gauge", "runs that are shown", len(runs)),
+        ("server_runs_unreadable", "gauge", "runs that cannot be read now", num_unreadable),
+        ("server_runs_left_out", "gauge", "runs beyond the limit, which are not shown",
+         counts.runs_left_out),
+        ("server_search_is_cut", "gauge", "1 if the search for runs ended at its limit",
+         int(counts.is_search_cut)),
+        ("server_run_failures_total", "counter", "attempts to read a run that failed",
+         num_failures),
+        ("server_indexes_rebuilt_total", "counter", "indexes of runs that were built again",
+         num_rebuilt),
+        ("server_watcher_failures_total", "counter", "rounds of the watcher that failed",
+         counts.watcher_failures),
+        ("server_watcher_last_round_seconds", "gauge",
+         "when the watcher last read all runs, seconds since 1970", counts.last_round),
     ):  # fmt: skip
         yield _family(name, kind, words, [("", value)])
 
 
 def _family(
-    name: str, kind: str, words: str, samples: Iterable[tuple[str, float | None]]
+    name: str, kind: str, words: str, samples: Iterable[tuple[str, float | int | None]]
 ) -> list[str]:
     full = PREFIX + name
     lines = [

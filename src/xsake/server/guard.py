@@ -20,7 +20,7 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 SESSION = "/api/v1/session"
 IS_KNOWN = "xsake.is_known"  # in the scope: whether the token was shown, where none has to be
 COOKIE = "xsake_session"
-OPEN_PATHS = frozenset({"/health", "/ready"})  # they tell nothing
+OPEN_PATHS = frozenset({"/health", "/ready"})  # no token, no limit: they cost and reveal nothing
 _PAGE = ("/", "/page/")  # the login page has to load before anybody can log in
 _PATH = re.compile(rb"(/[A-Za-z0-9_-][A-Za-z0-9._-]*)*/?")
 _HOST = re.compile(r"(\[[0-9a-f:]{2,39}\]|[a-z0-9.-]{1,253})(:[0-9]{1,5})?")
@@ -60,8 +60,9 @@ class Guard:
     def __init__(self, app: Any, settings: Settings, content_policy: bytes):
         self._app, self._settings = app, settings
         self._headers = {**HEADERS, b"content-security-policy": content_policy}
-        self._buckets: dict[str, tuple[float, float]] = {}
-        self.refused = self.answered = 0
+        self._buckets: dict[tuple[str, bool], tuple[float, float]] = {}
+        self._max_requests = settings.max_requests + settings.clients
+        self.refused = self.answered = self.num_active = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request."""
@@ -75,7 +76,11 @@ class Guard:
             self.refused += 1
             return await self._refuse(send, *found)
         self.answered += 1
-        await self._app(scope, _bounded(receive), self._with_headers(send))
+        self.num_active += 1
+        try:
+            await self._app(scope, _bounded(receive), self._with_headers(send))
+        finally:
+            self.num_active -= 1
         return None
 
     def _refusal(self, scope: Scope) -> tuple[int, str] | None:
@@ -83,15 +88,24 @@ class Guard:
         headers: dict[bytes, list[bytes]] = {}
         for name, value in scope["headers"]:
             headers.setdefault(name.lower(), []).append(value)
-        checks = (self._rate, self._words, self._host, self._origin, self._who)
+        checks = (self._crowd, self._rate, self._words, self._host, self._origin, self._who)
         for check in checks:
             found = check(scope, headers)
             if found is not None:
                 return found
         return None
 
+    def _crowd(self, scope: Scope, headers: Any) -> tuple[int, str] | None:
+        if scope["path"] in OPEN_PATHS or self.num_active < self._max_requests:
+            return None
+        return 503, "too many requests are being answered"
+
     def _rate(self, scope: Scope, headers: Any) -> tuple[int, str] | None:
-        address, now = (scope.get("client") or ("?",))[0], time.monotonic()
+        """Who has the token is not slowed by others of the same address who have it not."""
+        if scope["path"] in OPEN_PATHS:
+            return None
+        address = (scope.get("client") or ("?",))[0], self._is_known(headers)
+        now = time.monotonic()
         per_second = self._settings.requests_per_second
         most = per_second * _BURST
         left, before = self._buckets.pop(address, (most, now))
@@ -150,15 +164,19 @@ class Guard:
         if token is None or path in OPEN_PATHS or path.startswith(_PAGE[1]):
             scope[IS_KNOWN] = token is None
             return None
-        given = headers.get(b"authorization", [])
-        if given:
-            expected = f"Bearer {token}".encode()
-            is_known = len(given) == 1 and hmac.compare_digest(given[0], expected)
-        else:
-            cookie = _cookie(headers.get(b"cookie", []))
-            is_known = hmac.compare_digest(cookie, session_of(token).encode())
-        scope[IS_KNOWN] = is_known
+        scope[IS_KNOWN] = is_known = self._is_known(headers)
         return None if is_known or path == _PAGE[0] else (401, "the token is missing or wrong")
+
+    def _is_known(self, headers: dict[bytes, list[bytes]]) -> bool:
+        """Whether a request has the token, or where there is none."""
+        token = self._settings.token
+        if token is None:
+            return True
+        if given := headers.get(b"authorization", []):
+            expected = f"Bearer {token}".encode()
+            return len(given) == 1 and hmac.compare_digest(given[0], expected)
+        cookie = _cookie(headers.get(b"cookie", []))
+        return hmac.compare_digest(cookie, session_of(token).encode())
 
     async def _refuse(self, send: Send, status: int, why: str) -> None:
         body = b'{"detail":"' + why.encode() + b'"}'

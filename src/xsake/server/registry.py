@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from xsake.server.tail import open_regular
+
 Kind = Literal["run", "plan", "rows", "certificate"]
 _DEPTH = 4  # folders below the ones that were named
-_MOST = 512  # things of a kind
-_MOST_ENTRIES = 20_000  # of folders, in one look
+MAX_THINGS = 4096  # of a kind
+MAX_ENTRIES = 500_000  # of folders, in one search
 _SKIPPED = frozenset({"steps", "profiles", "profile", "trackers", "metrics.index", "node_modules"})
 MOST_BYTES = 2**25  # of a document
 
@@ -36,21 +38,39 @@ class Thing:
     path: Path
 
 
-def look(folders: tuple[Path, ...]) -> dict[Kind, dict[str, Thing]]:
-    """Everything that is in some folders now, by kind and id.
+@dataclass(frozen=True)
+class Found:
+    """Result of a search.
+
+    Args:
+        things: by kind and id, at most `MAX_THINGS` of each kind.
+        num_left_out: things beyond that number, by kind.
+        is_cut: whether the search ended after `MAX_ENTRIES` files and folders.
+    """
+
+    things: dict[Kind, dict[str, Thing]]
+    num_left_out: dict[Kind, int]
+    is_cut: bool
+
+
+def search(folders: tuple[Path, ...]) -> Found:
+    """Find everything that is in some folders now.
 
     Args:
         folders: that exist.
     """
-    found: dict[Kind, dict[str, Thing]] = {"run": {}, "plan": {}, "rows": {}, "certificate": {}}
-    tickets = iter(range(_MOST_ENTRIES))
+    things: dict[Kind, dict[str, Thing]] = {"run": {}, "plan": {}, "rows": {}, "certificate": {}}
+    num_left_out: dict[Kind, int] = dict.fromkeys(things, 0)
+    tickets = iter(range(MAX_ENTRIES))
     for root in folders:
         for folder, files in _walk(root.resolve(), _DEPTH, tickets):
             for kind, name, path in _things(folder, files):
-                thing = Thing(_id(kind, path), kind, name, path)
-                if len(found[kind]) < _MOST:
-                    found[kind].setdefault(thing.id, thing)
-    return found
+                thing = Thing(_id(kind, path), kind, _readable_name(name), path)
+                if len(things[kind]) < MAX_THINGS:
+                    things[kind].setdefault(thing.id, thing)
+                elif thing.id not in things[kind]:
+                    num_left_out[kind] += 1
+    return Found(things, num_left_out, next(tickets, None) is None)
 
 
 def _things(folder: Path, files: set[str]) -> Iterator[tuple[Kind, str, Path]]:
@@ -69,7 +89,7 @@ def _things(folder: Path, files: set[str]) -> Iterator[tuple[Kind, str, Path]]:
 
 
 def _walk(folder: Path, depth: int, tickets: Iterator[int]) -> Iterator[tuple[Path, set[str]]]:
-    """A folder and those below it; every entry takes a ticket, and without one nobody looks on."""
+    """A folder and those below it; every entry takes a ticket, and without one the search ends."""
     files: set[str] = set()
     folders: list[Path] = []
     try:
@@ -91,13 +111,17 @@ def _walk(folder: Path, depth: int, tickets: Iterator[int]) -> Iterator[tuple[Pa
 
 
 def _id(kind: Kind, path: Path) -> str:
-    return hashlib.blake2b(f"{kind}:{path}".encode(), digest_size=8).hexdigest()
+    return hashlib.blake2b(os.fsencode(f"{kind}:{path}"), digest_size=8).hexdigest()
+
+
+def _readable_name(name: str) -> str:
+    """The name of a file as text; bytes that are not UTF-8 become replacement characters."""
+    return os.fsencode(name).decode("utf-8", "replace")
 
 
 def read_document(path: Path, most: int = MOST_BYTES) -> bytes:
     """A whole file that is no link and not too large; raises OSError otherwise."""
-    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-    with os.fdopen(handle, "rb") as file:
+    with open_regular(path) as file:
         data = file.read(most + 1)
     if len(data) > most:
         raise OSError(27, "File too large")

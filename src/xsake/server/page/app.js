@@ -61,9 +61,31 @@ at("login").addEventListener("submit", async (event) => {
   else at("login-problem").textContent = "This is not the token.";
 });
 
+// Plain lines about what is not shown; empty if everything is.
+function count(number, one, many) { return number ? `${shown(number)} ${number === 1 ? one : many}` : ""; }
+
+function droppedWords(about) {
+  const parts = [count(about.dropped_lines, "line", "lines"), count(about.dropped_values, "value", "values")].filter(Boolean);
+  return parts.length ? `${parts.join(" and ")} of metrics.jsonl dropped: not readable or out of range.` : "";
+}
+
+function serverNotes(status) {
+  return [
+    status.problem ? `What is shown may be old: ${status.problem}.` : "",
+    status.runs_unreadable ? `${count(status.runs_unreadable, "run", "runs")} unreadable.` : "",
+    droppedWords(status),
+    status.runs_left_out ? `${count(status.runs_left_out, "run", "runs")} not shown: the limit is ${shown(status.max_things)}.` : "",
+    status.documents_left_out ? `${count(status.documents_left_out, "document", "documents")} not shown: the limit is ${shown(status.max_things)} of a kind.` : "",
+    status.is_search_cut ? `The search for runs ended after ${shown(status.max_entries)} files; there may be more.` : "",
+  ].filter(Boolean).join(" ");
+}
+
+function note(id, words) { if (at(id).textContent !== words) at(id).textContent = words; }
+
 async function list() {
   try {
-    const runs = await ask("/runs");
+    const [runs, status] = await Promise.all([ask("/runs"), ask("/status")]);
+    note("notes", serverNotes(status));
     at("no-runs").hidden = runs.length > 0;
     const items = runs.map((run) => {
       const item = document.createElement("li"), button = document.createElement("button");
@@ -132,6 +154,7 @@ function summary(run) {
   at("state").className = `badge ${run.state}`;
   const told = new Date(run.last_told * 1000).toLocaleTimeString("en-GB");
   at("progress-words").textContent = `step ${shown(run.step + 1)}${run.steps ? ` of ${shown(run.steps)}` : ""}, last told at ${told}`;
+  note("run-notes", [run.problem ? `Unreadable: ${run.problem}.` : "", droppedWords(run)].filter(Boolean).join(" "));
   at("progress").value = run.steps ? (run.step + 1) / run.steps : 0;
 }
 
