@@ -190,3 +190,25 @@ def test_grid_arithmetic():
     assert [edge.tolist() for edge in spans] == [[0, 16], [7, 19], [0, 16], [15, 29]]
     with pytest.raises(LayoutError, match="int32"):
         BlockGrid(2**30, 2**30, 1, 1, batch=2, heads=2)
+
+
+def test_static_layouts_compare_by_content():
+    layout, again = make(), make()
+    assert layout == again and hash(layout) == hash(again)
+    others = [
+        make(is_partial=(0, 1, 0)),
+        make(row_starts=(0, 2, 3), kv_block=(0, 1, 0)),
+        make(q_tokens=15),
+        make(mask=Causal()),
+        make().with_capacity(4),
+        make().traced(3),
+        "a layout",
+    ]
+    assert all(layout != other for other in others)
+    assert len({layout, again, *others[:-1]}) == len(others)
+
+
+def test_traced_layouts_are_equal_only_as_objects():
+    layout = make().traced(3)
+    assert layout == layout and layout != make().traced(3)
+    assert len({layout, make().traced(3)}) == 2

@@ -1,7 +1,6 @@
 """Checks and completes the arguments of an attention call, before anything is traced."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,6 +13,7 @@ from jax import Array
 from xsake.errors import ArgumentError, ShapeError
 from xsake.kernels.block_sparse.problem import Operands, Problem
 from xsake.layout import BlockLayout
+from xsake.layout.identity import reuse_live
 from xsake.layout.listed import ListedBlocks
 from xsake.masks import AbstractMask, Full
 
@@ -272,11 +272,10 @@ def _under(layout: BlockLayout, mask: AbstractMask) -> BlockLayout:
 
 
 def _narrowed_by(layout: BlockLayout, mask: AbstractMask) -> BlockLayout:
-    # A static layout is compiled into the program: a new object would compile again.
     return _static_narrowed_by(layout, mask) if layout.is_static else layout.with_mask(mask)
 
 
-@functools.lru_cache(maxsize=16)
+@reuse_live
 def _static_narrowed_by(layout: BlockLayout, mask: AbstractMask) -> BlockLayout:
     return layout.with_mask(mask)
 

@@ -62,7 +62,7 @@ def attend_on_mesh(mesh: Mesh, q, k, v, rules: Rules, scores: Scores, implementa
         specs=tuple(specs_of(arrays, split).items()),
         data_spec=PartitionSpec() if shared else PartitionSpec(split.batch_axes, split.head_axis),
     )
-    return _compiled(program)(arrays, data)
+    return _run(program, arrays, data)
 
 
 def each_part(mesh: Mesh | None, function: Callable, *arrays: Any) -> Any:
@@ -87,7 +87,7 @@ def each_part(mesh: Mesh | None, function: Callable, *arrays: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class _Program:
-    """What one compiled program is good for; a static layout is the same only as an object."""
+    """The arguments that are known while tracing: the key of the compiled program."""
 
     mesh: Mesh
     split: Split
@@ -110,9 +110,10 @@ class _Program:
         return layout_of(data, self.grid.replace(batch=batch, heads=heads), self.mask)
 
 
-@functools.lru_cache(maxsize=64)
-def _compiled(program: _Program) -> Callable:
-    """The function that runs on every device; cached, so that calls outside jit compile once."""
+# Jitted here so that calls outside `jit` compile once and not at every call.
+@functools.partial(jax.jit, static_argnums=0)
+def _run(program: _Program, arrays, data):
+    """Run the program on every device."""
 
     def local(arrays, data):
         arrays = dict(arrays)
@@ -121,15 +122,13 @@ def _compiled(program: _Program) -> Callable:
         return block_sparse(operands, program.problem, backend=program.backend, sinks=sinks)
 
     whole = PartitionSpec(program.split.batch_axes, None, program.split.head_axis)
-    return jax.jit(
-        jax.shard_map(
-            local,
-            mesh=program.mesh,
-            in_specs=(dict(program.specs), program.data_spec),
-            out_specs=(whole, whole),
-            check_vma=False,
-        )
-    )
+    return jax.shard_map(
+        local,
+        mesh=program.mesh,
+        in_specs=(dict(program.specs), program.data_spec),
+        out_specs=(whole, whole),
+        check_vma=False,
+    )(arrays, data)
 
 
 def layout_of(data: Items, grid: BlockGrid, mask: AbstractMask | None) -> BlockLayout:

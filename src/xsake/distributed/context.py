@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -219,12 +218,13 @@ def _attend(attend: ContextParallel, mesh: Mesh, operands: Operands, problem: Pr
         specs=tuple((specs_of(arrays, split) | dict.fromkeys("qkv", whole)).items()),
         data_spec=data_spec,
     )
-    return _compiled(program)(arrays, data)
+    return _run(program, arrays, data)
 
 
-@functools.lru_cache(maxsize=64)
-def _compiled(program: _Program) -> Callable:
-    """The program on whole arrays; cached, so that calls outside jit compile once."""
+# Jitted here so that calls outside `jit` compile once and not at every call.
+@functools.partial(jax.jit, static_argnums=0)
+def _run(program: _Program, arrays, data):
+    """Run the program on whole arrays."""
     specs = dict(program.specs)
     spread = jax.shard_map(
         functools.partial(_on_shard, program),
@@ -234,14 +234,10 @@ def _compiled(program: _Program) -> Callable:
         check_vma=False,
     )
     rooms = {"q": program.shards * program.own_tokens, "k": program.kv_room, "v": program.kv_room}
-
-    def run(arrays, data):
-        padded = {name: _padded(arrays[name], room) for name, room in rooms.items()}
-        out, lse = spread({**arrays, **padded}, data)
-        tokens = program.grid.q_tokens
-        return out[:, :tokens], lse[:, :tokens]
-
-    return jax.jit(run)
+    padded = {name: _padded(arrays[name], room) for name, room in rooms.items()}
+    out, lse = spread({**arrays, **padded}, data)
+    tokens = program.grid.q_tokens
+    return out[:, :tokens], lse[:, :tokens]
 
 
 def _padded(x, tokens: int, fill: int = 0):

@@ -14,6 +14,7 @@ from xsake.errors import LayoutError
 from xsake.layout import build, invariants, json_form
 from xsake.layout.draw import ascii_plane, draw_png
 from xsake.layout.grid import BlockCounts, BlockGrid
+from xsake.layout.identity import ComparableLayout, reuse_live
 from xsake.layout.pytree import register_layout
 from xsake.layout.ragged import (
     Items,
@@ -36,7 +37,7 @@ _SIZES = ("q_tokens", "kv_tokens", "block_q", "block_kv", "batch", "heads")
 
 @register_layout(leaves=("row_starts", "kv_block", "is_partial"), static=(*_SIZES, "mask"))
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class BlockLayout(BlockCounts):
+class BlockLayout(ComparableLayout, BlockCounts):
     """A ragged list of blocks, for each head and query block the kv blocks to visit.
 
     Row `r = (b * heads + h) * q_blocks + i` visits `kv_block[row_starts[r] : row_starts[r + 1]]`.
@@ -47,6 +48,7 @@ class BlockLayout(BlockCounts):
 
     A layout is static (NumPy: known while a function is traced) or traced (JAX: data of a fixed
     capacity that may change between calls without compiling again). It is a pytree of its arrays.
+    Static layouts are equal if their content is.
 
     Args:
         row_starts: where rows begin, int32.
@@ -393,6 +395,6 @@ class BlockLayout(BlockCounts):
         return f"{self!r}\n{self.stats()}\n{self.to_ascii(width=32)}\nhead 0 of {self.heads}"
 
 
-@functools.lru_cache(maxsize=16)
+@reuse_live
 def _from_mask(cls: type[BlockLayout], mask: AbstractMask, grid: BlockGrid) -> BlockLayout:
     return cls._of(build.cover_mask(mask, grid), grid, mask)

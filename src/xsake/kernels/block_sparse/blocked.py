@@ -19,7 +19,7 @@ def to_blocks(x, block: int, fill=0):
     """
     batch, tokens, heads = x.shape[:3]
     number = -(-tokens // block) + 1
-    x = jnp.moveaxis(_padded(x, 1, number * block, fill), 2, 1)
+    x = jnp.moveaxis(pad_axis(x, 1, number * block, fill), 2, 1)
     return x.reshape(batch * heads * number, block, *x.shape[3:])
 
 
@@ -38,7 +38,7 @@ def own_blocks(x, rows, block: int):
     """The blocks [rows, block, D] of rows (batch, head, block), straight from [B, T, H, D]."""
     batch, tokens, heads = x.shape[:3]
     number = -(-tokens // block)
-    x = _padded(x, 1, number * block, 0).reshape(batch, number, block, heads, -1)
+    x = pad_axis(x, 1, number * block, 0).reshape(batch, number, block, heads, -1)
     head, own = rows // number, rows % number
     return x.at[head // heads, own, :, head % heads].get(mode="promise_in_bounds")
 
@@ -63,7 +63,7 @@ def tokens_of(room, tokens: int):
 def pairs_to_blocks(bias, block_q: int, block_kv: int):
     """[Bb, Hb, Tq, Tk] -> [Bb * Hb * Nq * Nk, block_q, block_kv]."""
     q_blocks, kv_blocks = -(-bias.shape[2] // block_q), -(-bias.shape[3] // block_kv)
-    bias = _padded(_padded(bias, 2, q_blocks * block_q, 0), 3, kv_blocks * block_kv, 0)
+    bias = pad_axis(pad_axis(bias, 2, q_blocks * block_q, 0), 3, kv_blocks * block_kv, 0)
     bias = bias.reshape(-1, q_blocks, block_q, kv_blocks, block_kv).swapaxes(2, 3)
     return bias.reshape(-1, block_q, block_kv)
 
@@ -81,7 +81,8 @@ def take(blocks, index):
     return blocks.at[index].get(mode="promise_in_bounds")
 
 
-def _padded(x, axis: int, size: int, fill):
+def pad_axis(x, axis: int, size: int, fill):
+    """`x` with `fill` up to `size` entries of an axis."""
     missing = size - x.shape[axis]
     if missing == 0:
         return x
@@ -163,7 +164,7 @@ def _places(positions, segments, tokens: int, block: int) -> Places:
     size = -(-tokens // block) * block
     if positions is None:
         positions = jnp.asarray(np.arange(size, dtype=np.int32))[None]
-    positions = _padded(positions, 1, size, 0)
+    positions = pad_axis(positions, 1, size, 0)
     if segments is not None:
-        segments = _padded(segments, 1, size, -1).reshape(segments.shape[0], -1, block)
+        segments = pad_axis(segments, 1, size, -1).reshape(segments.shape[0], -1, block)
     return Places(positions.reshape(positions.shape[0], -1, block), segments, tokens)

@@ -59,7 +59,7 @@ type Choice = tuple[tuple[str, str | Refusal], ...]
 
 @dataclasses.dataclass(frozen=True)
 class _Static:
-    """What is known while tracing; a static layout is the same only if it is the same object."""
+    """The arguments that are known while tracing: the key of the compiled program."""
 
     choice: Choice
     problem: Problem

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from xsake.kernels import tuning
-from xsake.kernels.block_sparse import blocked, cost, tiles
+from xsake.kernels.block_sparse import blocked, cost, tiles, xla_decode
 from xsake.kernels.block_sparse.blocked import Lists, take
 from xsake.kernels.block_sparse.call import (
     Call,
@@ -71,7 +71,10 @@ def passes(operands: Operands, problem: Problem, platform: str) -> tuple[cost.Pa
     sizes = functools.partial(_tiles, operands, platform=platform)
     is_one = _is_one_pass(operands, platform)
     walked = cost.grouped_rows(operands, problem, sizes, sets=operands.q.shape[0] if is_one else 1)
-    return cost.blockwise(operands, *walked, widens=True, is_one_pass=is_one)
+    counted = cost.blockwise(operands, *walked, widens=True, is_one_pass=is_one)
+    if xla_decode.is_decode(operands, platform):
+        return xla_decode.count_forward(operands, walked[0].tiles), *counted[1:]
+    return counted
 
 
 def forward(operands: Operands, problem: Problem):
@@ -114,8 +117,13 @@ def _tiles(operands: Operands, layout, rows: int, platform: str) -> TileSizes:
 
 
 def _forward(operands: Operands, problem: Problem, platform: str):
-    call, layout = prepare(operands, problem), operands.layout
+    layout = operands.layout
     batch, q_tokens, q_heads, _ = operands.q.shape
+    if xla_decode.is_decode(operands, platform):
+        rows = batch * q_heads * layout.q_blocks
+        sizes = problem.tiles or _tiles(operands, layout, rows, platform)
+        return xla_decode.forward(operands, problem, sizes)
+    call = prepare(operands, problem)
     lists = blocked.row_lists(layout, batch, q_heads)
 
     def begin(rows):
