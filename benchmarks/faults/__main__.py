@@ -2,11 +2,13 @@
 
 python -m benchmarks.faults                 # all of them, about a quarter of an hour
 python -m benchmarks.faults --only F6,F7    # the rows of the others stay
-python -m benchmarks.faults --quick         # six of them, fewer trials, in one process; not kept
+python -m benchmarks.faults --quick         # a part of them, fewer trials, most in one process
+python -m benchmarks.faults --planted       # bugs on purpose: every one must make its check fail
 """
 
 import argparse
 import concurrent.futures
+import dataclasses
 import sys
 import tempfile
 import time
@@ -16,7 +18,9 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks.experiment import RESULTS
+from benchmarks.faults.hosts import HOSTS
 from benchmarks.faults.numbers import NUMBERS
+from benchmarks.faults.planted import BUGS, planted
 from benchmarks.faults.processes import PROCESSES
 from benchmarks.faults.results import Fault, save, seconds_of, table
 from benchmarks.faults.runs import Ground, prepare
@@ -26,9 +30,12 @@ from benchmarks.peers.client import ROOT
 from xsake.bench import environment
 
 FAULTS: dict[str, Callable[[Ground, bool], Fault]] = dict(
-    sorted((SAVES | PROCESSES | NUMBERS | SURROUNDINGS).items(), key=lambda pair: int(pair[0][1:]))
+    sorted(
+        (SAVES | PROCESSES | NUMBERS | SURROUNDINGS | HOSTS).items(),
+        key=lambda pair: int(pair[0][1:]),
+    )
 )
-QUICK = ("F2", "F3", "F4", "F11", "F13", "F16")
+QUICK = ("F2", "F3", "F4", "F11", "F13", "F16", "F22", "F23")
 TIMED = ("F15", "F19")  # by the length of steps: nothing else runs meanwhile
 LANES = 2  # of all others: half of a start keeps one core busy, the rest waits
 
@@ -52,6 +59,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=_Plain)
     parser.add_argument("--only", help="numbers with commas between them, such as F6,F7")
     parser.add_argument("--quick", action="store_true", help="a part, with fewer trials")
+    parser.add_argument("--planted", action="store_true", help="check the checks, with bugs")
     parser.add_argument("--out", type=Path, help="file of the results")
     parser.add_argument("--folder", type=Path, help="for the runs, which stay there; made anew")
     given = parser.parse_args()
@@ -60,6 +68,8 @@ def main() -> int:
         parser.error(f"there is no {', '.join(unknown)}; there are {', '.join(FAULTS)}")
     out = given.out or (None if given.quick else RESULTS / "faults.json")
     with tempfile.TemporaryDirectory(prefix="xsake-faults-") as temporary:
+        if given.planted:
+            return _check_the_checks((given.folder or Path(temporary)).absolute())
         return _measured(numbers, given.folder or Path(temporary), out, is_quick=given.quick)
 
 
@@ -81,6 +91,28 @@ def _measured(numbers: list[str], folder: Path, out: Path | None, *, is_quick: b
     console.print(table(sorted(done, key=lambda fault: int(fault.number[1:]))))
     console.print(f"{time.monotonic() - begin:.0f} s in all")
     return 0 if all(fault.is_met for fault in done) else 1
+
+
+def notices(name: str, ground: Ground) -> bool:
+    """Whether the check of a fault fails with a bug in place.
+
+    Args:
+        name: of the bug.
+        ground: where runs live.
+    """
+    assert ground.straight, "made without the bug"
+    with planted(name):
+        fault = measure(BUGS[name].fault, dataclasses.replace(ground, bug=name), is_quick=True)
+    return not fault.is_met
+
+
+def _check_the_checks(folder: Path) -> int:
+    console, ground = Console(), prepare(folder, is_inside=True)
+    results = {name: notices(name, ground) for name in BUGS}
+    for name, is_noticed in results.items():
+        word = "fails, as it must" if is_noticed else "DOES NOT NOTICE"
+        console.print(f"{name}: {BUGS[name].fault} {word}", highlight=False)
+    return 0 if all(results.values()) else 1
 
 
 def _in_lanes(numbers: list[str], ground: Ground, *, is_quick: bool) -> Iterator[Fault]:

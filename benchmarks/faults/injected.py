@@ -11,6 +11,7 @@ The JSON object says what:
 - `pace`: seconds that every batch takes to come, so that steps are longer than saves.
 - `clock`: seconds by which the wall clock jumps after every tenth batch.
 - `times`: a file for the moments at which steps begin and end, by devices.
+- `bug`: the name of a bug of `benchmarks.faults.planted`.
 - `alone`: "network" takes the network away; "root" takes away the right to write everywhere.
 """
 
@@ -35,11 +36,13 @@ def main() -> None:
         leave(where)
     if "clock" in wanted:
         jump(wanted["clock"])  # before anything keeps the clock for itself
+    from benchmarks.faults.planted import planted
     from xsake.cli import app
 
-    for name, value in wanted.items():
-        INJECTIONS[name](value)
-    app(prog_name="xsake")
+    with planted(wanted.pop("bug", None)):
+        for name, value in wanted.items():
+            INJECTIONS[name](value)
+        app(prog_name="xsake")
 
 
 @contextlib.contextmanager

@@ -81,11 +81,13 @@ class Ground:
 
     Args:
         folder: of it all.
-        is_inside: whether runs that nobody has to kill are made inside of this process.
+        is_inside: whether runs that are not killed are made inside of this process.
+        bug: planted in every process of a run (`benchmarks.faults.planted`); None: no bug.
     """
 
     folder: Path
     is_inside: bool = False
+    bug: str | None = None
 
     @property
     def settings(self) -> Path:
@@ -263,6 +265,8 @@ class Run:
             inject: see `benchmarks.faults.injected`.
         """
         begin = [_program("xsake")]
+        if self.ground.bug is not None:
+            inject = {**(inject or {}), "bug": self.ground.bug}
         if inject is not None:
             begin = [sys.executable, "-m", "benchmarks.faults.injected", json.dumps(inject)]
         settings = (*self.settings, f"checkpoint.folder={json.dumps(str(self.folder))}")
@@ -323,13 +327,17 @@ class Run:
 
     @contextlib.contextmanager
     def pair(
-        self, *options: str, inject: Mapping[str, Any] | None = None
+        self,
+        *options: str,
+        inject: Mapping[str, Any] | None = None,
+        second: Sequence[str] = (),
     ) -> Iterator[list[Started]]:
-        """The run in two processes without anybody who watches over them.
+        """The run in two processes without a launcher.
 
         Args:
             options: of the command.
             inject: what goes wrong inside of both.
+            second: further options of the second process alone.
         """
         with contextlib.ExitStack() as stack, socket.socket() as probe:
             probe.bind((LOOPBACK, 0))
@@ -339,6 +347,7 @@ class Run:
                 stack.enter_context(
                     self.started(
                         *options,
+                        *(second if rank else ()),
                         inject=inject,
                         variables={
                             COORDINATOR: place, PROCESSES: "2", PROCESS: str(rank), BIND: LOOPBACK,
@@ -365,7 +374,8 @@ class Run:
             variables: of the environment, added; None takes one away.
         """
         if self.ground.is_inside and variables is None:
-            ended = inside.train(self.command(*options)[1:], inject)
+            words = self.command(*options)
+            ended = inside.train(words[words.index("train") :], inject)
         else:
             with self.started(*options, inject=inject, variables=variables) as started:
                 started.ended()

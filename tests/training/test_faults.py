@@ -1,8 +1,9 @@
-"""The quick half of the fault matrix: real runs, damaged, poisoned, stopped and started twice."""
+"""The quick half of the fault matrix, and bugs that its checks must notice."""
 
 import pytest
 
-from benchmarks.faults.__main__ import QUICK, measure
+from benchmarks.faults.__main__ import QUICK, measure, notices
+from benchmarks.faults.planted import BUGS
 from benchmarks.faults.runs import prepare
 
 
@@ -16,3 +17,10 @@ def ground(tmp_path_factory):
 def test_a_fault_is_survived(ground, number):
     fault = measure(number, ground, is_quick=True)
     assert fault.is_met, fault.row()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_planted_bug_is_noticed(ground, bug):
+    assert notices(bug, ground)
