@@ -67,15 +67,12 @@ def run_serve(
             raise MissingExtraError(
                 "the server is not installed", got=str(error), fix="pip install 'xsake[serve]'"
             ) from error
-        from xsake.server.settings import Settings, is_loopback, new_token
+        from xsake.server.settings import Settings
 
-        if no_token and token_file is not None:
-            raise ArgumentError("--no-token and --token-file exclude each other")
-        token = _token(token_file)
-        is_new = token is None and not no_token and is_loopback(host)
+        token, is_new = _choose_token(token_file, host, no_token=no_token)
         settings = Settings(
             folders=tuple(folders or [Path()]), host=host, port=port,
-            token=new_token() if is_new else token, hosts=tuple(allow_host or ()),
+            token=token, hosts=tuple(allow_host or ()),
             showcase=None if no_showcase else showcase or _built_showcase(), clients=clients,
             cache=_cache_folder(cache), requests_per_second=requests_per_second,
             trusted_proxies=tuple(trusted_proxy or ()),
@@ -104,12 +101,18 @@ def _cache_folder(given: Path | None) -> Path | None:
         return None
 
 
-def _token(file: Path | None) -> str | None:
+def _choose_token(file: Path | None, host: str, *, no_token: bool) -> tuple[str | None, bool]:
+    """Return the token, None without one, and whether it is new and has to be shown."""
+    from xsake.server.settings import is_loopback, new_token
+
+    if no_token and file is not None:
+        raise ArgumentError("--no-token and --token-file exclude each other")
     if file is None:
-        return None
+        is_new = not no_token and is_loopback(host)
+        return (new_token() if is_new else None), is_new
     try:
         with file.open(encoding="ascii") as opened:
-            return opened.read(1024).strip()
+            return opened.read(1024).strip(), False
     except (OSError, UnicodeDecodeError) as error:
         raise ArgumentError("the token cannot be read", got=file) from error
 

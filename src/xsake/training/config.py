@@ -4,29 +4,27 @@
 that the command is started in.
 """
 
-import difflib
 import hashlib
 import tomllib
-import typing
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from xsake.bench.local_path import LocalPath
-from xsake.errors import ArgumentError, XsakeError, escape_controls
+from xsake.errors import ArgumentError
 from xsake.hads.budget import AlwaysOn, total_blocks
 from xsake.hads.fields import Count, Number, Positive, Strict
 from xsake.layout.grid import blocks_of
 from xsake.model.config import DecoderConfig, LayerKind, Llama3Scaling, Rope
 from xsake.training.attention_section import AttentionSection, require_native
+from xsake.training.config_errors import describe
 from xsake.training.guard import GuardSection
 from xsake.training.optimizer import OptimizerSection
 from xsake.training.track_section import TrackSection
 
 MOST_BYTES = 2**20  # of a file that people write by hand
-MAX_PROBLEMS = 20  # in one message
 
 PRESETS: dict[str, DecoderConfig] = {
     "tiny": DecoderConfig.tiny(),
@@ -174,7 +172,7 @@ class TrainingConfig(Strict):
         try:
             return cls.model_validate(document)
         except ValidationError as error:
-            raise _refusal(error) from error
+            raise describe(error, TrainingConfig) from error
 
     @classmethod
     def read(cls, path: Path, overrides: Sequence[str] = ()) -> "TrainingConfig":
@@ -211,7 +209,7 @@ class TrainingConfig(Strict):
         try:
             return cls.model_validate_json(text)
         except ValidationError as error:
-            raise _refusal(error) from error
+            raise describe(error, TrainingConfig) from error
 
     @property
     def digest(self) -> str:
@@ -349,60 +347,3 @@ def _with(document: Any, steps: list[str], value: Any, path: str) -> dict[str, A
     first, *rest = steps
     inner = _with(document.get(first, {}), rest, value, path) if rest else value
     return {**document, first: inner}
-
-
-def _refusal(error: ValidationError) -> ArgumentError:
-    """Everything that is wrong with a configuration, by the names of its settings."""
-    problems = error.errors(include_url=False)
-    own = problems[0].get("ctx", {}).get("error")
-    if len(problems) == 1 and isinstance(own, XsakeError):
-        place = ".".join(map(str, problems[0]["loc"]))
-        what = f"{place}: {own.what}" if "." in place else own.what
-        return ArgumentError(what, got=own.got, expected=own.expected, fix=own.fix)
-    lines = [_told(problem) for problem in problems[:MAX_PROBLEMS]]
-    if len(problems) > MAX_PROBLEMS:
-        lines.append(f"and {len(problems) - MAX_PROBLEMS:,} more")
-    return ArgumentError("the configuration cannot be used", got="\n".join(lines))
-
-
-def _told(problem: Any) -> str:
-    place = tuple(problem["loc"])
-    name = escape_controls(".".join(map(str, place))[:200]) or "the whole"
-    own = problem.get("ctx", {}).get("error")
-    match problem["type"]:
-        case "extra_forbidden":
-            return f"{name}: there is no such setting{_nearest(place)}"
-        case "missing":
-            return f"{name}: is needed"
-        case "value_error" if isinstance(own, XsakeError):
-            return f"{name}: {own.what} (got {own.got}, expected {own.expected})"
-        case "value_error":
-            return f"{name}: {own}"
-    return f"{name}: {problem['msg']}, not {_shown(problem['input'])}"
-
-
-def _nearest(place: tuple[Any, ...]) -> str:
-    """The setting that was meant: of a similar name beside it, or of its name elsewhere."""
-    *parents, last = place
-    kind: Any = TrainingConfig
-    for step in parents:
-        field = kind.model_fields.get(step)
-        kinds = [] if field is None else (field.annotation, *typing.get_args(field.annotation))
-        kind = next((k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)), None)
-        if kind is None:
-            return ""
-    found = difflib.get_close_matches(str(last)[:100], kind.model_fields, n=1, cutoff=0.5)
-    if found:
-        return f"; the nearest is {'.'.join([*map(str, parents), found[0]])}"
-    sections = TrainingConfig.model_fields.items()
-    elsewhere = [
-        name for name, field in sections if last in getattr(field.annotation, "model_fields", ())
-    ]
-    if elsewhere:
-        return f"; there is {' and '.join(f'{name}.{last}' for name in elsewhere)}"
-    return f"; there are {', '.join(kind.model_fields)}"
-
-
-def _shown(value: Any) -> str:
-    text = str(value) if isinstance(value, Path) else repr(value)
-    return text if len(text) <= 80 else f"{text[:80]}..."
