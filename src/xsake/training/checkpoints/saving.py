@@ -1,5 +1,7 @@
 """One save, all processes together: each writes and hashes its part, the first commits it."""
 
+import concurrent.futures
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -38,15 +40,31 @@ class Save:
             with self._exchange.decide("committed"):
                 own_part()
             return
+        # If the first process has failed, the part of this one may never end, as when it waits
+        # for a folder that is never made; the decision comes all the same.
+        part = concurrent.futures.Future[None]()
+        arguments = (part, own_part)
+        threading.Thread(target=self._write, args=arguments, name="own part", daemon=True).start()
+        try:
+            self._exchange.follow("committed")
+        except together.PeerError:
+            if part.done():
+                part.result()  # its own failure says more
+            raise
 
-        def write() -> str:
+    def _write(self, part: concurrent.futures.Future[None], own_part: orbax_io.Commit) -> None:
+        """Write and hash this process's part and report it to the first one."""
+        try:
             own_part()
             # Hashed under the name that this process knows: on a network file system it may
             # see the new one seconds later than the first process.
-            return _hash_share(orbax_io.locate_unfinished(self._path))
-
-        self._exchange.contribute("written", write)
-        self._exchange.follow("committed")
+            report = _hash_share(orbax_io.locate_unfinished(self._path))
+        except Exception as error:  # noqa: BLE001 - reported, and raised by `commit`
+            part.set_exception(error)
+            self._exchange.report("written", failure=together.summarize(error))
+        else:
+            part.set_result(None)
+            self._exchange.report("written", report)
 
     def seal(self, record: manifests.Record) -> None:
         """Write the manifest of a step that `commit` has committed."""

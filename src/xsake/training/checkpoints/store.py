@@ -145,13 +145,14 @@ class CheckpointStore:
         record = _record(step, arrays, extra)
         text = manifests.sealed_and_checked(record)
         try:
-            if self._is_there(record):
-                return
+            number = self._make_room(record)
         except (OSError, ValueError, RuntimeError) as error:
             self._fail(step, error, is_committed=False)
             return
+        if number == 0:
+            return
         path = self._folder / str(step)
-        background = saving.Save(path, self._begin_exchange())
+        background = saving.Save(path, self._begin_exchange(number))
         kept = {name: array for name, array in arrays.items() if array.size}
         try:
             commit = orbax_io.begin(path, kept, text, background.wait_for_others)
@@ -218,8 +219,8 @@ class CheckpointStore:
             job, self._job = self._job, None
             job.result()  # failures are kept: what is raised here is an error of `on_failure`
 
-    def _is_there(self, record: manifests.Record) -> bool:
-        """Whether the step needs no saving; makes room for it if it does."""
+    def _make_room(self, record: manifests.Record) -> int:
+        """Make room for a step; returns the number of its exchange, 0 if it needs no saving."""
         is_there, problem = False, None
         if together.is_first():
             try:
@@ -234,13 +235,17 @@ class CheckpointStore:
             except (OSError, CheckpointError) as error:
                 problem = error
         # The others wait for this answer, whatever happened.
-        answer = together.first_says(-1 if problem else int(is_there))
+        number = 0 if is_there else together.draw_number()
+        answer = together.first_says(-1 if problem else number)
         if answer < 0:
             raise problem or OSError("the first process cannot write to the folder")
-        return bool(answer)
+        return answer
 
-    def _begin_exchange(self) -> together.Exchange:
-        self._exchange = together.Exchange.begin(self._exchange)
+    def _begin_exchange(self, number: int) -> together.Exchange:
+        """Begin an exchange; all processes have just agreed on its number."""
+        previous, self._exchange = self._exchange, together.Exchange(number)
+        if previous is not None:
+            previous.delete()
         return self._exchange
 
     def _finish(
@@ -275,7 +280,7 @@ class CheckpointStore:
     def _tried(self, step: int, like: Any, part: str | None) -> Restored | str:
         """A step, or why it cannot be used; then it is set aside."""
         path = self._folder / str(step)
-        exchange = self._begin_exchange()
+        exchange = self._begin_exchange(together.first_says(together.draw_number()))
         damage: DamagedError | None = None
         judged: reading.Judged | None = None
         tree = None

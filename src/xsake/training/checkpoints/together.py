@@ -29,6 +29,11 @@ class PeerError(OSError):
     """A failure of another process, which the message names."""
 
 
+def draw_number() -> int:
+    """Draw a positive number that no other exchange has."""
+    return 1 + secrets.randbelow(2**31 - 1)
+
+
 def summarize(error: BaseException) -> str:
     """Describe an error in one line."""
     lines = str(error).strip().splitlines() or [""]
@@ -46,37 +51,40 @@ class Exchange:
     and every process that lives reports, whether its part worked or failed.
 
     Args:
-        number: of this exchange, the same on all processes and not used before; see `begin`.
+        number: from `draw_number` of the first process; the same on all of them.
     """
 
     def __init__(self, number: int):
         self._prefix = f"xsake/checkpoint/{number}/"
 
-    @classmethod
-    def begin(cls, previous: "Exchange | None" = None) -> "Exchange":
-        """Open an exchange; all processes call this at the same point, in their main threads.
+    def delete(self) -> None:
+        """Delete all values; no process may need one any more."""
+        if is_first() and jax.process_count() > 1:
+            _client().key_value_delete(self._prefix)
 
-        Args:
-            previous: one that all processes are done with; its values are deleted.
-        """
-        made = cls(first_says(secrets.randbits(31)))
-        if previous is not None and is_first() and jax.process_count() > 1:
-            _client().key_value_delete(previous._prefix)
-        return made
-
-    def contribute(self, topic: str, work: Callable[[], str]) -> None:
-        """Do this process's part and report it to the first one; a failure is reported, and raised.
+    def report(self, topic: str, value: str = "", *, failure: str | None = None) -> None:
+        """Report this process's part to the first one, which is in `collect`.
 
         Args:
             topic: of the report; used once in an exchange.
-            work: the part; returns what the first process needs to know.
+            value: what the first process needs to know.
+            failure: in one line, of a part that failed.
+        """
+        self._set(f"{topic}/{jax.process_index()}", [failure, value])
+
+    def contribute(self, topic: str, work: Callable[[], str]) -> None:
+        """Do this process's part and report it; a failure is reported, and raised.
+
+        Args:
+            topic: of the report.
+            work: the part; returns the value to report.
         """
         try:
             value = work()
         except BaseException as error:
-            self._set(f"{topic}/{jax.process_index()}", [summarize(error), ""])
+            self.report(topic, failure=summarize(error))
             raise
-        self._set(f"{topic}/{jax.process_index()}", [None, value])
+        self.report(topic, value)
 
     def collect(self, topic: str) -> list[str]:
         """Wait for the reports of all processes but the first, which calls this.
