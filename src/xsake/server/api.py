@@ -1,7 +1,8 @@
 """The read-only JSON API: runs, their steps and heads, plans, benchmark rows and certificates."""
 
+import contextlib
 import json
-import math
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import numpy as np
@@ -23,17 +24,19 @@ from xsake.server.answers import (
     RunSummary,
     Status,
 )
+from xsake.server.documents import DocumentError, read_json_object, read_rows
 from xsake.server.guard import COOKIE, session_of
 from xsake.server.hub import Hub
 from xsake.server.index import View
-from xsake.server.registry import MAX_ENTRIES, MAX_THINGS, Kind, Thing, read_document
+from xsake.server.registry import MAX_ENTRIES, MAX_THINGS, Kind, Thing
 from xsake.server.runs import Run, UnreadableRunError
 from xsake.server.settings import Settings
 from xsake.server.watcher import Watcher
 
 Id = Annotated[str, Path(pattern="^[0-9a-f]{16}$")]
 Step = Annotated[int, Query(ge=0, lt=2**53)]
-_MOST_SERIES, _MOST_POINTS, _MOST_ROWS, _MOST_DEPTH = 64, 4096, 500, 32
+_MOST_SERIES, _MOST_POINTS, _MOST_ROWS = 64, 4096, 500
+_JSON = "application/json"
 _REFUSALS: dict[int | str, dict[str, Any]] = {
     status: {"model": Detail} for status in (400, 401, 403, 404, 405, 413, 414, 421, 429, 503)
 }
@@ -171,8 +174,8 @@ def _add_documents(api: APIRouter, watcher: Watcher) -> None:
         """All plans."""
         return _listed(watcher, "plan")
 
-    @api.get("/plans/{plan}")
-    def plan(plan: Id) -> dict[str, Any]:
+    @api.get("/plans/{plan}", response_model=dict[str, Any])
+    def plan(plan: Id) -> Response:
         """A plan, as it is saved."""
         return _document(_thing(watcher, "plan", plan))
 
@@ -181,8 +184,8 @@ def _add_documents(api: APIRouter, watcher: Watcher) -> None:
         """All certificates."""
         return _listed(watcher, "certificate")
 
-    @api.get("/certificates/{certificate}")
-    def certificate(certificate: Id) -> dict[str, Any]:
+    @api.get("/certificates/{certificate}", response_model=dict[str, Any])
+    def certificate(certificate: Id) -> Response:
         """A certificate, as it is saved."""
         return _document(_thing(watcher, "certificate", certificate))
 
@@ -191,18 +194,27 @@ def _add_documents(api: APIRouter, watcher: Watcher) -> None:
         """All files of benchmark rows."""
         return _listed(watcher, "rows")
 
-    @api.get("/benchmarks/{rows}")
+    @api.get("/benchmarks/{rows}", response_model=Rows)
     def rows(
         rows: Id,
         begin: Annotated[int, Query(ge=0, lt=2**31)] = 0,
         count: Annotated[int, Query(ge=1, le=_MOST_ROWS)] = 100,
-    ) -> Rows:
-        """Some rows of a file."""
+    ) -> Response:
+        """Some rows of a file; fewer than `count` where they are very long."""
         thing = _thing(watcher, "rows", rows)
-        lines = [line for line in _text(thing).split(b"\n") if line.strip()]
-        found = [_parsed(line) for line in lines[begin : begin + count]]
-        is_last = begin + count >= len(lines)
-        return Rows(id=thing.id, name=thing.name, begin=begin, rows=found, is_last=is_last)
+        with _refusing():
+            texts, is_last = read_rows(thing.path, begin, count)
+        about = {"id": thing.id, "name": thing.name, "begin": begin, "is_last": is_last}
+        head = json.dumps(about).encode().removesuffix(b"}")
+        return Response(head + b', "rows": [' + b",".join(texts) + b"]}", media_type=_JSON)
+
+
+@contextlib.contextmanager
+def _refusing() -> Iterator[None]:
+    try:
+        yield
+    except DocumentError as error:
+        raise HTTPException(404, str(error)) from error
 
 
 def _found(runs: dict[str, Run], number: str) -> Run:
@@ -239,44 +251,9 @@ def _thing(watcher: Watcher, kind: Kind, number: str) -> Thing:
     return watcher.things[kind][number]
 
 
-def _text(thing: Thing) -> bytes:
-    try:
-        return read_document(thing.path)
-    except OSError as error:
-        raise HTTPException(404, "the document cannot be read now") from error
-
-
-def _document(thing: Thing) -> dict[str, Any]:
-    return _parsed(_text(thing))
-
-
-def _parsed(text: bytes) -> dict[str, Any]:
-    """JSON of others: an object, not too deep, without numbers that JSON does not have."""
-    try:
-        if _depth(text) > _MOST_DEPTH:
-            raise ValueError("too deep")
-        found = json.loads(text, parse_constant=lambda _: None)
-    except (ValueError, RecursionError) as error:
-        raise HTTPException(404, "the document is not what its name says") from error
-    if not isinstance(found, dict):
-        raise HTTPException(404, "the document is not what its name says")
-    return _finite(found)
-
-
-def _depth(text: bytes) -> int:
-    """How deep brackets may be nested at most; those inside of strings count too."""
-    data = np.frombuffer(text, np.uint8)
-    opened = np.isin(data, np.frombuffer(b"[{", np.uint8)).astype(np.int32)
-    closed = np.isin(data, np.frombuffer(b"]}", np.uint8)).astype(np.int32)
-    return int(np.cumsum(opened - closed).max(initial=0))
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _finite(part) for name, part in value.items()}
-    if isinstance(value, list):
-        return [_finite(part) for part in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def _document(thing: Thing) -> Response:
+    with _refusing():
+        return Response(read_json_object(thing.path), media_type=_JSON)
 
 
 def _numbers(values: Float[np.ndarray, "C N"]) -> list[list[float | None]]:

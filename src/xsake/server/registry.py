@@ -18,7 +18,6 @@ _DEPTH = 4  # folders below the ones that were named
 MAX_THINGS = 4096  # of a kind
 MAX_ENTRIES = 500_000  # of folders, in one search
 _SKIPPED = frozenset({"steps", "profiles", "profile", "trackers", "metrics.index", "node_modules"})
-MOST_BYTES = 2**25  # of a document
 
 
 @dataclass(frozen=True)
@@ -119,7 +118,7 @@ def _readable_name(name: str) -> str:
     return os.fsencode(name).decode("utf-8", "replace")
 
 
-def read_document(path: Path, most: int = MOST_BYTES) -> bytes:
+def read_document(path: Path, most: int) -> bytes:
     """A whole file that is no link and not too large; raises OSError otherwise."""
     with open_regular(path) as file:
         data = file.read(most + 1)
