@@ -82,6 +82,10 @@ class Call(NamedTuple):
         kv_block = jnp.minimum(kv_block, layout.kv_blocks - 1)
         token = kv_block[:, None] * layout.block_kv + jnp.arange(layout.block_kv)[None]
         visible = ((token < self.kv_places.tokens) & exists)[:, None, :]
+        if layout.q_tokens % layout.block_q:
+            # Padded queries exist as little as padded keys: their logits may be NaN.
+            q_token = q_block[:, None] * layout.block_q + jnp.arange(layout.block_q)[None]
+            visible = visible & (q_token < layout.q_tokens)[:, :, None]
         if mask is not None:
             q_pos = _place(self.q_places.positions, batch, q_block)[:, :, None]
             kv_pos = _place(self.kv_places.positions, batch, kv_block)[:, None, :]

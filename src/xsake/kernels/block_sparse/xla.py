@@ -207,7 +207,7 @@ def _query_gradient(call: Call, queries: Queries, platform: str):
             tiles.weights(found.logits, known.lse[..., None], step.exists),
             tiles.products(known.d_out, found.v),
             known.delta[..., None],
-            tiles.softcap_slope(found.logits, call.problem.softcap),
+            tiles.softcap_slope(found.logits, call.problem.softcap, step.exists),
         )
         k = found.k
         if found.visible is not None:
@@ -299,7 +299,7 @@ def _column_tile(call: Call, queries: Queries, own: Columns, step: Step) -> Colu
     logits = tiles.logits(tiles.products(own.k, q), bias, softcap)
     visible = call.visible(q_rows[:, 0], own.block, step)
     weight = tiles.weights(logits, lse, step.exists)
-    slope = tiles.softcap_slope(logits, softcap)
+    slope = tiles.softcap_slope(logits, softcap, step.exists)
     gradient = tiles.logit_gradient(weight, tiles.products(own.v, d_out), delta, slope)
     turned_k = own.turned_k
     if visible is not None:
