@@ -15,6 +15,7 @@ from xsake.kernels.block_sparse.problem import (
     quarantine,
 )
 from xsake.kernels.block_sparse.walk import Step
+from xsake.kernels.varying import axes_of
 
 
 class Call(NamedTuple):
@@ -35,6 +36,11 @@ class Call(NamedTuple):
     @property
     def dtype(self):
         return compute_dtype(self.operands)
+
+    @property
+    def axes(self) -> frozenset[str]:
+        """Mesh axes of `shard_map` that the operands vary over."""
+        return axes_of(self.operands.q)
 
     @property
     def q_heads(self) -> int:

@@ -138,7 +138,7 @@ def _forward(operands: Operands, problem: Problem, platform: str):
     room = functools.partial(blocked.empty_rows, batch, q_heads, layout.q_blocks, layout.block_q)
     shared = room(operands.v.shape[-1], dtype=operands.q.dtype), room(dtype=call.dtype)
     sizes = _sizes(call, lists.rows.full.shape[0], platform)
-    out, lse = walk(lists.rows, visitor, sizes, shared)
+    out, lse = walk(lists.rows, visitor, sizes, shared, axes=call.axes)
     return blocked.tokens_of(out, q_tokens), blocked.tokens_of(lse, q_tokens)
 
 
@@ -228,7 +228,7 @@ def _query_gradient(call: Call, queries: Queries, platform: str):
         batch, q_heads, layout.q_blocks, layout.block_q, dim, dtype=operands.q.dtype
     )
     d_bias = None if call.bias is None else jnp.zeros(call.bias.shape, call.dtype)
-    d_q, d_bias = walk(lists.rows, visitor, sizes, (d_q, d_bias))
+    d_q, d_bias = walk(lists.rows, visitor, sizes, (d_q, d_bias), axes=call.axes)
     if operands.bias is not None:
         d_bias = blocked.pairs_from_blocks(d_bias, operands.bias.shape, layout.q_blocks)
         d_bias = d_bias.astype(operands.bias.dtype)
@@ -355,7 +355,7 @@ def _walk_keys(
     sets = batch if with_queries else 1
     d_q = jnp.zeros_like(queries.q.swapaxes(1, 2), call.dtype) if with_queries else None
     sizes = _sizes(call, full.shape[0] // sets, platform)
-    d_q, rooms = walk(rows, visitor, sizes, (d_q, rooms), sets)
+    d_q, rooms = walk(rows, visitor, sizes, (d_q, rooms), sets=sets, axes=call.axes)
     d_k, d_v = (blocked.tokens_of(x, kv_tokens) for x in rooms)
     if d_q is not None:
         d_q = (d_q * jnp.asarray(problem.scale, call.dtype)).astype(call.operands.q.dtype)
