@@ -129,7 +129,7 @@ class BlockLayout(BlockCounts):
             q_tokens, kv_tokens: lengths; they default to all tokens of the grid.
             block_q, block_kv: block sizes.
             mask: rule inside the chosen blocks; forbidden ones are dropped, cut ones are partial.
-            capacity: room for items of a traced layout; defaults to every block of the grid.
+            capacity: room for items, every block by default; a traced list is cut there in silence.
 
         Example:
             >>> grid = np.tril(np.ones((4, 4), bool))
@@ -170,7 +170,7 @@ class BlockLayout(BlockCounts):
             q_tokens, kv_tokens: lengths; they default to all query blocks and to `q_tokens`.
             block_q, block_kv: block sizes.
             mask: rule inside the listed blocks, as for `from_block_mask`.
-            capacity: room for items of a traced layout; defaults to what the slots could hold.
+            capacity: room for items, every slot by default; a traced list is cut there in silence.
 
         Example:
             >>> layout = BlockLayout.from_indices_counts(
