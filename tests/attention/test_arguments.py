@@ -4,17 +4,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import checkify
 
 import xsake
 from tests.attention.dense import attend, draw
-from xsake.errors import ArgumentError, LayoutError, ShapeError, UnsupportedError
+from xsake.errors import ArgumentError, LayoutError, MaskError, ShapeError, UnsupportedError
 from xsake.kernels.block_sparse import reference
 from xsake.layout import BlockLayout
-from xsake.masks import Causal, Explicit, Full, PerHead, Segments, Window
+from xsake.masks import Causal, Explicit, FromFunction, Full, PerHead, Segments, Window
 
 Q, K, V = draw(batch=2, q_tokens=24, q_heads=4, kv_heads=2)
 BLOCKS = {"block_q": 8, "block_kv": 8}
-ids = np.zeros((2, 24), np.int32)
+ids = np.zeros((2, 24), np.int64)
+HASHES = jnp.full((2, 24), 3_000_000_000, jnp.uint32)
+Q8 = jnp.asarray(Q).astype(jnp.float8_e4m3fn)
 
 
 @pytest.mark.parametrize(
@@ -44,6 +47,16 @@ ids = np.zeros((2, 24), np.int32)
             ("layout.batch=3", "1 or 2", "share one list"),
         ),
         (ArgumentError, {"scale": np.inf}, ("inf", "a number", "1 / sqrt(D)")),
+        (ArgumentError, {"scale": "a"}, ("'a'", "finite number", "1 / sqrt(D)")),
+        (ArgumentError, {"scale": [1.0]}, ("[1.0]", "finite number", "1 / sqrt(D)")),
+        (ShapeError, {"q": Q8, "k": Q8, "v": Q8}, ("float8_e4m3fn", "float32, bfloat16", "astype")),
+        (MaskError, {"mask": np.ones((24, 24), bool)}, ("bool array (24, 24)", "masks.Explicit")),
+        (MaskError, {"mask": "causal"}, ("str 'causal'", "Causal()", "masks.Explicit")),
+        (LayoutError, {"layout": np.ones((3, 3), bool)}, ("ndarray", "from_block_mask")),
+        (ArgumentError, {"q_segment_ids": ids + 3_000_000_000}, ("3000000000", "2147483647")),
+        (ArgumentError, {"q_segment_ids": HASHES}, ("uint32 from 3000000000", "number segments")),
+        (ArgumentError, {"q_positions": np.arange(24) - 5}, ("-5 to 18", "from 0 to", "from 0")),
+        (ArgumentError, {"kv_positions": np.arange(24) + 2**31}, ("2147483648", "from 0 to")),
         (ArgumentError, {"softcap": 0.0}, ("0.0", "above 0", "None switches it off")),
         (ArgumentError, {"kv_segment_ids": ids}, ("only one", "both", "q_segment_ids alone")),
         (ArgumentError, {"implementation": "cuda"}, ("'cuda'", "'xla' or", "None to let")),
@@ -55,7 +68,7 @@ ids = np.zeros((2, 24), np.int32)
                 ).resize(8, 8),
                 "q_positions": np.arange(24),
             },
-            ("ListedBlocks", "as it was built", "without resize()"),
+            ("ListedBlocks", "without a mask of its own", "pass the mask to the call"),
         ),
         (
             LayoutError,
@@ -88,6 +101,68 @@ def test_a_named_implementation_that_declines_raises_its_reason(monkeypatch):
 def test_a_traced_scale_is_refused_with_its_reason():
     with pytest.raises(ArgumentError, match="compiled into the program"):
         jax.jit(lambda s: xsake.attention(Q, K, V, scale=s))(2.0)
+
+
+def test_a_layout_that_a_mask_narrowed_is_refused_with_positions():
+    """Its blocks were dropped by token index: with positions it would miss blocks in silence."""
+    grid, sizes = np.ones((1, 3), bool), {"q_tokens": 1, "kv_tokens": 24, "block_q": 1}
+    rule = FromFunction(lambda q_pos, kv_pos: kv_pos <= q_pos)
+    layouts = [
+        BlockLayout.from_mask(Causal(), block_kv=8, **sizes),
+        BlockLayout.from_block_mask(grid, mask=rule, block_kv=8, **sizes),
+        BlockLayout.from_block_mask(jnp.asarray(grid), mask=rule, block_kv=8, **sizes),
+    ]
+    at = {"q_positions": jnp.array([23])}
+    for layout in layouts:
+        with pytest.raises(ArgumentError, match="cannot be combined with positions"):
+            xsake.attention(Q[:, :1], K, V, layout=layout, **at)
+    every = attend(Q[:, :1], K, V, np.ones((1, 1, 1, 24), bool))
+    for chosen in (grid, jnp.asarray(grid)):
+        layout = BlockLayout.from_block_mask(chosen, block_kv=8, **sizes)
+        ours = xsake.attention(Q[:, :1], K, V, layout=layout, mask=rule, **at)
+        np.testing.assert_allclose(ours, every, atol=2e-6)
+
+
+def test_traced_integers_that_int32_may_not_hold_are_refused_or_checked():
+    run = lambda ids: xsake.attention(Q, K, V, q_segment_ids=ids)
+    with pytest.raises(ArgumentError, match="traced uint32"):
+        jax.jit(run)(HASHES)
+    with jax.enable_x64(True):
+        wide = jnp.asarray(ids + 2**31)
+        error, _ = jax.jit(checkify.checkify(run))(wide)
+        assert "q_segment_ids" in str(error.get())
+        error, _ = jax.jit(checkify.checkify(run))(wide - 2**31)
+        assert error.get() is None
+
+
+STRICT = {
+    "scores": {"bias": np.zeros((1, 1, 24, 24), np.float32), "sinks": jnp.zeros(4), "softcap": 5.0},
+    "places": {"q_segment_ids": ids, "q_positions": np.arange(24)},
+}
+
+
+@pytest.mark.parametrize("more", STRICT)
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_nothing_relies_on_implicit_promotion_of_dtypes(implementation, more):
+    q, k, v = (jnp.asarray(x, jnp.bfloat16) for x in (Q, K, V))
+
+    def gradients(q, k, v):
+        run = lambda q, k, v: xsake.attention(
+            q, k, v, mask=Causal(), implementation=implementation, **STRICT[more]
+        )
+        out, pull = jax.vjp(run, q, k, v)
+        return out, *pull(out)
+
+    with jax.numpy_dtype_promotion("strict"):
+        found = jax.eval_shape(gradients, q, k, v)
+    assert all(x.dtype == jnp.bfloat16 for x in found)
+
+
+def test_symbolic_sizes_are_refused():
+    (batch,) = jax.export.symbolic_shape("b")
+    q = jax.ShapeDtypeStruct((batch, 24, 4, 8), jnp.float32)
+    with pytest.raises(UnsupportedError, match="every size must be a number"):
+        jax.export.export(jax.jit(lambda q: xsake.attention(q, q, q, mask=Causal())))(q)
 
 
 def test_one_segment_argument_serves_both_sides_only_for_equal_lengths():

@@ -59,7 +59,7 @@ def test_the_predicted_blocks_are_those_the_passes_really_compute(traced, biased
     """Every step of every walk reports how many blocks it computed."""
     counts = []
 
-    def counting_walk(rows, visitor, tiles, *shared):
+    def counting_walk(rows, visitor, tiles, *shared, **named):
         counts.append(0)
         mine = len(counts) - 1
 
@@ -70,7 +70,7 @@ def test_the_predicted_blocks_are_those_the_passes_really_compute(traced, biased
             jax.debug.callback(count, jax.tree.leaves(step.items)[0].size)
             return visitor.visit(tile, state, shared, step)
 
-        return walk(rows, visitor._replace(visit=visit), tiles, *shared)
+        return walk(rows, visitor._replace(visit=visit), tiles, *shared, **named)
 
     monkeypatch.setattr(xla, "walk", counting_walk)
     q, k, v = (jnp.asarray(x) for x in draw(batch=2, q_tokens=75, q_heads=4, kv_heads=2))

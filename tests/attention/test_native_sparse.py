@@ -237,3 +237,44 @@ def test_wrong_calls_are_refused():
     with pytest.raises(ShapeError, match="batch of one"):
         twice = jax.tree.map(lambda x: x.repeat(2, 0), (q, k, v, gates))
         xsake.native_sparse_attention(*twice, cu_seqlens=jnp.asarray([0, 16]))
+
+
+def test_lists_of_another_shape_are_refused():
+    """They used to be reshaped into other queries' lists."""
+    q, k, v, _ = drawn(tokens=16, q_heads=4)
+    k, v = k.selected, v.selected
+    own = np.broadcast_to((np.arange(16) // 8)[None, :, None, None], (1, 16, 2, 1))
+    wrong = [
+        own.repeat(2, 2),  # per query head
+        own.repeat(2, 0),  # of another batch
+        own[:, :, :1],
+        own[:, :1],
+        own.swapaxes(1, 2),
+        own[..., :0],
+        own[..., 0],
+        own * 1.0,
+    ]
+    run = lambda listed, **more: xsake.apply_native_sparse_attention(
+        q, k, v, jnp.asarray(listed), block_size=8, **more
+    )
+    for listed in wrong:
+        with pytest.raises(ShapeError, match="`block_indices` does not fit"):
+            run(listed)
+    for counts in (np.ones(16, int), np.ones((1, 16, 4), int), np.ones((1, 16, 2))):
+        with pytest.raises(ShapeError, match="`block_counts` does not fit"):
+            run(own, block_counts=counts)
+    for number in (0, -1, np.int64(0)):
+        with pytest.raises(ArgumentError, match="`block_counts` must be positive"):
+            run(own, block_counts=number)
+    assert jax.eval_shape(lambda: run(own, block_counts=np.int64(1))).shape == q.shape
+
+
+def test_every_first_block_is_forced_however_many():
+    tokens, first = 256, 110
+    q = 3 * jax.random.normal(jax.random.key(0), (1, tokens, 1, 8))
+    k = v = jax.random.normal(jax.random.key(1), (1, tokens, 1, 8))
+    sizes = Blocks(2, 2, 2, count=first + 1, first=first, local=1, window=4)
+    gates = Gates(*[jnp.ones((1, tokens, 1))] * 2, None)
+    _, found = xsake.native_sparse_attention(q, k, v, gates, blocks=sizes, return_blocks=True)
+    own = tokens // 2 - 1
+    assert found[0, -1, 0].tolist() == [own, *range(first)]

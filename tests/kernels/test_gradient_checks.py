@@ -1,5 +1,6 @@
 """Gradients in float64 against finite differences and autodiff of the dense formula (N4)."""
 
+import dataclasses
 import functools
 
 import jax
@@ -11,7 +12,7 @@ import pytest
 import xsake
 from tests.lanes import each_implementation
 from xsake.masks import Causal, PerHead, Window
-from xsake.testing import dense
+from xsake.testing import dense, oracle
 from xsake.testing.cases import Case
 from xsake.testing.conformance import bind, call, run_case, with_gradients
 
@@ -100,3 +101,48 @@ def test_custom_gradients_equal_autodiff_of_the_dense_formula(
     run = jax.jit(with_gradients(lambda operands, integers: formula(**operands)))
     for name, value in call(run, inputs).items():
         np.testing.assert_allclose(got[name], value, rtol=1e-10, atol=1e-11, err_msg=name)
+
+
+@pytest.mark.parametrize("softcap", [None, 2000.0])
+def test_second_derivatives_of_the_reference_ignore_hidden_pairs(softcap, double_precision):
+    """A hidden logit whose power would overflow does not exist, in second derivatives too."""
+    rng = np.random.default_rng(0)
+    q, k, v, way = (jnp.asarray(rng.standard_normal((1, 6, 1, 4))) for _ in range(4))
+    k = k.at[0, 5, 0].set(3000 * q[0, 0, 0])
+    allowed = jnp.asarray(np.tril(np.ones((1, 1, 6, 6), bool)))
+    attend = lambda *given: xsake.attention(
+        *given, mask=Causal(), softcap=softcap, implementation="reference"
+    )
+
+    def formula(q, k, v):
+        s = jnp.einsum("bqhd,bkhd->bhqk", q, k) / 2
+        s = jnp.where(allowed, s, 0)
+        s = s if softcap is None else softcap * jnp.tanh(s / softcap)
+        p = jax.nn.softmax(jnp.where(allowed, s, -1e300), -1)
+        return jnp.einsum("bhqk,bkhd->bqhd", p, v)
+
+    def second(attend):
+        loss = lambda *given: (attend(*given) ** 2).sum()
+        along = lambda *given: sum((x * way).sum() for x in jax.grad(loss, (0, 1, 2))(*given))
+        return jax.jit(jax.grad(along, (0, 1, 2)))(q, k, v)
+
+    for ours, theirs in zip(second(attend), second(formula), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("sinks", [[-np.inf, 0.0], [[-np.inf, -np.inf], [-np.inf, 0.5]]])
+def test_a_sink_of_minus_infinity_is_none(sinks, double_precision):
+    case = Case("off", Causal(), q_tokens=7, kv_tokens=7, dtype="float64", sinks=0)
+    inputs = case.inputs()
+    given = {**inputs.operands, "sinks": np.asarray(sinks)}
+    attend = functools.partial(xsake.attention, mask=Causal(), return_lse=True)
+    run = jax.jit(with_gradients(lambda operands, _: attend(**operands)))
+    found = call(run, dataclasses.replace(inputs, operands=given))
+    truth = oracle.attend(
+        dataclasses.replace(case.operands(inputs), sinks=np.maximum(sinks, -1e300)),
+        inputs.d_out,
+        inputs.d_lse,
+    )
+    for name in found:
+        np.testing.assert_allclose(found[name], getattr(truth, name), rtol=1e-9, atol=1e-10)
+    assert (found["d_sinks"][np.isinf(sinks)] == 0).all()

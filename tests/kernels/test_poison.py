@@ -5,9 +5,12 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 
 import xsake
-from tests.lanes import each_implementation
+from tests.kernels.interpreted import Interpreted, InterpretedGpu
+from tests.lanes import RUNNABLE, each_implementation
+from xsake.kernels.block_sparse import op, tpu_lists
 from xsake.layout import BlockLayout
 from xsake.masks import Causal, PerHead, Sinks, Window
 from xsake.testing.case_table import BY_NAME
@@ -170,6 +173,79 @@ def test_the_tail_of_the_last_block_is_never_read(implementation):
     tail = (np.arange(96) >= 70)[None, :, None, None]
     x["k"], x["v"] = filled(x["k"], tail, np.nan), filled(x["v"], tail, np.inf)
     assert_same_bits(clean, call(run, dataclasses.replace(inputs, operands=x)))
+
+
+def _first_block(case):
+    grid = np.zeros((4, 4), bool)
+    grid[:3, 0] = True
+    return BlockLayout.from_block_mask(
+        grid, q_tokens=case.q_tokens, kv_tokens=case.kv_tokens, block_q=16, block_kv=16
+    )
+
+
+# Keys that only the padding of the last query block would see, and rows that wait while others of
+# their group compute: neither exists, so neither may reach a gradient.
+PADDING = {
+    "queries_end_inside_a_block": Case("tail", Causal(), (16, 16), q_tokens=40, kv_tokens=48),
+    "softcap": Case("cap", Causal(), (16, 16), q_tokens=40, kv_tokens=48, softcap=3.0),
+    "positions": Case(
+        "placed",
+        Window(left=70, right=50),
+        q_tokens=20,
+        kv_tokens=48,
+        q_positions=tuple(range(100, 120)),
+    ),
+    "softcap_and_padding_segments": Case(
+        "waiting",
+        Causal(),
+        (16, 16),
+        q_tokens=50,
+        kv_tokens=50,
+        softcap=30.0,
+        segments=(((44,), (44,)),),
+    ),
+    "softcap_and_unlisted_blocks": Case(
+        "unlisted", layout=_first_block, q_tokens=64, kv_tokens=64, softcap=5.0
+    ),
+}
+
+
+@pytest.fixture
+def interpreters(monkeypatch):
+    monkeypatch.setitem(op.BACKENDS, "tpu_interpreted", Interpreted())
+    monkeypatch.setitem(op.BACKENDS, "gpu_interpreted", InterpretedGpu())
+    monkeypatch.setattr(tpu_lists, "MOST_SLOTS", 2)
+    yield
+    pltpu.reset_tpu_interpret_mode_state()
+
+
+EVERYWHERE = [*RUNNABLE, "tpu_interpreted", "gpu_interpreted"]
+ALONE = [("softcap", "tpu_interpreted"), ("softcap", "gpu_interpreted")]
+PAIRS = [(name, where) for name in PADDING for where in EVERYWHERE]
+
+
+@pytest.mark.parametrize(
+    ("name", "implementation"),
+    [
+        pair
+        if pair[1] in RUNNABLE or pair in ALONE
+        else pytest.param(*pair, marks=pytest.mark.slow)
+        for pair in PAIRS
+    ],
+)
+def test_what_does_not_exist_never_reaches_a_gradient(name, implementation, interpreters):
+    dtype = "bfloat16" if implementation == "gpu_interpreted" else "float32"
+    case = dataclasses.replace(PADDING[name], dtype=dtype)
+    inputs = case.inputs()
+    run = jax.jit(with_gradients(bind(xsake.attention, case, implementation)))
+    clean = call(run, inputs)
+    keys, queries = unseen(case)
+    assert keys.any() or queries.any()
+    x = dict(inputs.operands)
+    x["k"], x["q"] = filled(x["k"], keys, np.nan), filled(x["q"], queries, np.nan)
+    dirty = call(run, dataclasses.replace(inputs, operands=x))
+    assert_same_bits(clean, dirty)
+    assert not dirty["d_k"][np.broadcast_to(keys, dirty["d_k"].shape)].any()
 
 
 def _first_keys(count):

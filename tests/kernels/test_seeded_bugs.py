@@ -182,12 +182,13 @@ def row_term_has_the_wrong_sign(right):
 
 @bug(tiles, "softcap_slope", caught_by="capped")
 def softcap_slope_is_ignored(right):
-    return lambda tile, softcap: None
+    return lambda tile, softcap, exists: None
 
 
 @bug(tiles, "softcap_slope", caught_by="capped")
 def softcap_slope_is_not_squared(right):
-    return lambda tile, cap: None if cap is None else 1 - jnp.abs(tile / (cap * tiles.LOG2_E))
+    wrong = lambda tile, cap: 1 - jnp.abs(tile / (cap * tiles.LOG2_E))
+    return lambda tile, cap, exists: None if cap is None else wrong(tile, cap)
 
 
 @bug(tiles, "logits", caught_by="gaps")

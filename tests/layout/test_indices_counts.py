@@ -1,5 +1,8 @@
 """Index lists, as FlexAttention and NSA have them, become layouts."""
 
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +11,7 @@ import pytest
 from tests.layout.expansion import listed_items, pairs_of_layout
 from xsake.errors import LayoutError
 from xsake.layout import BlockLayout
-from xsake.masks import Causal, Full, PerHead
+from xsake.masks import Causal, FromFunction, Full, PerHead
 
 SIZES = {"block_q": 8, "block_kv": 8}
 
@@ -102,3 +105,56 @@ def test_the_overhanging_block_is_partial_without_a_mask():
     static, _ = both_kinds([[0], [1]], [1, 1], q_tokens=13, kv_tokens=13)
     assert static.is_partial.tolist() == [False, True]
     assert pairs_of_layout(static)[0, 0, 12, 8:].all()
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.uint32])
+def test_narrow_indices_reach_every_block(dtype):
+    """More blocks than the dtype of the indices can number."""
+    indices, counts = np.minimum(np.arange(300), 120)[:, None], np.ones(300, np.int32)
+    static, traced = both_kinds(indices.astype(dtype), counts)
+    assert static.kv_block.tolist() == indices[:, 0].tolist()
+    assert traced.kv_block.tolist() == indices[:, 0].tolist()
+
+
+REFUSED = {
+    "from_block_mask([[True]], block_q=8, block_kv=8)": "must be an array",
+    "from_indices_counts([[0]], np.ones(1, int), block_q=8, block_kv=8)": "must be an array",
+    "from_block_mask(np.ones((1, 1), bool), block_q=8, block_kv=8, capacity=4.0)": "capacity",
+    "from_mask(Causal(), q_tokens=8).with_capacity('4')": "capacity",
+    "from_mask(np.ones((8, 8), bool), q_tokens=8)": "must be a rule on positions",
+    "from_block_mask(np.ones((1, 1), bool), block_q=8, block_kv=8, mask='causal')": "be a rule",
+}
+
+
+def test_values_of_a_wrong_kind_are_refused_with_a_reason():
+    """As users see it: without the type checks that tests run under."""
+    code = """
+import numpy as np
+from xsake.errors import XsakeError
+from xsake.layout import BlockLayout
+from xsake.masks import Causal
+for text, words in REFUSED.items():
+    try:
+        eval("BlockLayout." + text)
+    except XsakeError as error:
+        assert words in str(error), (text, error)
+    else:
+        raise AssertionError(text)
+print("all refused")
+"""
+    code = f"REFUSED = {REFUSED!r}" + code
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert run.stdout.strip() == "all refused", run.stderr[-2000:]
+
+
+def test_an_exported_function_of_a_layout_is_written_and_read():
+    layout = BlockLayout.from_mask(Causal(), q_tokens=20, **SIZES).traced()
+    count = jax.jit(lambda layout: layout.row_starts[-1] + layout.q_tokens)
+    data = jax.export.export(count)(layout).serialize()
+    again = jax.export.deserialize(data)
+    assert int(again.call(layout)) == 26
+    assert again.in_tree == jax.tree.structure(((layout,), {}))
+    rule = FromFunction(lambda q_pos, kv_pos: kv_pos <= q_pos)
+    other = BlockLayout.from_mask(rule, q_tokens=20, **SIZES).traced()
+    with pytest.raises(LayoutError, match="cannot be written"):
+        jax.export.export(count)(other).serialize()

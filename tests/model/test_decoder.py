@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 
 import xsake
+from xsake.errors import ArgumentError
 from xsake.masks import Causal, Sinks, Window
 from xsake.model import Decoder, DecoderConfig, Dense, LayerKind, Listed, Masked, Rope
 from xsake.model.attend import LayerCall
@@ -183,3 +184,20 @@ def test_an_abstract_decoder_costs_no_memory():
 def test_a_config_that_makes_no_sense_is_refused(change, said):
     with pytest.raises(ValueError, match=said):
         DecoderConfig.tiny(**change)
+
+
+def test_tokens_and_positions_that_the_tables_lack_are_refused():
+    config = CONFIG.model_copy(update={"has_learned_positions": True, "context": 64})
+    model, context = Decoder(config, rngs=nnx.Rngs(0)), config.context
+    known = jnp.zeros((1, 3), jnp.int32)
+    for bad in (-1, config.vocab_size):
+        with pytest.raises(ArgumentError, match="token ids are outside the vocabulary"):
+            model(known.at[0, 1].set(bad))
+        run = nnx.jit(lambda model, tokens: model(tokens, attend=Dense(OPERATOR)))
+        found = run(model, known.at[0, 1].set(bad))
+        assert np.isnan(found[0, 1]).all() and np.isfinite(found[0, 0]).all()
+    long = jnp.zeros((1, context + 1), jnp.int32)
+    with pytest.raises(ArgumentError, match="positions are outside the learned positions"):
+        nnx.eval_shape(lambda model: model(long), model)
+    with pytest.raises(ArgumentError, match="positions are outside the learned positions"):
+        model(known, positions=jnp.array([[0, 1, context]]))

@@ -1,8 +1,7 @@
 """Checks and completes the arguments of an attention call, before anything is traced."""
 
 import dataclasses
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,12 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from xsake.errors import ArgumentError, ShapeError
+from xsake.errors import ArgumentError, LayoutError, ShapeError
+from xsake.kernels.arguments import check_dtypes, check_sizes, integers, number
 from xsake.kernels.block_sparse.problem import Operands, Problem
 from xsake.layout import BlockLayout
 from xsake.layout.identity import reuse_live
-from xsake.layout.listed import ListedBlocks
 from xsake.masks import AbstractMask, Full
+from xsake.masks.base import require_mask
 
 DEFAULT_BLOCK = 128
 AnyArray = Array | np.ndarray | jax.ShapeDtypeStruct
@@ -25,8 +25,8 @@ AnyArray = Array | np.ndarray | jax.ShapeDtypeStruct
 class Rules:
     """Who may see whom, by any mixture of mask, layout, segments, positions; not yet checked."""
 
-    mask: AbstractMask | None = None
-    layout: BlockLayout | None = None
+    mask: Any = None  # AbstractMask
+    layout: Any = None  # BlockLayout
     q_segment_ids: Any = None  # [B, Tq]
     kv_segment_ids: Any = None  # [B, Tk]
     q_positions: Any = None  # [Tq] or [B, Tq]
@@ -76,6 +76,7 @@ def _reshaped(x, *shape: int) -> Any:
 
 def check_arrays(q, k, v) -> None:
     """Refuse shapes and dtypes that do not fit."""
+    check_sizes(q=q, k=k, v=v)
     shapes = f"q {q.shape}, k {k.shape}, v {v.shape}"
     if not q.ndim == k.ndim == v.ndim == 4:
         raise ShapeError(
@@ -112,24 +113,17 @@ def check_arrays(q, k, v) -> None:
             expected=f"Hq a multiple of {k.shape[2]}",
             fix="each kv head serves Hq / Hk query heads",
         )
-    dtypes = {x.dtype for x in (q, k, v)}
-    if len(dtypes) > 1 or not jnp.issubdtype(q.dtype, jnp.floating):
-        raise ShapeError(
-            "q, k and v must share one floating dtype",
-            got=f"q {q.dtype}, k {k.dtype}, v {v.dtype}",
-            expected="float32, bfloat16, float16 or float64 for all three",
-            fix="cast them with x.astype(...) before the call",
-        )
+    check_dtypes(q=q, k=k, v=v)
 
 
 def _scale(scale, dim: int) -> float:
-    return dim**-0.5 if scale is None else _number("scale", scale, fix="None is 1 / sqrt(D)")
+    return dim**-0.5 if scale is None else number("scale", scale, fix="None is 1 / sqrt(D)")
 
 
 def _softcap(softcap) -> float | None:
     if softcap is None:
         return None
-    softcap = _number("softcap", softcap, fix="None switches it off")
+    softcap = number("softcap", softcap, fix="None switches it off")
     if softcap <= 0:
         raise ArgumentError(
             "softcap must be positive",
@@ -138,19 +132,6 @@ def _softcap(softcap) -> float | None:
             fix="None switches it off",
         )
     return softcap
-
-
-def _number(name: str, value, *, fix: str) -> float:
-    if isinstance(value, jax.core.Tracer):
-        raise ArgumentError(
-            f"{name} is compiled into the program, so it cannot be traced",
-            got=value,
-            expected="a Python number",
-            fix=f"multiply q by a traced scale instead; {fix}",
-        )
-    if not math.isfinite(value):
-        raise ArgumentError(f"{name} must be finite", got=value, expected="a number", fix=fix)
-    return float(value)
 
 
 def _bias(bias, q, k) -> Any:
@@ -187,12 +168,12 @@ def _sinks(sinks, heads: int):
 
 def _positions(rules: Rules, q, k) -> tuple[Any, ...]:
     pairs = (("q_positions", rules.q_positions, q), ("kv_positions", rules.kv_positions, k))
-    return tuple(_integers(name, x, y, shared=True) for name, x, y in pairs)
+    return tuple(integers(name, x, y, shared=True, least=0) for name, x, y in pairs)
 
 
 def _segments(rules: Rules, q, k) -> tuple[Any, Any]:
-    q_ids = _integers("q_segment_ids", rules.q_segment_ids, q)
-    kv_ids = _integers("kv_segment_ids", rules.kv_segment_ids, k)
+    q_ids = integers("q_segment_ids", rules.q_segment_ids, q)
+    kv_ids = integers("kv_segment_ids", rules.kv_segment_ids, k)
     if q_ids is not None and kv_ids is None and q.shape[1] == k.shape[1]:
         kv_ids = q_ids
     if (q_ids is None) != (kv_ids is None):
@@ -205,28 +186,6 @@ def _segments(rules: Rules, q, k) -> tuple[Any, Any]:
     return q_ids, kv_ids
 
 
-def _integers(name: str, values, like, shared: bool = False):
-    """`values` as [B, T] (or [1, T] if `shared` allows one row for all)."""
-    if values is None:
-        return None
-    values = _array(values)
-    batch, tokens = like.shape[:2]
-    if shared and values.ndim == 1:
-        values = _reshaped(values, 1, values.shape[0])
-    fits = values.ndim == 2 and values.shape[1] == tokens
-    fits = fits and values.shape[0] in ((1, batch) if shared else (batch,))
-    if not fits or not jnp.issubdtype(values.dtype, jnp.integer):
-        raise ShapeError(
-            f"`{name}` does not fit",
-            got=f"{values.dtype} {values.shape}",
-            expected=f"integers ({batch}, {tokens})" + (f" or ({tokens},)" if shared else ""),
-            fix="one integer per token of each batch element",
-        )
-    if isinstance(values, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(values.shape, jnp.int32)
-    return values.astype(jnp.int32)
-
-
 def _layout(q, k, rules: Rules) -> BlockLayout:
     """The blocks of the call, before run-time segments and positions narrow them.
 
@@ -236,6 +195,7 @@ def _layout(q, k, rules: Rules) -> BlockLayout:
     sizes = {"q_tokens": q.shape[1], "kv_tokens": k.shape[1]}
     moved = rules.q_positions is not None or rules.kv_positions is not None
     mask = rules.mask
+    require_mask(mask)
     if rules.layout is None:
         sizes["block_q"] = min(rules.block_q, q.shape[1])
         sizes["block_kv"] = min(rules.block_kv, k.shape[1])
@@ -280,7 +240,14 @@ def _static_narrowed_by(layout: BlockLayout, mask: AbstractMask) -> BlockLayout:
     return layout.with_mask(mask)
 
 
-def _check_layout(layout: BlockLayout, q, k) -> None:
+def _check_layout(layout: Any, q, k) -> None:
+    if not isinstance(layout, BlockLayout):
+        raise LayoutError(
+            "`layout` must be a list of blocks",
+            got=f"{type(layout).__name__} {layout!r}"[:80],
+            expected="xsake.BlockLayout, or None",
+            fix="make one with BlockLayout.from_block_mask(grid, block_q=..., block_kv=...)",
+        )
     own, tokens = (layout.q_tokens, layout.kv_tokens), (q.shape[1], k.shape[1])
     if own != tokens:
         raise ShapeError(
@@ -299,24 +266,15 @@ def _check_layout(layout: BlockLayout, q, k) -> None:
 
 
 def _check_positions(layout: BlockLayout) -> None:
-    """Merged blocks remember their parts by token index; positions would misread that."""
-    if layout.mask is not None and any(isinstance(x, ListedBlocks) for x in _parts(layout.mask)):
+    """Refuse positions where a mask has already dropped blocks by token index."""
+    if not isinstance(layout.mask, Full | None):
         raise ArgumentError(
-            "a layout whose blocks were merged cannot be combined with positions",
-            got=f"layout mask {layout.mask!r}",
-            expected="a layout as it was built, or smaller blocks",
-            fix="pass the layout without resize(), or leave positions out",
+            "a layout built with a mask cannot be combined with positions",
+            got=f"layout mask {layout.mask!r}, which judged blocks at positions 0, 1, 2, ...",
+            expected="a layout of chosen blocks, without a mask of its own",
+            fix="build the layout without mask=, and pass the mask to the call: it then judges "
+            "pairs and blocks at the given positions",
         )
-
-
-def _parts(mask: AbstractMask) -> Iterator[AbstractMask]:
-    """The mask and all masks inside it."""
-    yield mask
-    for field in dataclasses.fields(mask) if dataclasses.is_dataclass(mask) else ():
-        value = getattr(mask, field.name)
-        for inner in value if isinstance(value, tuple) else (value,):
-            if isinstance(inner, AbstractMask):
-                yield from _parts(inner)
 
 
 def _check_heads(layout: BlockLayout, q, k) -> None:

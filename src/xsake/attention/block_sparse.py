@@ -4,9 +4,11 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from xsake.attention.arguments import Rules, Scores, checks_itself, complete
+from xsake.attention.sharded import attend_in_place
 from xsake.attention.visibility import narrowed
 from xsake.kernels import select
 from xsake.kernels.block_sparse.op import block_sparse
+from xsake.kernels.placed import placing_of
 from xsake.layout import BlockLayout
 from xsake.masks import AbstractMask
 
@@ -35,7 +37,8 @@ def attention(
     `out_i = sum_j softmax_j(s_ij) v_j` with `s = softcap(scale * q.k + bias)`, over the pairs that
     the mask allows, the layout lists, and whose segment ids are equal. A query that may see nothing
     gets zeros, and no gradient. Differentiable in q, k, v, bias and sinks; works under `jit`,
-    `grad`, `vmap`, `jax.checkpoint` and `jax.export`.
+    `grad`, `vmap`, `jax.checkpoint`, `jax.shard_map` and `jax.export`. Arrays whose types split
+    batch and heads over a mesh stay split.
 
     Args:
         q: queries [B, Tq, Hq, D].
@@ -74,4 +77,7 @@ def attend(q, k, v, rules: Rules, scores: Scores, implementation: str | None):
     """`(out, lse)` of a call whose arguments are grouped but not yet checked."""
     operands, problem, sinks = complete(q, k, v, rules, scores)
     backend = select.choices(operands, problem, implementation)
+    placing = placing_of(q=operands.q, k=operands.k, v=operands.v)
+    if placing is not None:
+        return attend_in_place(placing, operands, problem, backend, sinks)
     return block_sparse(narrowed(operands), problem, backend=backend, sinks=sinks)

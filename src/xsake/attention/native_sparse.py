@@ -15,6 +15,9 @@ from xsake.attention.native_blocks import Blocks, Branches, Compress, Gates, bra
 from xsake.attention.packed import Packed, pack
 from xsake.attention.sharded import each_part
 from xsake.errors import ArgumentError, ShapeError, UnsupportedError
+from xsake.kernels import placed
+from xsake.kernels.arguments import number
+from xsake.kernels.placed import placing_of
 from xsake.kernels.pooled import pooled
 from xsake.kernels.pooled import problem as pooling
 from xsake.kernels.pooled.compress import means, runs, summaries_of
@@ -80,8 +83,10 @@ def native_sparse_attention(
         >>> xsake.native_sparse_attention(q, k, v, gates, blocks=sizes).shape
         (1, 100, 6, 16)
     """
-    if isinstance(block_counts, int) and block_indices is None:
-        blocks = dataclasses.replace(blocks, count=block_counts)
+    if isinstance(block_counts, int | np.integer):
+        block_counts = _positive(int(block_counts))
+        if block_indices is None:
+            blocks = dataclasses.replace(blocks, count=block_counts)
     call = _checked(q, k, v, gates, _Sizes(blocks, block_counts, scale, implementation))
     packed = None
     if cu_seqlens is not None:
@@ -97,7 +102,12 @@ def native_sparse_attention(
         return _attended(call._replace(**arrays), summaries, listed, counts, packed)
 
     arrays = {"q": call.q, "k": call.k, "v": call.v, "gates": call.gates}
-    total, listed = each_part(mesh, attend, arrays, summaries, listed, counts)
+    given = arrays, summaries, listed, counts
+    if mesh is None:
+        placing = placing_of(q=call.q, **{f"k {n}": x for n, x in call.k._asdict().items()})
+        total, listed = placed.each_part(placing, attend, *given)
+    else:
+        total, listed = each_part(mesh, attend, *given)
     if packed is not None:
         total = packed.packed(total)
         listed = packed.packed(_relative(listed, packed, call.sizes.blocks.size) + 1) - 1
@@ -143,21 +153,30 @@ def apply_native_sparse_attention(
         >>> xsake.apply_native_sparse_attention(q, k, v, own, block_size=16).shape
         (1, 100, 6, 16)
     """
-    q, listed = jnp.asarray(q), jnp.asarray(block_indices)
-    if isinstance(block_counts, int):
-        listed, block_counts = listed[..., :block_counts], None
+    q = jnp.asarray(q)
     return native_sparse_attention(
         q,
         k,
         v,
         Gates(None, jnp.ones(q.shape[:3], q.dtype), None),
-        blocks=Blocks(1, 1, block_size, max(1, listed.shape[-1]), first=0, local=1),
-        block_indices=listed,
+        blocks=Blocks(1, 1, block_size, 1, first=0, local=1),
+        block_indices=block_indices,
         block_counts=block_counts,
         scale=scale,
         cu_seqlens=cu_seqlens,
         implementation=implementation,
     )
+
+
+def _positive(count: int) -> int:
+    if count < 1:
+        raise ArgumentError(
+            "`block_counts` must be positive",
+            got=count,
+            expected="1 or more blocks, or a count for every token and kv head",
+            fix="set counts of single tokens to 0 in an array [B, T, Hk]",
+        )
+    return count
 
 
 class _Sizes(NamedTuple):
@@ -215,7 +234,9 @@ def _checked(q, k, v, gates: Gates, sizes: _Sizes) -> _Call:
                 expected=f"[B, T, Hq] {q.shape[:3]}",
                 fix="one number for every token and query head",
             )
-    scale = 1 / math.sqrt(q.shape[3]) if sizes.scale is None else float(sizes.scale)
+    scale = 1 / math.sqrt(q.shape[3])
+    if sizes.scale is not None:
+        scale = number("scale", sizes.scale, fix="None is 1 / sqrt(D)")
     return _Call(q, k, v, Gates(*given), sizes._replace(scale=scale))
 
 
@@ -285,25 +306,27 @@ def _compressed(call: _Call, summaries, packed: Packed | None, chooses: bool):
 def _given(block_indices, call: _Call, packed: Packed | None):
     """Distinct blocks that are not of the future; -1 for all others."""
     listed = jnp.asarray(block_indices)
-    shape = call.q.shape[:1] + (-1, call.k.selected.shape[2])
-    if listed.ndim != 4 or not jnp.issubdtype(listed.dtype, jnp.integer):
+    tokens = call.tokens if packed is None else packed.position.shape[0]
+    expected = (call.q.shape[0], tokens, call.k.selected.shape[2])
+    fits = listed.ndim == 4 and listed.shape[:3] == expected and listed.shape[3] > 0
+    if not fits or not jnp.issubdtype(listed.dtype, jnp.integer):
         raise ShapeError(
             "`block_indices` does not fit",
             got=f"{listed.dtype} {listed.shape}",
-            expected=f"integers [B, T, Hk, slots], here {shape}",
-            fix="every token and kv head has its own list of blocks",
+            expected=f"integers [B, T, Hk, slots], here {(*expected, 'slots')}",
+            fix="every token and kv head has a list; the query heads of a kv head share it",
         )
+    listed = listed.astype(jnp.int32)
     if isinstance(call.sizes.counts, int):
         listed = listed[..., : call.sizes.counts]
     size = call.sizes.blocks.size
-    number = jnp.arange(call.tokens, dtype=jnp.int32) // size
+    own = jnp.arange(call.tokens, dtype=jnp.int32) // size
     if packed is not None:
-        listed = jnp.where(listed < 0, -1, listed)
-        listed = packed.aligned(listed)
+        listed = packed.aligned(jnp.maximum(listed, -1))
         is_gap = (packed.source == packed.position.shape[0])[None, :, None, None]
         first = (packed.start // size)[None, :, None, None]
         listed = jnp.where(is_gap | (listed < 0), -1, listed + first)
-    listed = jnp.where(listed > number[None, :, None, None], -1, listed).astype(jnp.int32)
+    listed = jnp.where(listed > own[None, :, None, None], -1, listed)
     slots = listed.shape[-1]
     same = listed[..., :, None] == listed[..., None, :]
     earlier = jnp.tril(jnp.ones((slots, slots), bool), -1)[None, None, None]
@@ -315,17 +338,16 @@ def _counts(block_counts, call: _Call, packed: Packed | None):
     if block_counts is None or isinstance(block_counts, int):
         return None
     counts = jnp.asarray(block_counts)
-    if packed is not None:
-        counts = packed.aligned(counts)
-    expected = (*call.q.shape[:2], call.k.selected.shape[2])
-    if counts.shape != expected:
+    tokens = call.tokens if packed is None else packed.position.shape[0]
+    expected = (call.q.shape[0], tokens, call.k.selected.shape[2])
+    if counts.shape != expected or not jnp.issubdtype(counts.dtype, jnp.integer):
         raise ShapeError(
             "`block_counts` does not fit",
-            got=counts.shape,
-            expected=f"a number, or [B, T, Hk] {expected}",
+            got=f"{counts.dtype} {counts.shape}",
+            expected=f"a number, or integers [B, T, Hk] {expected}",
             fix="query heads of a kv head share their blocks",
         )
-    return counts
+    return counts if packed is None else packed.aligned(counts)
 
 
 def _counted(listed, counts):

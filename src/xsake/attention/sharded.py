@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from xsake.attention.arguments import Rules, Scores, complete
 from xsake.attention.visibility import narrowed
@@ -17,6 +17,7 @@ from xsake.errors import UnsupportedError
 from xsake.kernels import select
 from xsake.kernels.block_sparse.op import Choice, block_sparse
 from xsake.kernels.block_sparse.problem import Operands, Problem
+from xsake.kernels.placed import Placing, explicit_axes, place
 from xsake.layout import BlockLayout
 from xsake.layout.grid import BlockGrid
 from xsake.layout.ragged import Items, gather_rows, is_concrete, namespace
@@ -29,7 +30,7 @@ class Split(NamedTuple):
     """Mesh axes (None: not split) and how many parts they make."""
 
     batch_axes: tuple[str, ...] | None
-    head_axis: str | None
+    head_axis: str | tuple[str, ...] | None
     batch_parts: int
     head_parts: int
 
@@ -41,8 +42,28 @@ def attend_on_mesh(mesh: Mesh, q, k, v, rules: Rules, scores: Scores, implementa
     that differs between them is cut into one list per device; these are data of equal capacity.
     """
     operands, problem, sinks = complete(q, k, v, rules, scores)
-    split = split_of(mesh, operands)
     backend = select.choices(operands, problem, implementation)
+    return _attend_split(mesh, split_of(mesh, operands), operands, problem, backend, sinks)
+
+
+def attend_in_place(
+    placing: Placing, operands: Operands, problem: Problem, backend: Choice, sinks
+) -> Any:
+    """`(out, lse)` of arrays whose types say how batch and heads are split over a mesh."""
+    batch = (placing.batch,) if isinstance(placing.batch, str) else placing.batch
+    split = Split(batch, placing.heads, *placing.parts)
+    _check_rule(operands, split)
+    return _attend_split(placing.mesh, split, operands, problem, backend, sinks)
+
+
+def _attend_split(
+    mesh: Mesh | AbstractMesh,
+    split: Split,
+    operands: Operands,
+    problem: Problem,
+    backend: Choice,
+    sinks,
+) -> Any:
     layout = operands.layout
     arrays = {**operands._asdict(), "sinks": sinks}
     del arrays["layout"]
@@ -89,7 +110,7 @@ def each_part(mesh: Mesh | None, function: Callable, *arrays: Any) -> Any:
 class _Program:
     """The arguments that are known while tracing: the key of the compiled program."""
 
-    mesh: Mesh
+    mesh: Mesh | AbstractMesh  # abstract: of the types of the arrays
     split: Split
     problem: Problem
     backend: Choice
@@ -122,11 +143,17 @@ def _run(program: _Program, arrays, data):
         return block_sparse(operands, program.problem, backend=program.backend, sinks=sinks)
 
     whole = PartitionSpec(program.split.batch_axes, None, program.split.head_axis)
+    mesh, specs = program.mesh, dict(program.specs)
+    is_typed = isinstance(mesh, AbstractMesh)
+    if is_typed:  # arrays that are not spread over the mesh yet are spread first
+        arrays = {name: place(name, x, mesh, specs[name]) for name, x in arrays.items()}
+        data = jax.tree.map(lambda x: place("the layout", x, mesh, program.data_spec), data)
     return jax.shard_map(
         local,
-        mesh=program.mesh,
-        in_specs=(dict(program.specs), program.data_spec),
+        mesh=mesh,
+        in_specs=(specs, program.data_spec),
         out_specs=(whole, whole),
+        axis_names=explicit_axes(mesh) if is_typed else frozenset(mesh.axis_names),
         check_vma=False,
     )(arrays, data)
 
@@ -143,16 +170,22 @@ def split_of(mesh: Mesh, operands: Operands) -> Split:
     batch, _, kv_heads, _ = operands.k.shape
     batch_axes, batch_parts = _axes(mesh, BATCH_AXES, "batch", batch)
     head_axes, head_parts = _axes(mesh, (HEAD_AXIS,), "number of kv heads", kv_heads)
+    head_axis = None if head_axes is None else HEAD_AXIS
+    split = Split(batch_axes, head_axis, batch_parts, head_parts)
+    _check_rule(operands, split)
+    return split
+
+
+def _check_rule(operands: Operands, split: Split) -> None:
     mask = operands.layout.mask
-    if head_parts > 1 and mask is not None and mask.heads is not None:
+    if split.head_parts > 1 and mask is not None and mask.heads is not None:
+        parts = f"{split.head_parts} devices of axis {split.head_axis!r}"
         raise UnsupportedError(
             "a mask that differs between heads cannot be split over devices",
-            got=f"{mask.heads} heads in {mask!r}, {head_parts} devices of axis {HEAD_AXIS!r}",
+            got=f"{mask.heads} heads in {mask!r}, {parts}",
             expected="one rule for all heads; the blocks listed may differ between heads",
             fix="use from_block_mask per head under one mask, or a mesh without that axis",
         )
-    head_axis = None if head_axes is None else HEAD_AXIS
-    return Split(batch_axes, head_axis, batch_parts, head_parts)
 
 
 def _axes(mesh: Mesh, axes: tuple[str, ...], what: str, size: int):

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from xsake.attention.sharded import layout_of
 from xsake.distributed.deal import block_of_stripe, stripe_of
 from xsake.kernels import select
-from xsake.kernels.block_sparse.op import BACKENDS, Choice, block_sparse
+from xsake.kernels.block_sparse.op import BACKENDS, Choice, block_sparse, sink_lse
 from xsake.kernels.block_sparse.problem import Cotangents, Gradients, Operands, Problem
 from xsake.kernels.platforms import Refusal, by_platform
 from xsake.layout import BlockLayout
@@ -124,7 +124,7 @@ def merged(out, lse, other, other_lse):
 
 def with_sinks(out, lse, sinks):
     """Let the logits of sinks, [Hq, S], join a finished softmax: keys that carry no value."""
-    sink = jax.nn.logsumexp(sinks.astype(lse.dtype), axis=-1)
+    sink = sink_lse(sinks.astype(lse.dtype))
     sink = jnp.broadcast_to(sink[None, None], lse.shape)
     joint, lse = merged(out.astype(lse.dtype), lse, jnp.zeros(out.shape, lse.dtype), sink)
     return joint.astype(out.dtype), lse

@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from xsake.kernels.arguments import sum_dtype
 from xsake.kernels.block_sparse.problem import cleaned, quarantine
 
 
@@ -15,7 +16,6 @@ def forward(
 ):
     """`(out [B, Tq, Hq, Dv], lse [B, Tq, Hq], weights [B, Hq, Tq, Tk])`."""
     _, _, v, seen, logits = _pairs(q, k, v, seen, scale)
-    logits = jnp.where(seen, logits, -jnp.inf)
     peak = logits.max(-1, keepdims=True)
     weight = jnp.where(seen, jnp.exp(logits - jnp.where(peak == -jnp.inf, 0, peak)), 0)
     mass = weight.sum(-1, keepdims=True)
@@ -47,8 +47,10 @@ def backward(
 
 def _pairs(q, k, v, seen, scale: float):
     """Everything by query head and in the dtype of sums; values that are not finite are zero."""
-    group, dtype = q.shape[2] // k.shape[2], jnp.promote_types(q.dtype, jnp.float32)
+    group, dtype = q.shape[2] // k.shape[2], sum_dtype(q.dtype)
     q, k, v = (x.astype(dtype) for x in (q, k, v))
     k, v = (jnp.repeat(x, group, axis=2) for x in quarantine(k, v))
     logits = jnp.einsum("bqhd,bkhd->bhqk", q * scale, k, precision="highest")
-    return q, k, v, jnp.repeat(seen, group, axis=1), logits
+    seen = jnp.repeat(seen, group, axis=1)
+    # Hidden before any power is taken, so that none overflows in derivatives of gradients.
+    return q, k, v, seen, jnp.where(seen, logits, -jnp.inf)

@@ -8,7 +8,7 @@ import textwrap
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jaxtyping import Bool, Int, Int8, Int32
+from jaxtyping import Bool, Int8, Int32, Integer
 
 from xsake.errors import LayoutError
 from xsake.layout import build, invariants, json_form
@@ -108,7 +108,7 @@ class BlockLayout(ComparableLayout, BlockCounts):
             3069
         """
         kv_tokens = q_tokens if kv_tokens is None else kv_tokens
-        sizes = BlockGrid(q_tokens, kv_tokens, block_q, block_kv, heads=mask.heads or 1)
+        sizes = BlockGrid(q_tokens, kv_tokens, block_q, block_kv, heads=build.heads_of(mask) or 1)
         return _from_mask(cls, mask, sizes)
 
     @classmethod
@@ -131,14 +131,14 @@ class BlockLayout(ComparableLayout, BlockCounts):
             q_tokens, kv_tokens: lengths; they default to all tokens of the grid.
             block_q, block_kv: block sizes.
             mask: rule inside the chosen blocks; forbidden ones are dropped, cut ones are partial.
-            capacity: room for items of a traced layout; defaults to every block of the grid.
+            capacity: room for items, every block by default; a traced list is cut there in silence.
 
         Example:
             >>> grid = np.tril(np.ones((4, 4), bool))
             >>> BlockLayout.from_block_mask(grid, block_q=64, block_kv=64).items
             10
         """
-        chosen = build.as_planes(grid, None if mask is None else mask.heads)
+        chosen = build.as_planes(grid, build.heads_of(mask))
         kv_tokens = chosen.shape[-1] * block_kv if kv_tokens is None else kv_tokens
         sizes = build.sizes_of(chosen.shape[:3], q_tokens, kv_tokens, block_q, block_kv)
         build.require_blocks("kv", chosen.shape[-1], kv_tokens, block_kv)
@@ -151,8 +151,8 @@ class BlockLayout(ComparableLayout, BlockCounts):
     @classmethod
     def from_indices_counts(
         cls,
-        indices: Int[Array | np.ndarray, "... A"],
-        counts: Int[Array | np.ndarray, "..."],
+        indices: Integer[Array | np.ndarray, "... A"],
+        counts: Integer[Array | np.ndarray, "..."],
         *,
         q_tokens: int | None = None,
         kv_tokens: int | None = None,
@@ -172,7 +172,7 @@ class BlockLayout(ComparableLayout, BlockCounts):
             q_tokens, kv_tokens: lengths; they default to all query blocks and to `q_tokens`.
             block_q, block_kv: block sizes.
             mask: rule inside the listed blocks, as for `from_block_mask`.
-            capacity: room for items of a traced layout; defaults to what the slots could hold.
+            capacity: room for items, every slot by default; a traced list is cut there in silence.
 
         Example:
             >>> layout = BlockLayout.from_indices_counts(
@@ -315,7 +315,7 @@ class BlockLayout(ComparableLayout, BlockCounts):
         """The layout under `mask` in place of its own, which `mask` implies."""
         if mask is None:
             return self
-        wide = self.expand(heads=build.common_heads(self.heads, mask.heads))
+        wide = self.expand(heads=build.common_heads(self.heads, build.heads_of(mask)))
         xp = namespace(*wide._items)
         codes = codes_of(xp, wide._items, mask, wide.grid)
         return self._of(*refine_items(xp, wide._items, codes, wide.grid), mask)

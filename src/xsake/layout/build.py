@@ -1,5 +1,6 @@
 """Makes the item lists of layouts from masks, block grids and index lists; knows no layout type."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -8,6 +9,7 @@ from xsake.layout.cover import CHUNK_BLOCKS, cover_items, resolve
 from xsake.layout.grid import BlockGrid, blocks_of, require_countable
 from xsake.layout.ragged import Items, compact, namespace, starts_of
 from xsake.masks import AbstractMask, Coverage
+from xsake.masks.base import require_mask
 
 
 def cover_mask(mask: AbstractMask, grid: BlockGrid) -> Items:
@@ -46,6 +48,7 @@ def list_indices(xp, indices, counts, capacity: int | None, grid: BlockGrid) -> 
     """
     slots = indices.shape[-1]
     require_countable(grid.rows * slots)
+    indices = _wide(xp, indices)
     is_used = (xp.arange(slots)[None, :] < counts[:, None]) & (indices != -1)
     in_range = (indices >= 0) & (indices < grid.kv_blocks)
     if xp is np:
@@ -69,8 +72,17 @@ def list_indices(xp, indices, counts, capacity: int | None, grid: BlockGrid) -> 
     return Items(*compact(xp, keep.reshape(-1), starts, capacity, kv_block, partial))
 
 
+def _wide(xp, indices):
+    """Indices in a signed dtype that holds every number of a block."""
+    if xp is np:
+        return indices.astype(np.int64)
+    is_narrow = indices.dtype.itemsize < 4 or jnp.issubdtype(indices.dtype, jnp.unsignedinteger)
+    return indices.astype(jnp.int32) if is_narrow else indices
+
+
 def as_planes(allowed, heads: int | None):
     """A bool grid [Nq, Nk], [H, Nq, Nk] or [B, H, Nq, Nk] as [B, H, Nq, Nk], H at least `heads`."""
+    _require_array("the block mask", allowed)
     if not 2 <= allowed.ndim <= 4 or allowed.dtype != bool or 0 in allowed.shape:
         raise LayoutError(
             "the block mask is not a grid of booleans",
@@ -85,6 +97,8 @@ def as_planes(allowed, heads: int | None):
 
 def as_slots(indices, counts):
     """Index lists [Nq, A], [H, Nq, A] or [B, H, Nq, A] as [B, H, Nq, A]."""
+    _require_array("indices", indices)
+    _require_array("counts", counts)
     if not 2 <= indices.ndim <= 4 or indices.shape[:-1] != counts.shape or 0 in indices.shape:
         raise LayoutError(
             "indices and counts do not fit each other",
@@ -95,6 +109,23 @@ def as_slots(indices, counts):
         if not np.issubdtype(array.dtype, np.integer):
             raise LayoutError(f"{name} are not integers", got=array.dtype, expected="integers")
     return indices.reshape((1,) * (4 - indices.ndim) + tuple(indices.shape))
+
+
+def _require_array(name: str, value) -> None:
+    """NumPy gives a static layout and JAX a traced one, so a list would leave it open."""
+    if not isinstance(value, np.ndarray | jax.Array):
+        raise LayoutError(
+            f"{name} must be an array",
+            got=f"{type(value).__name__} {value!r}"[:80],
+            expected="a NumPy array for a static layout, a JAX array for a traced one",
+            fix="pass numpy.asarray(...) or jax.numpy.asarray(...)",
+        )
+
+
+def heads_of(mask: AbstractMask | None) -> int | None:
+    """Heads of a mask that a caller passed; None if all heads share its rule."""
+    require_mask(mask)
+    return None if mask is None else mask.heads
 
 
 def common_heads(own: int, heads: int | None) -> int:

@@ -19,7 +19,7 @@ KEYS = {"format", "version", *SIZES, "mask", "rows"}
 
 def encode(items: Items, grid: BlockGrid, mask: masks.AbstractMask | None) -> str:
     """One line per row of the layout: flat triples (first kv block, how many, 1 if partial)."""
-    described = None if mask is None else _describe(mask)
+    described = None if mask is None else describe_mask(mask)
     listed = int(items.row_starts[-1])
     row = row_of_item(np, items.row_starts, items.kv_block.size)[:listed]
     kv_block, is_partial = items.kv_block[:listed], items.is_partial[:listed]
@@ -78,7 +78,8 @@ def decode(text: str, *, max_items: int) -> tuple[Items, BlockGrid, masks.Abstra
     return items, grid, None if described is None else masks.from_dict(described)
 
 
-def _describe(mask: masks.AbstractMask) -> dict[str, Any]:
+def describe_mask(mask: masks.AbstractMask) -> dict[str, Any]:
+    """A mask as JSON values; an error if it has no such form."""
     try:
         return masks.to_dict(mask)
     except MaskError as refused:

@@ -84,6 +84,13 @@ def used(xp, row_starts, capacity: int):
 
 def require_room(items, capacity: int, concrete: bool) -> None:
     """Refuse to drop work: now if `items` can be read, through `checkify` if it is traced."""
+    if not isinstance(capacity, int | np.integer) or capacity < 0:
+        raise LayoutError(
+            "capacity must be a number of items",
+            got=repr(capacity),
+            expected="an int of at least 0",
+            fix="capacity_bucket(items) gives the usual one",
+        )
     if concrete:
         if int(items) > capacity:
             raise LayoutError(

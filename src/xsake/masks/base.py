@@ -227,3 +227,18 @@ class AbstractMask(abc.ABC):
         from xsake.masks.draw import draw_png
 
         draw_png(self, path, q_tokens, kv_tokens, head=head)
+
+
+def require_mask(mask: Any) -> None:
+    """Refuse masks that are not of `xsake.masks`; None passes."""
+    if mask is None or isinstance(mask, AbstractMask):
+        return
+    shape = getattr(mask, "shape", None)
+    kind = type(mask).__name__ if shape is None else f"{mask.dtype} array {tuple(shape)}"
+    raise MaskError(
+        "`mask` must be a rule on positions",
+        got=kind if shape is not None else f"{kind} {mask!r}"[:80],
+        expected="a mask of xsake.masks, such as Causal(), or None",
+        fix="wrap booleans [Tq, Tk] or [H, Tq, Tk] in xsake.masks.Explicit(numpy_array); "
+        "padding belongs in q_segment_ids",
+    )

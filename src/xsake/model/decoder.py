@@ -12,6 +12,8 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from xsake.attention import Branches
+from xsake.errors import ArgumentError
+from xsake.kernels.arguments import is_known
 from xsake.model.attend import Attend, Dense, LayerCall, require_dense
 from xsake.model.cache import AnyCache, Cache
 from xsake.model.config import DecoderConfig
@@ -83,7 +85,8 @@ class Decoder(nnx.Module):
         """Logits of the token after each token.
 
         Args:
-            tokens: [B, T] ids.
+            tokens: [B, T] ids of the vocabulary. Others raise, and so do positions beyond the
+                `context` of a model with learned positions; while traced, they make logits NaN.
             attend: how layers look at each other; the model's own mask holds in any case.
             positions: of the tokens, for embeddings and causality; None: 0, 1, 2...
             segment_ids: tokens of different ids do not see each other; negative ids see nothing.
@@ -223,6 +226,10 @@ class Decoder(nnx.Module):
     def _run(self, tokens, positions, attend: Attend, look: _Look, cache: Any = None):
         """Embedding, all layers, final norm: (hidden, cache, what `look` kept, by layer)."""
         config = self.config
+        _check_range("token ids", tokens, config.vocab_size, "the vocabulary")
+        if self.positions is not None:
+            given = np.arange(tokens.shape[1]) if positions is None else positions
+            _check_range("positions", given, config.context, "the learned positions")
         positions = _counted(tokens) if positions is None else positions
         angles = turns(tuple(kind.rope for kind in config.kinds), config.head_dim, positions)
         graph, weights = nnx.split(self.layers)
@@ -262,10 +269,10 @@ class Decoder(nnx.Module):
         return rotate(x, turns(ropes, self.config.head_dim, positions)[kind])
 
     def _embedded(self, tokens, positions):
-        x = jnp.take(self.embedding[...], tokens, axis=0).astype(self.compute_dtype)
+        x = _take(self.embedding[...], tokens, self.compute_dtype)
         x = x * jnp.asarray(self.config.embedding_scale, x.dtype)
         if self.positions is not None:
-            learned = jnp.take(self.positions[...], positions, axis=0).astype(x.dtype)
+            learned = _take(self.positions[...], positions, x.dtype)
             x = x + jnp.broadcast_to(learned, x.shape)
         return x
 
@@ -279,6 +286,23 @@ def _stacked_layers(config: DecoderConfig, rngs: nnx.Rngs, dtype) -> Layer:
         transform_metadata={nnx.PARTITION_NAME: "layer"},
     )
     return nnx.split_rngs(splits=config.layers)(make)(rngs)
+
+
+def _check_range(name: str, values, size: int, what: str) -> None:
+    """Refuse rows that a table does not have, where values are known; traced ones read NaN."""
+    known = np.asarray(values) if is_known(values) else np.zeros(1, np.int32)
+    if known.size and (known.min() < 0 or known.max() >= size):
+        raise ArgumentError(
+            f"{name} are outside {what}",
+            got=f"{known.min()} to {known.max()}",
+            expected=f"0 to {size - 1}",
+            fix="tokenize with the vocabulary of this model, and read no more than its context",
+        )
+
+
+def _take(table, index, dtype) -> Array:
+    """Rows of a table; NaN for a row that it does not have, a negative one included."""
+    return jnp.take(table, jnp.where(index < 0, table.shape[0], index), axis=0).astype(dtype)
 
 
 def _counted(tokens) -> Array:

@@ -112,6 +112,15 @@ def _traced(case: Case) -> BlockLayout:
     return _grid_layout(case).traced(capacity=200)
 
 
+def _two_thirds(case: Case) -> BlockLayout:
+    """Most blocks of a grid, chosen without the mask, which is then a second argument."""
+    blocks = -(-case.q_tokens // 16), -(-case.kv_tokens // 16)
+    grid = np.random.default_rng(4).random(blocks) < 0.67
+    return BlockLayout.from_block_mask(
+        grid, q_tokens=case.q_tokens, kv_tokens=case.kv_tokens, block_q=16, block_kv=16
+    )
+
+
 def _nothing(case: Case) -> BlockLayout:
     grid = np.zeros((1, -(-case.q_tokens // 32), -(-case.kv_tokens // 32)), bool)
     return BlockLayout.from_block_mask(
@@ -318,7 +327,7 @@ COORDINATES = [
     Case(
         "layout_with_positions",
         Causal() & Window(left=30, right=0),
-        block=(16, 16),
+        layout=_two_thirds,
         q_positions=tuple(range(9, 105)),
         kv_positions=tuple(range(4, 100)),
     ),

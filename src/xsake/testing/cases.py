@@ -78,8 +78,15 @@ class Case:
     def static(self) -> dict[str, Any]:
         """The arguments of `xsake.attention` that are not arrays."""
         schedule = self.schedule
-        who = {"mask": self.mask} if schedule is None else {"layout": schedule}
+        who: dict[str, Any] = {"mask": self.mask} if schedule is None else {"layout": schedule}
+        if self._is_apart:
+            who["mask"] = self.mask
         return {**who, "softcap": self.softcap, "scale": self.scale}
+
+    @property
+    def _is_apart(self) -> bool:
+        """Whether mask and layout are two arguments: the layout was built without the mask."""
+        return self.schedule is not None and self.schedule.mask is None and self.mask is not None
 
     @property
     def coordinates(self) -> expand.Coordinates:
@@ -109,6 +116,8 @@ class Case:
             tokens = expand.mask_tokens(self.mask, at, self.q_heads)
         else:
             tokens = expand.layout_tokens(schedule, at, self.q_heads)
+            if self._is_apart:
+                tokens = tokens & expand.mask_tokens(self.mask, at, self.q_heads)
         return tokens & expand.same_segment(at, self.q_heads, self.batch)
 
     def inputs(self, seed: int = 0) -> "Inputs":

@@ -15,6 +15,7 @@ from xsake.kernels.block_sparse.problem import (
     quarantine,
 )
 from xsake.kernels.block_sparse.walk import Step
+from xsake.kernels.varying import axes_of
 
 
 class Call(NamedTuple):
@@ -35,6 +36,11 @@ class Call(NamedTuple):
     @property
     def dtype(self):
         return compute_dtype(self.operands)
+
+    @property
+    def axes(self) -> frozenset[str]:
+        """Mesh axes of `shard_map` that the operands vary over."""
+        return axes_of(self.operands.q)
 
     @property
     def q_heads(self) -> int:
@@ -82,6 +88,10 @@ class Call(NamedTuple):
         kv_block = jnp.minimum(kv_block, layout.kv_blocks - 1)
         token = kv_block[:, None] * layout.block_kv + jnp.arange(layout.block_kv)[None]
         visible = ((token < self.kv_places.tokens) & exists)[:, None, :]
+        if layout.q_tokens % layout.block_q:
+            # Padded queries exist as little as padded keys: their logits may be NaN.
+            q_token = q_block[:, None] * layout.block_q + jnp.arange(layout.block_q)[None]
+            visible = visible & (q_token < layout.q_tokens)[:, :, None]
         if mask is not None:
             q_pos = _place(self.q_places.positions, batch, q_block)[:, :, None]
             kv_pos = _place(self.kv_places.positions, batch, kv_block)[:, None, :]

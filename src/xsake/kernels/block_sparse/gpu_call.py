@@ -27,6 +27,7 @@ from xsake.kernels.block_sparse.gpu_pieces import summed
 from xsake.kernels.block_sparse.gpu_step import Pairs, Place, place_of
 from xsake.kernels.block_sparse.problem import Operands
 from xsake.kernels.block_sparse.ragged_grid import quotient, remainder
+from xsake.kernels.varying import axes_of, vary
 
 # One tile is computed while the next one arrives.
 STAGES = 2
@@ -152,7 +153,9 @@ class Walk:
             interpret=self.machine.interpret,
             team=self.team,
         )
-        found = call(*flat)
+        axes = axes_of(self.operands.q)
+        # Mosaic GPU's results come without the axes that they vary over.
+        found = vary(call(*vary(flat, axes)), axes)
         if listing.most > 1:
             found = [summed(x, listing.first, listing.most, grid) for x in found]
         own_tokens = self.listing.listed.q_tokens

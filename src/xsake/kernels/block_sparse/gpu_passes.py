@@ -251,5 +251,5 @@ def _tanh(x):
 
 
 def _gradient(weight, d_weight, delta, logits, problem: Problem):
-    slope = tiles.softcap_slope(logits, problem.softcap, UNIT)
+    slope = tiles.softcap_slope(logits, problem.softcap, unit=UNIT)
     return tiles.logit_gradient(weight, d_weight, delta, slope)

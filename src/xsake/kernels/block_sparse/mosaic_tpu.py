@@ -257,7 +257,7 @@ def _key_value_gradient(problem: Problem) -> Visitor:
 def _gradient(logits, lse, d_weight, delta, problem: Problem):
     """`(weights, gradient of the logits)` of a tile."""
     weight = tiles.weights(logits, lse, unit=UNIT)
-    slope = tiles.softcap_slope(logits, problem.softcap, UNIT)
+    slope = tiles.softcap_slope(logits, problem.softcap, unit=UNIT)
     return weight, tiles.logit_gradient(weight, d_weight, delta, slope)
 
 

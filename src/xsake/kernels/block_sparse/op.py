@@ -14,6 +14,7 @@ from xsake.kernels.block_sparse.cost import Pass
 from xsake.kernels.block_sparse.problem import Cotangents, Gradients, Operands, Problem
 from xsake.kernels.later import Later
 from xsake.kernels.platforms import Branch, Refusal, by_platform
+from xsake.kernels.varying import vary_alike
 from xsake.layout import BlockLayout
 
 
@@ -91,7 +92,7 @@ def block_sparse(
     choice = (("every", backend),) if isinstance(backend, str) else backend
     static = _Static(choice, problem, layout if layout.is_static else None)
     context = (None if layout.is_static else layout, *rest)
-    return _run(static, q, k, v, bias, context, sinks)
+    return _run(static, *vary_alike((q, k, v, bias, context, sinks)))
 
 
 # Jitted here so that calls outside `jit` compile once and not at every call.
@@ -145,11 +146,21 @@ def _attend_backward(static: _Static, saved, cotangents):
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
+def sink_lse(sinks: Float[Array, "Hq S"]) -> Float[Array, " Hq"]:
+    """Log-sum-exp of a head's sinks; a sink of -inf is none, and has gradient 0."""
+    exists = sinks != -jnp.inf
+    peak = jnp.where(exists, sinks, -jnp.inf).max(-1)
+    peak = jax.lax.stop_gradient(jnp.where(jnp.isfinite(peak), peak, 0))
+    powers = jnp.where(exists, jnp.exp(jnp.where(exists, sinks, 0) - peak[:, None]), 0)
+    mass, is_some = powers.sum(-1), exists.any(-1)
+    return jnp.where(is_some, peak + jnp.log(jnp.where(is_some, mass, 1)), -jnp.inf)
+
+
 def _with_sinks(out, lse, sinks):
     """Let the sinks' logits join a finished softmax: exact, and autodiff does the gradients."""
-    sink = jax.nn.logsumexp(sinks.astype(lse.dtype), axis=-1)[None, None]
+    sink = sink_lse(sinks.astype(lse.dtype))[None, None]
     empty = lse == -jnp.inf
     safe = jnp.where(empty, 0, lse)
     joint = jnp.where(empty, sink, jnp.logaddexp(safe, sink))
     kept = jnp.where(empty, 0, jnp.exp(safe - joint))
-    return (out * kept[..., None].astype(lse.dtype)).astype(out.dtype), joint
+    return (out.astype(lse.dtype) * kept[..., None]).astype(out.dtype), joint

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
+from xsake.kernels.arguments import sum_dtype
 from xsake.layout import BlockLayout
 
 
@@ -70,7 +71,7 @@ class Gradients(NamedTuple):
 
 def compute_dtype(operands: Operands):
     """Statistics and sums are float32 at least, float64 for float64 inputs."""
-    return jnp.promote_types(operands.q.dtype, jnp.float32)
+    return sum_dtype(operands.q.dtype)
 
 
 def quarantine(k, v):

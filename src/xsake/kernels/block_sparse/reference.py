@@ -37,8 +37,7 @@ def passes(operands: Operands, problem: Problem, platform: str) -> tuple[cost.Pa
 def forward(operands: Operands, problem: Problem):
     """`(out [B, Tq, Hq, Dv], lse [B, Tq, Hq])`."""
     visible = visible_pairs(operands)
-    logits, _ = _logits(operands, problem)
-    logits = jnp.where(visible, logits, -jnp.inf)
+    logits, _ = _logits(operands, problem, visible)
     lse = _log_sum_exp(logits)
     weights = jnp.where(visible, jnp.exp(logits - _finite(lse)[..., None]), 0)
     _, v = _keys_and_values(operands)
@@ -50,7 +49,7 @@ def backward(operands: Operands, problem: Problem, out, lse, cotangents: Cotange
     """Gradients for q, k, v and bias from the saved results."""
     dtype = compute_dtype(operands)
     visible = visible_pairs(operands)
-    logits, slope = _logits(operands, problem)
+    logits, slope = _logits(operands, problem, visible)
     d_out = cotangents.out.astype(dtype)
     # A query whose cotangent is not finite spoils what it sees, and only that.
     lse = jnp.where(jnp.isfinite(d_out).all(-1), lse, jnp.nan)
@@ -126,17 +125,21 @@ def _block_planes(layout: BlockLayout):
     return planes[:, :-1].reshape(shape)
 
 
-def _logits(operands: Operands, problem: Problem):
-    """Logits [B, Hq, Tq, Tk] and their derivative by `scale * q.k + bias`."""
+def _logits(operands: Operands, problem: Problem, visible):
+    """Logits [B, Hq, Tq, Tk] and their derivative by `scale * q.k + bias`.
+
+    Hidden pairs are -inf before any power is taken: hidden after it, a large one would overflow
+    and make derivatives of the gradients NaN.
+    """
     q = operands.q.astype(compute_dtype(operands))
     k, _ = _keys_and_values(operands)
     logits = jnp.einsum("bqhd,bkhd->bhqk", q, k, precision="highest") * problem.scale
     if operands.bias is not None:
         logits = logits + operands.bias.astype(logits.dtype)
     if problem.softcap is None:
-        return logits, jnp.ones((), logits.dtype)
-    capped = jnp.tanh(logits / problem.softcap)
-    return capped * problem.softcap, 1 - capped**2
+        return jnp.where(visible, logits, -jnp.inf), jnp.ones((), logits.dtype)
+    capped = jnp.tanh(jnp.where(visible, logits, 0) / problem.softcap)
+    return jnp.where(visible, capped * problem.softcap, -jnp.inf), 1 - capped**2
 
 
 def _keys_and_values(operands: Operands):

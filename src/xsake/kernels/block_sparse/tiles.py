@@ -69,11 +69,15 @@ def logits(products, bias, softcap: float | None, unit: Unit = BITS):
     return jnp.tanh(products / softcap) * (softcap * unit.per_nat)
 
 
-def softcap_slope(tile, softcap: float | None, unit: Unit = BITS):
-    """Derivative of the capped logits by the plain ones, from the capped ones in `unit`."""
+def softcap_slope(tile, softcap: float | None, exists=None, unit: Unit = BITS):
+    """Derivative of the capped logits by the plain ones, from the capped ones in `unit`.
+
+    `exists` [rows, 1] leaves out whole rows of a tile, whatever their logits are.
+    """
     if softcap is None:
         return None
-    return 1 - (tile / (softcap * unit.per_nat)) ** 2
+    slope = 1 - (tile / (softcap * unit.per_nat)) ** 2
+    return slope if exists is None else jnp.where(exists[..., None], slope, 0)
 
 
 class OnlineSoftmax(NamedTuple):

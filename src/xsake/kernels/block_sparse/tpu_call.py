@@ -20,6 +20,7 @@ from xsake.kernels.block_sparse.ragged_grid import RaggedGrid, quotient, remaind
 from xsake.kernels.block_sparse.tpu_lists import Listing
 from xsake.kernels.block_sparse.tpu_step import Group
 from xsake.kernels.block_sparse.work_list import FLAG_BITS
+from xsake.kernels.varying import axes_of, shape_of_result, vary
 
 
 class QuerySide(NamedTuple):
@@ -122,7 +123,7 @@ class Walk:
             sums: shapes of the float32 sums that stay while a row is walked.
             keys_first: tiles of logits are [keys, queries].
         """
-        grid, work = self._grid, self.listing.work
+        grid, work, like = self._grid, self.listing.work, self.operands.q
         shown, numbers = self.listing.element_masks(keys_first)
         met = Met(met, None if shown is None else jnp.asarray(shown))
         kernel = functools.partial(_kernel, self.listing, visitor, len(results), keys_first)
@@ -139,7 +140,7 @@ class Walk:
             inputs = own, met, found
             found = pl.pallas_call(
                 kernel,
-                out_shape=[jax.ShapeDtypeStruct((grid.rows, *x), dtype) for x, dtype in results],
+                out_shape=[shape_of_result((grid.rows, *x), dtype, like) for x, dtype in results],
                 grid_spec=pltpu.PrefetchScalarGridSpec(
                     num_scalar_prefetch=len(lists),
                     grid=(work.cut.parts, grid.copies, self.listing.turns(launch)),
@@ -163,7 +164,7 @@ class Walk:
                 cost_estimate=self.estimate,
                 interpret=self.interpret,
                 name=f"block_sparse_{visitor.name}",
-            )(*map(jnp.asarray, lists), *inputs)
+            )(*vary(tuple(map(jnp.asarray, lists)), axes_of(like)), *inputs)
         return found
 
     def _buffer(self, x):

@@ -38,11 +38,14 @@ class Group:
             shape, q_axis, kv_axis = shape[::-1], 1, 0
         q_number, kv_number = grid.q_and_kv(self._own, self._met[slot])
         kv_token = _tokens(kv_number, grid.kv_blocks, listed.block_kv, shape, kv_axis)
+        q_token = _tokens(q_number, grid.q_blocks, listed.block_q, shape, q_axis)
         rules = []
         if listed.kv_tokens % listed.block_kv:
             rules.append(kv_token < listed.kv_tokens)
+        if listed.q_tokens % listed.block_q:
+            # Padded queries exist as little as padded keys: their logits may be NaN.
+            rules.append(q_token < listed.q_tokens)
         if isinstance(rule, Rule):
-            q_token = _tokens(q_number, grid.q_blocks, listed.block_q, shape, q_axis)
             q_pos = _along(queries.positions, shape, q_axis, q_token)
             kv_pos = _along(keys.positions, shape, kv_axis, kv_token)
             rules.append(rule.allows(q_pos, kv_pos, self._scalars(rule, q_number)))

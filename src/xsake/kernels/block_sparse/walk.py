@@ -15,6 +15,7 @@ import numpy as np
 from jax import lax
 
 from xsake.kernels.block_sparse.problem import TileSizes
+from xsake.kernels.varying import vary
 from xsake.layout.ragged import namespace, row_of_item
 
 
@@ -132,7 +133,15 @@ def _ever(steps) -> bool:
     return not isinstance(steps, np.ndarray) or bool(steps.any())
 
 
-def walk(rows: Rows, visitor: Visitor, tiles: TileSizes, shared: Any, sets: int = 1):
+def walk(
+    rows: Rows,
+    visitor: Visitor,
+    tiles: TileSizes,
+    shared: Any,
+    *,
+    sets: int = 1,
+    axes: frozenset[str] = frozenset(),
+):
     """Run `visitor` over all rows.
 
     Args:
@@ -142,6 +151,7 @@ def walk(rows: Rows, visitor: Visitor, tiles: TileSizes, shared: Any, sets: int 
         shared: the arrays that groups write to, one group after the other.
         sets: into how many equal parts the rows are cut before they are sorted. A part is walked as
             if it were alone, so that sums in `shared` have the order that its own rows give them.
+        axes: mesh axes of `shard_map` that the operands vary over.
 
     Returns:
         `shared` as the last group left it.
@@ -155,6 +165,7 @@ def walk(rows: Rows, visitor: Visitor, tiles: TileSizes, shared: Any, sets: int 
         limits = Rows(*(x[named][:, None] for x in table))
         own = jnp.minimum(named, number - 1)
         tile, state = visitor.begin(own)
+        state = vary(state, axes)
 
         def sweep(carry, steps, width, masked, first, own_steps):
             """Take `width` items `steps` times, from item `first` on; rows take `own_steps`."""
@@ -162,7 +173,7 @@ def walk(rows: Rows, visitor: Visitor, tiles: TileSizes, shared: Any, sets: int 
             def fetch(step):
                 exists = step < own_steps
                 turns = first + step * width + jnp.arange(width, dtype=jnp.int32)[None]
-                return visitor.fetch(own, turns, exists), exists
+                return vary((visitor.fetch(own, turns, exists), exists), axes)
 
             def body(step, carry):
                 state, shared, (items, exists) = carry
@@ -183,4 +194,4 @@ def walk(rows: Rows, visitor: Visitor, tiles: TileSizes, shared: Any, sets: int 
         state, shared = carry
         return visitor.finish(named, state, shared), None
 
-    return lax.scan(run, shared, jax.tree.map(jnp.asarray, tuple(groups[1:])))[0]
+    return lax.scan(run, vary(shared, axes), jax.tree.map(jnp.asarray, tuple(groups[1:])))[0]

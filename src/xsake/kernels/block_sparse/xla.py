@@ -146,7 +146,7 @@ def _forward(operands: Operands, problem: Problem, platform: str):
     room = functools.partial(blocked.empty_rows, batch, q_heads, layout.q_blocks, layout.block_q)
     shared = room(operands.v.shape[-1], dtype=operands.q.dtype), room(dtype=call.dtype)
     sizes = _sizes(call, lists.rows.full.shape[0], platform)
-    out, lse = walk(lists.rows, visitor, sizes, shared)
+    out, lse = walk(lists.rows, visitor, sizes, shared, axes=call.axes)
     return blocked.tokens_of(out, q_tokens), blocked.tokens_of(lse, q_tokens)
 
 
@@ -215,7 +215,7 @@ def _query_gradient(call: Call, queries: Queries, platform: str):
             tiles.weights(found.logits, known.lse[..., None], step.exists),
             tiles.products(known.d_out, found.v),
             known.delta[..., None],
-            tiles.softcap_slope(found.logits, call.problem.softcap),
+            tiles.softcap_slope(found.logits, call.problem.softcap, step.exists),
         )
         k = found.k
         if found.visible is not None:
@@ -236,7 +236,7 @@ def _query_gradient(call: Call, queries: Queries, platform: str):
         batch, q_heads, layout.q_blocks, layout.block_q, dim, dtype=operands.q.dtype
     )
     d_bias = None if call.bias is None else jnp.zeros(call.bias.shape, call.dtype)
-    d_q, d_bias = walk(lists.rows, visitor, sizes, (d_q, d_bias))
+    d_q, d_bias = walk(lists.rows, visitor, sizes, (d_q, d_bias), axes=call.axes)
     if operands.bias is not None:
         d_bias = blocked.pairs_from_blocks(d_bias, operands.bias.shape, layout.q_blocks)
         d_bias = d_bias.astype(operands.bias.dtype)
@@ -307,7 +307,7 @@ def _column_tile(call: Call, queries: Queries, own: Columns, step: Step) -> Colu
     logits = tiles.logits(tiles.products(own.k, q), bias, softcap)
     visible = call.visible(q_rows[:, 0], own.block, step)
     weight = tiles.weights(logits, lse, step.exists)
-    slope = tiles.softcap_slope(logits, softcap)
+    slope = tiles.softcap_slope(logits, softcap, step.exists)
     gradient = tiles.logit_gradient(weight, tiles.products(own.v, d_out), delta, slope)
     turned_k = own.turned_k
     if visible is not None:
@@ -363,7 +363,7 @@ def _walk_keys(
     sets = batch if with_queries else 1
     d_q = jnp.zeros_like(queries.q.swapaxes(1, 2), call.dtype) if with_queries else None
     sizes = _sizes(call, full.shape[0] // sets, platform)
-    d_q, rooms = walk(rows, visitor, sizes, (d_q, rooms), sets)
+    d_q, rooms = walk(rows, visitor, sizes, (d_q, rooms), sets=sets, axes=call.axes)
     d_k, d_v = (blocked.tokens_of(x, kv_tokens) for x in rooms)
     if d_q is not None:
         d_q = (d_q * jnp.asarray(problem.scale, call.dtype)).astype(call.operands.q.dtype)

@@ -63,8 +63,11 @@ def chosen(
     block = jnp.arange(number, dtype=jnp.int32).reshape((1,) * position.ndim + (number,))
     own, zero = (x[..., None] // choosing.block for x in (position, start))
     age, index = own - block, block - zero
-    scores = jnp.where(index < choosing.first, _ALWAYS * 2.0 ** -(index + 1.0), scores)
-    scores = jnp.where(age < choosing.local, _ALWAYS * (choosing.local - age), scores)
+    # Whole multiples keep their order whatever `first` is; halves would fall below real scores.
+    first, local = choosing.first - index, choosing.first + choosing.local - age
+    scores = jnp.asarray(scores)
+    scores = jnp.where(first > 0, _ALWAYS * first.astype(scores.dtype), scores)
+    scores = jnp.where(age < choosing.local, _ALWAYS * local.astype(scores.dtype), scores)
     scores = jnp.where((age >= 0) & (index >= 0), scores, -jnp.inf)
     best, found = lax.top_k(scores, min(choosing.slots, number))
     found = jnp.where(best == -jnp.inf, -1, found).astype(jnp.int32)

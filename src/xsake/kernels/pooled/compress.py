@@ -3,6 +3,8 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from xsake.kernels.arguments import sum_dtype
+
 
 def summaries_of(tokens: int, length: int, stride: int) -> int:
     """How many whole runs there are, but at least one: nobody sees one that is not whole."""
@@ -29,7 +31,7 @@ def runs(
 
 def means(x: Float[Array, "B Tk Hk D"], length: int, stride: int) -> Float[Array, "B Nc Hk D"]:
     """The mean of every run, without an array of the runs."""
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    wide = x.astype(sum_dtype(x.dtype))
     sums = _strides(wide, length, stride).sum(2)
     number = summaries_of(x.shape[1], length, stride)
     parts = [sums[:, n : n + number] for n in range(length // stride)]

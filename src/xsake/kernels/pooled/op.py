@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int
 from xsake.errors import ArgumentError
 from xsake.kernels.pooled import reference, xla
 from xsake.kernels.pooled.problem import Cotangents, Gradients, Operands, Problem
+from xsake.kernels.varying import vary_alike
 
 
 @runtime_checkable
@@ -50,7 +51,7 @@ def pooled(
         -1 in slots that are not used, or None if none were asked for.
     """
     q, k, v, *context = operands
-    return _run((_named(implementation), problem), q, k, v, tuple(context))
+    return _run((_named(implementation), problem), *vary_alike((q, k, v, tuple(context))))
 
 
 def _named(name: str | None) -> str:

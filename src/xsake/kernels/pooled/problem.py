@@ -7,6 +7,8 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
+from xsake.kernels.arguments import sum_dtype
+
 
 @dataclasses.dataclass(frozen=True)
 class Choosing:
@@ -59,7 +61,7 @@ class Operands(NamedTuple):
     @property
     def dtype(self):
         """Statistics and sums are float32 at least, float64 for float64 inputs."""
-        return jnp.promote_types(self.q.dtype, jnp.float32)
+        return sum_dtype(self.q.dtype)
 
     @property
     def places(self) -> tuple[Int[Array, "Bp Tq"], Int[Array, "Bp Tq"]]:

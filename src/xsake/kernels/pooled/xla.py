@@ -15,6 +15,7 @@ from xsake.kernels.block_sparse.problem import cleaned, quarantine
 from xsake.kernels.platforms import by_platform
 from xsake.kernels.pooled import choose
 from xsake.kernels.pooled.problem import Cotangents, Gradients, Operands, Problem
+from xsake.kernels.varying import axes_of, vary
 
 
 class Tuning(NamedTuple):
@@ -193,7 +194,7 @@ def _backward(operands, problem: Problem, tuning: Tuning, out, lse, cotangents) 
             totals = tuple(x + y for x, y in zip(totals, added, strict=True))
             return totals, softmax.matmul(slope, cleaned(k))
 
-        start = jnp.zeros_like(k), jnp.zeros_like(v)
+        start = vary((jnp.zeros_like(k), jnp.zeros_like(v)), axes_of(operands.q))
         (of_k, of_v), of_q = lax.scan(one, start, span.first + jnp.arange(span.chunks))
         d_k, d_v = d_k.at[:, : span.summaries].add(of_k), d_v.at[:, : span.summaries].add(of_v)
         d_q.append(of_q)

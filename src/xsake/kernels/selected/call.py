@@ -15,6 +15,7 @@ from xsake.kernels.block_sparse import tiles as softmax
 from xsake.kernels.block_sparse.problem import quarantine
 from xsake.kernels.selected.lists import Tiles, most_tiles, tiles_of
 from xsake.kernels.selected.problem import Gradients, Operands, Problem
+from xsake.kernels.varying import axes_of, vary
 
 
 class Tuning(NamedTuple):
@@ -152,6 +153,7 @@ def _slots_summed(partial, place, weight=None):
 
     factors = None if weight is None else jnp.moveaxis(weight, 1, 0)
     start = jnp.zeros((place.shape[0], *partial.shape[1:]), partial.dtype)
+    start = vary(start, axes_of(partial))
     return lax.scan(add, start, (place.T, factors), unroll=min(8, place.shape[1]))[0]
 
 
@@ -170,6 +172,7 @@ def forward(operands: Operands, problem: Problem, cut: Cut, visit: Callable):
         jnp.zeros((cut.slots, cut.rows), dtype),
     )
     heads = call.q.shape[0]
+    partial = vary(partial, axes_of(operands.q))
     _, (out, lse) = lax.scan(one, partial, jnp.arange(heads * cut.chunks))
     shaped = lambda x: x.reshape(heads, cut.chunks, *x.shape[1:])
     out = _of_group(shaped(out), operands.q, dim).astype(operands.q.dtype)
@@ -202,7 +205,7 @@ def backward(
     delta = (d_out * out.astype(dtype)).sum(-1) - wanted[1].astype(dtype)
     arrays = d_out, softmax.lse_in_unit(lse), delta
     given = [_by_group(x, operands.k.shape[2], cut) for x in arrays]
-    dim = operands.q.shape[3]
+    dim, axes = operands.q.shape[3], axes_of(operands.q)
 
     def of_head(room, head):
         def one(carry, part):
@@ -212,11 +215,11 @@ def backward(
             found = _slots_summed(room.reshape(-1, cut.group, dim), tiles.place)
             return (room, *sums), found
 
-        start = room, jnp.zeros_like(call.k[0]), jnp.zeros_like(call.v[0])
+        start = vary((room, jnp.zeros_like(call.k[0]), jnp.zeros_like(call.v[0])), axes)
         (room, d_k, d_v), d_q = lax.scan(one, start, jnp.arange(cut.chunks))
         return room, (d_q, d_k, d_v)
 
-    room = jnp.zeros((cut.slots, cut.rows, dim), dtype)
+    room = vary(jnp.zeros((cut.slots, cut.rows, dim), dtype), axes)
     _, (d_q, d_k, d_v) = lax.scan(of_head, room, jnp.arange(call.q.shape[0]))
     return Gradients(
         _of_group(d_q * problem.scale, operands.q, dim).astype(operands.q.dtype),

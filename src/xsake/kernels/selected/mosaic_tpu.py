@@ -9,7 +9,6 @@ over keys lie along lanes, and reductions never cross lanes.
 import functools
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -30,6 +29,7 @@ from xsake.kernels.selected.call import (
 )
 from xsake.kernels.selected.lists import Tiles
 from xsake.kernels.selected.problem import Cotangents, Gradients, Operands, Problem
+from xsake.kernels.varying import shape_of_result
 
 TUNING = Tuning(rows=512, tiles=1, queries=4096)
 LAUNCHES = {"selected_forward": 1, "selected_backward": 1}  # of a chunk
@@ -186,7 +186,7 @@ def _launched(kernel, name: str, cut: Cut, specs: tuple, shapes, interpret, list
     in_specs, out_specs = specs
     return pl.pallas_call(
         kernel,
-        out_shape=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes],
+        out_shape=[shape_of_result(shape, jnp.float32, inputs[0]) for shape in shapes],
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(lists),
             grid=(cut.slots,),

@@ -12,6 +12,7 @@ from xsake.kernels.later import Later
 from xsake.kernels.platforms import Branch, Refusal, by_platform
 from xsake.kernels.selected import reference, xla
 from xsake.kernels.selected.problem import Cotangents, Gradients, Operands, Problem
+from xsake.kernels.varying import vary_alike
 
 
 @runtime_checkable
@@ -65,7 +66,7 @@ def selected(
     """
     _check(operands, implementation)
     q, k, v, *context = operands
-    return _run((implementation, problem), q, k, v, tuple(context))
+    return _run((implementation, problem), *vary_alike((q, k, v, tuple(context))))
 
 
 def _check(operands: Operands, name: str | None) -> None:

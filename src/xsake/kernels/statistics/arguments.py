@@ -1,14 +1,12 @@
 """Checks and completes the arguments of a call for statistics, before anything is traced."""
 
-import math
-from typing import Any
-
-import jax
 import jax.numpy as jnp
 
 from xsake.errors import ArgumentError, ShapeError
+from xsake.kernels.arguments import check_dtypes, check_sizes, integers, number
 from xsake.kernels.statistics.problem import Operands, Problem
 from xsake.masks import AbstractMask
+from xsake.masks.base import require_mask
 
 
 def operands_of(q, k, q_positions, kv_positions, q_segment_ids, kv_segment_ids) -> Operands:
@@ -27,10 +25,10 @@ def operands_of(q, k, q_positions, kv_positions, q_segment_ids, kv_segment_ids) 
     return Operands(
         q,
         k,
-        _integers("q_positions", q_positions, q, shared=True),
-        _integers("kv_positions", kv_positions, k, shared=True),
-        _integers("q_segment_ids", q_segment_ids, q),
-        _integers("kv_segment_ids", kv_segment_ids, k),
+        integers("q_positions", q_positions, q, shared=True, least=0),
+        integers("kv_positions", kv_positions, k, shared=True, least=0),
+        integers("q_segment_ids", q_segment_ids, q),
+        integers("kv_segment_ids", kv_segment_ids, k),
     )
 
 
@@ -42,6 +40,7 @@ def problem_of(
     softcap: float | None,
 ) -> Problem:
     """The checked numbers of a call."""
+    require_mask(mask)
     q_heads, kv_heads = operands.q.shape[2], operands.k.shape[2]
     if mask.heads not in (None, 1, kv_heads, q_heads):
         raise ShapeError(
@@ -57,8 +56,10 @@ def problem_of(
             expected="64, say",
             fix="a size above the number of keys means one block",
         )
-    scale = operands.q.shape[-1] ** -0.5 if scale is None else _number("scale", scale)
-    softcap = None if softcap is None else _number("softcap", softcap)
+    root = operands.q.shape[-1] ** -0.5
+    scale = root if scale is None else number("scale", scale, fix="None is 1 / sqrt(D)")
+    if softcap is not None:
+        softcap = number("softcap", softcap, fix="None switches it off")
     if softcap is not None and softcap <= 0:
         raise ArgumentError(
             "softcap must be positive",
@@ -70,6 +71,7 @@ def problem_of(
 
 
 def _check_arrays(q, k) -> None:
+    check_sizes(q=q, k=k)
     shapes = f"q {q.dtype} {q.shape}, k {k.dtype} {k.shape}"
     fits = q.ndim == k.ndim == 4 and min(*q.shape, *k.shape) > 0
     fits = fits and q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3]
@@ -80,41 +82,4 @@ def _check_arrays(q, k) -> None:
             expected="q [B, Tq, Hq, D] and k [B, Tk, Hk, D], no axis empty, Hq a multiple of Hk",
             fix="heads come after tokens; each kv head serves Hq / Hk query heads",
         )
-    if q.dtype != k.dtype or not jnp.issubdtype(q.dtype, jnp.floating):
-        raise ShapeError(
-            "q and k must share one floating dtype",
-            got=shapes,
-            expected="float32, bfloat16, float16 or float64 for both",
-            fix="cast them with x.astype(...) before the call",
-        )
-
-
-def _number(name: str, value) -> float:
-    if isinstance(value, jax.core.Tracer) or not math.isfinite(value):
-        raise ArgumentError(
-            f"{name} is compiled into the program, so it must be a finite Python number",
-            got=value,
-            expected="a number",
-            fix="multiply q by a traced scale instead",
-        )
-    return float(value)
-
-
-def _integers(name: str, values, like, shared: bool = False) -> Any:
-    """`values` as int32 [B, T], or [1, T] if `shared` allows one row for all."""
-    if values is None:
-        return None
-    values = jnp.asarray(values)
-    batch, tokens = like.shape[:2]
-    if shared and values.ndim == 1:
-        values = values[None]
-    fits = values.ndim == 2 and values.shape[1] == tokens
-    fits = fits and values.shape[0] in ((1, batch) if shared else (batch,))
-    if not fits or not jnp.issubdtype(values.dtype, jnp.integer):
-        raise ShapeError(
-            f"`{name}` does not fit",
-            got=f"{values.dtype} {values.shape}",
-            expected=f"integers ({batch}, {tokens})" + (f" or ({tokens},)" if shared else ""),
-            fix="one integer per token of each batch element",
-        )
-    return values.astype(jnp.int32)
+    check_dtypes(q=q, k=k)

@@ -7,10 +7,12 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from xsake.errors import ArgumentError
+from xsake.errors import ArgumentError, UnsupportedError
+from xsake.kernels.placed import Placing, each_part, placing_of
 from xsake.kernels.statistics import reference, xla
 from xsake.kernels.statistics.arguments import operands_of, problem_of
 from xsake.kernels.statistics.problem import Operands, Problem, Statistics
+from xsake.kernels.varying import vary_alike
 from xsake.masks import AbstractMask, Causal
 
 Integers = Int[Array | np.ndarray, "..."]
@@ -78,7 +80,20 @@ def block_statistics(
     q, k = jax.lax.stop_gradient((q, k))
     operands = operands_of(q, k, q_positions, kv_positions, q_segment_ids, kv_segment_ids)
     problem = problem_of(operands, mask, block_kv, scale, softcap)
-    return _run(_named(implementation), problem, operands)
+    placing = placing_of(q=operands.q, k=operands.k)
+    _check_rule(placing, problem)
+    run = lambda operands: _run(_named(implementation), problem, vary_alike(operands))
+    return each_part(placing, run, operands)
+
+
+def _check_rule(placing: Placing | None, problem: Problem) -> None:
+    if placing is not None and placing.parts[1] > 1 and problem.mask.heads is not None:
+        raise UnsupportedError(
+            "a mask that differs between heads cannot be split over devices",
+            got=f"{problem.mask!r}, heads over {placing.heads!r}",
+            expected="one rule for all heads",
+            fix="jax.sharding.reshard the arrays so that every device has all heads",
+        )
 
 
 def _named(name: str | None) -> str:

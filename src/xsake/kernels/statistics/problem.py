@@ -6,6 +6,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from xsake.kernels.arguments import sum_dtype
 from xsake.masks import AbstractMask
 
 
@@ -39,7 +40,7 @@ class Operands(NamedTuple):
     @property
     def dtype(self):
         """Statistics are float32 at least, float64 for float64 inputs."""
-        return jnp.promote_types(self.q.dtype, jnp.float32)
+        return sum_dtype(self.q.dtype)
 
 
 class Statistics(NamedTuple):

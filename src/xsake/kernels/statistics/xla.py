@@ -20,6 +20,7 @@ from xsake.kernels.statistics.call import Call, Cut, prepare, row_heads
 from xsake.kernels.statistics.moments import Moments, Reductions
 from xsake.kernels.statistics.problem import Operands, Problem, Statistics
 from xsake.kernels.statistics.schedule import Visits, visits
+from xsake.kernels.varying import axes_of
 from xsake.layout.grid import blocks_of
 
 
@@ -89,7 +90,8 @@ def _statistics(operands: Operands, problem: Problem, tuning: Tuning) -> Statist
     every = jnp.zeros((call.rows, call.spans * blocks, call.queries), operands.dtype)
     visitor = Visitor(begin, _fetch(lists), visit, finish)
     sizes = _tile_sizes(call, tuning)
-    return call.in_order(*walk(lists.rows, visitor, sizes, (each, each, every)))
+    axes = axes_of(operands.q)
+    return call.in_order(*walk(lists.rows, visitor, sizes, (each, each, every), axes=axes))
 
 
 def _stored(place, room, found):

@@ -1,0 +1,132 @@
+"""Checks of arguments that several operations share: sizes, dtypes, numbers, integer arrays."""
+
+import math
+import numbers
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import checkify
+
+from xsake.errors import ArgumentError, ShapeError, UnsupportedError
+
+FLOATS = ("float32", "bfloat16", "float16", "float64")
+_INT32 = np.iinfo(np.int32)
+
+
+def check_sizes(**arrays: Any) -> None:
+    """Refuse axes whose size is a symbol: blocks and lists need numbers."""
+    symbols = [
+        f"{name} {tuple(map(str, x.shape))}"
+        for name, x in arrays.items()
+        if not all(isinstance(size, numbers.Integral) for size in x.shape)
+    ]
+    if symbols:
+        raise UnsupportedError(
+            "every size must be a number while a call is traced",
+            got=", ".join(symbols),
+            expected="numbers",
+            fix="export one function for each size, and pad to the next larger one",
+        )
+
+
+def check_dtypes(**arrays: Any) -> None:
+    """Refuse arrays that do not share one dtype of `FLOATS`."""
+    dtypes = {x.dtype for x in arrays.values()}
+    if len(dtypes) == 1 and dtypes.pop().name in FLOATS:
+        return
+    *names, last = arrays
+    raise ShapeError(
+        f"{', '.join(names)} and {last} must share one floating dtype",
+        got=", ".join(f"{name} {x.dtype}" for name, x in arrays.items()),
+        expected=f"{', '.join(FLOATS[:-1])} or {FLOATS[-1]} for all",
+        fix="cast them with x.astype(...) before the call",
+    )
+
+
+def number(name: str, value: Any, *, fix: str) -> float:
+    """`value` as a finite Python number."""
+    if isinstance(value, jax.core.Tracer):
+        raise ArgumentError(
+            f"{name} is compiled into the program, so it cannot be traced",
+            got=value,
+            expected="a Python number",
+            fix=f"multiply q by a traced scale instead; {fix}",
+        )
+    is_scalar = isinstance(value, numbers.Real) or getattr(value, "shape", None) == ()
+    if not is_scalar or not math.isfinite(value):
+        expected = "a finite number"
+        raise ArgumentError(f"{name} must be a number", got=repr(value), expected=expected, fix=fix)
+    return float(value)
+
+
+def integers(
+    name: str, values: Any, like: Any, *, shared: bool = False, least: int | None = None
+) -> Any:
+    """`values` as int32 [B, T], or [1, T] if `shared` allows one row for all.
+
+    Values that are known are checked: they fit int32, and none is below `least`. Traced ones are
+    checked by their dtype, and by `jax.experimental.checkify` where it is 64 bits wide.
+
+    Args:
+        name: of the argument.
+        values: integers [B, T], or [T] if `shared`; abstract ones stay abstract; None stays None.
+        like: the array [B, T, ...] that they belong to.
+        shared: whether one row for all batch elements will do.
+        least: smallest value that makes sense; None: any.
+    """
+    if values is None:
+        return None
+    values = values if hasattr(values, "dtype") else np.asarray(values)
+    batch, tokens = like.shape[:2]
+    fits = values.ndim == 2 and values.shape[0] in ((1, batch) if shared else (batch,))
+    fits = (fits or (shared and values.ndim == 1)) and values.shape[-1] == tokens
+    if not fits or not jnp.issubdtype(values.dtype, jnp.integer):
+        raise ShapeError(
+            f"`{name}` does not fit",
+            got=f"{values.dtype} {values.shape}",
+            expected=f"integers ({batch}, {tokens})" + (f" or ({tokens},)" if shared else ""),
+            fix="one integer per token of each batch element",
+        )
+    shape = (1, tokens) if values.ndim == 1 else values.shape
+    if isinstance(values, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(shape, jnp.int32)
+    _check_range(name, values, least)
+    return jnp.asarray(values).astype(jnp.int32).reshape(shape)
+
+
+def _check_range(name: str, values: Any, least: int | None) -> None:
+    """Refuse what int32 cannot hold: converted, it would come out as another number."""
+    low, high = _INT32.min if least is None else least, _INT32.max
+    expected = f"integers from {low} to {high}"
+    if not isinstance(values, np.ndarray) and not is_known(values):
+        if values.dtype in (jnp.uint32, jnp.uint64):
+            raise ArgumentError(
+                f"`{name}` may hold more than int32 can, and is not known while tracing",
+                got=f"traced {values.dtype}",
+                expected=expected,
+                fix=f"pass {name}.astype(jnp.int32), hashes modulo 2**31",
+            )
+        if values.dtype.itemsize > 4:
+            is_inside = (values >= _INT32.min) & (values <= high)
+            checkify.debug_check(is_inside.all(), f"XSK-102: `{name}` must hold {expected}")
+        return
+    known = np.asarray(values)
+    if known.min() < low or known.max() > high:
+        raise ArgumentError(
+            f"`{name}` has values outside its range",
+            got=f"{known.dtype} from {known.min()} to {known.max()}",
+            expected=expected,
+            fix="count positions from 0, and number segments instead of hashing them",
+        )
+
+
+def is_known(x: Any) -> bool:
+    """Whether the values of an array can be read now, in this process."""
+    return not isinstance(x, jax.core.Tracer) and getattr(x, "is_fully_addressable", True)
+
+
+def sum_dtype(dtype: Any) -> Any:
+    """The dtype of statistics and sums: float32 at least, float64 for float64."""
+    return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)

@@ -1,0 +1,126 @@
+"""Arrays whose types name the mesh axes they are split over (JAX's explicit sharding).
+
+Kernels reshape and gather along every axis, which JAX refuses for an axis that is split. So each
+device computes its part of the batch and of the heads. Knows no operation.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec, reshard
+
+from xsake.errors import UnsupportedError
+
+type Axes = str | tuple[str, ...] | None
+
+
+class Placing(NamedTuple):
+    """Mesh axes that batch and heads of a call are split over, by the types of its arrays."""
+
+    mesh: AbstractMesh
+    batch: Axes
+    heads: Axes
+
+    @property
+    def parts(self) -> tuple[int, int]:
+        """Into how many parts the batch and the heads are split."""
+        return self._count(self.batch), self._count(self.heads)
+
+    def _count(self, axes: Axes) -> int:
+        number = 1
+        for axis in (axes,) if isinstance(axes, str) else axes or ():
+            number *= self.mesh.shape[axis]
+        return number
+
+    @property
+    def spec(self) -> PartitionSpec:
+        """Of arrays [B, T, heads, ...]."""
+        return PartitionSpec(self.batch, None, self.heads)
+
+
+def placing_of(**arrays: Any) -> Placing | None:
+    """How arrays [B, T, heads, ...] are split; None if no type names an axis.
+
+    Tokens and features stay together, and arrays that are split are split alike; an error else.
+    """
+    split = {name: spec for name, x in arrays.items() if any(spec := _spec(x))}
+    if not split:
+        return None
+    mesh = next(jax.typeof(arrays[name]).sharding.mesh for name in split)
+    batch, heads = ({spec[i] for spec in split.values()} - {None} for i in (0, 2))
+    apart = [name for name, spec in split.items() if spec[1] or any(spec[3:])]
+    if apart or len(batch) > 1 or len(heads) > 1:
+        raise UnsupportedError(
+            "attention splits the batch and the heads over devices, and nothing else",
+            got=", ".join(f"{name} {PartitionSpec(*spec)}" for name, spec in split.items()),
+            expected="[B, T, heads, ...] split along B and heads, q, k and v alike",
+            fix="jax.sharding.reshard the arrays, or use xsake.distributed.ContextParallel, "
+            "which splits tokens",
+        )
+    placing = Placing(mesh, *(next(iter(x), None) for x in (batch, heads)))
+    for name, x in arrays.items():
+        for size, parts in zip((x.shape[0], x.shape[2]), placing.parts, strict=True):
+            if size % parts:
+                raise UnsupportedError(
+                    "an array cannot be split over the mesh as the others are",
+                    got=f"{name} {x.shape}, {parts} parts",
+                    expected=f"a multiple of {parts} instead of {size}",
+                    fix="split fewer heads, or repeat kv heads until every device has one",
+                )
+    return placing
+
+
+def place(name: str, x: Any, mesh: AbstractMesh, spec: PartitionSpec) -> Any:
+    """An array split as `spec` says; what is split otherwise is not gathered in silence."""
+    own, target = _spec(x), (*spec, *(None,) * (x.ndim - len(spec)))
+    if any(axes not in (None, there) for axes, there in zip(own, target, strict=True)):
+        raise UnsupportedError(
+            f"{name} is split over other axes than the call",
+            got=f"{name} {PartitionSpec(*own)}",
+            expected=f"{spec}, or not split",
+            fix="jax.sharding.reshard it",
+        )
+    return reshard(x, NamedSharding(mesh, spec))
+
+
+def explicit_axes(mesh: AbstractMesh) -> frozenset[str]:
+    """The axes of a mesh that types name."""
+    pairs = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return frozenset(name for name, kind in pairs if kind == AxisType.Explicit)
+
+
+def each_part(placing: Placing | None, function: Callable, *arrays: Any) -> Any:
+    """`function(*arrays)`, by every device for its part.
+
+    Args:
+        placing: None: the call as it is.
+        function: of trees of arrays [B, T, heads, ...] to such trees.
+        arrays: of the whole call; an array with two axes is [B or 1, T].
+    """
+    if placing is None:
+        return function(*arrays)
+    mesh = placing.mesh
+
+    def spec(x) -> PartitionSpec:
+        batch = placing.batch if x.shape[0] > 1 else None
+        return PartitionSpec(batch) if x.ndim == 2 else PartitionSpec(batch, None, placing.heads)
+
+    specs = jax.tree.map(spec, arrays)
+    run = jax.shard_map(
+        function, mesh=mesh, in_specs=specs, out_specs=placing.spec,
+        axis_names=explicit_axes(mesh), check_vma=False,
+    )  # fmt: skip
+
+    def whole(*arrays):
+        return run(*jax.tree.map(lambda x, y: place("an argument", x, mesh, y), arrays, specs))
+
+    # An array that lies on one device is spread under `jit` only.
+    return jax.jit(whole)(*arrays)
+
+
+def _spec(x: Any) -> tuple[Axes, ...]:
+    """Mesh axes of each axis of an array; abstract arrays have none."""
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return (None,) * len(x.shape)
+    return tuple(jax.typeof(x).sharding.spec)
