@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from xsake.kernels import tuning
-from xsake.kernels.block_sparse import blocked, cost, tiles, xla_decode
+from xsake.kernels.block_sparse import blocked, cost, tiles, xla_decode, xla_dense
 from xsake.kernels.block_sparse.blocked import Lists, take
 from xsake.kernels.block_sparse.call import (
     Call,
@@ -68,6 +68,8 @@ def tile_sizes(layout, rows: int, platform: str) -> TileSizes:
 
 def passes(operands: Operands, problem: Problem, platform: str) -> tuple[cost.Pass, ...]:
     """What forward and backward will compute."""
+    if xla_dense.is_dense(operands, problem, platform):
+        return cost.dense(operands)
     sizes = functools.partial(_tiles, operands, platform=platform)
     is_one = _is_one_pass(operands, platform)
     walked = cost.grouped_rows(operands, problem, sizes, sets=operands.q.shape[0] if is_one else 1)
@@ -117,6 +119,8 @@ def _tiles(operands: Operands, layout, rows: int, platform: str) -> TileSizes:
 
 
 def _forward(operands: Operands, problem: Problem, platform: str):
+    if xla_dense.is_dense(operands, problem, platform):
+        return xla_dense.forward(operands, problem)
     layout = operands.layout
     batch, q_tokens, q_heads, _ = operands.q.shape
     if xla_decode.is_decode(operands, platform):
@@ -181,6 +185,8 @@ def _load(call: Call, queries: Queries, index) -> Queries:
 
 
 def _backward(operands, problem, platform, out, lse, cotangents) -> Gradients:
+    if xla_dense.is_dense(operands, problem, platform):
+        return xla_dense.backward(operands, problem, out, lse, cotangents)
     call = prepare(operands, problem)
     queries = _queries(call, out, lse, cotangents)
     if _is_one_pass(operands, platform):

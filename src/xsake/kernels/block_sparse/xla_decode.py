@@ -1,7 +1,7 @@
 """Forward pass for few queries: listed kv blocks are read where they lie in [B, T, H, D].
 
 Cutting K and V into blocks first would move the whole cache, however little of it is listed. Here a
-row is one list of the layout, with every batch element and head that the list serves.
+row is a list of the layout for one batch element, with every head that the list serves.
 """
 
 import dataclasses
@@ -45,13 +45,13 @@ def forward(operands: Operands, problem: Problem, sizes: TileSizes):
     """`(out [B, Tq, Hq, Dv], lse [B, Tq, Hq])`."""
     layout, reader = operands.layout, _Reader(operands, problem)
     batch, q_tokens, q_heads, _ = operands.q.shape
-    lists = blocked.row_lists(layout, layout.batch, layout.heads)
+    lists = blocked.row_lists(layout, batch, layout.heads)
     first, block = jnp.asarray(lists.rows.start), jnp.asarray(lists.block)
 
     def begin(rows):
         place = reader.locate(rows[0])
         state = tiles.empty_softmax(
-            reader.batch * reader.kv_heads,
+            reader.kv_heads,
             reader.repeats * reader.queries,
             operands.v.shape[-1],
             reader.dtype,
@@ -86,7 +86,7 @@ def forward(operands: Operands, problem: Problem, sizes: TileSizes):
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """First batch element, query head and query block of a list."""
+    """Batch element, first query head and query block of a list."""
 
     batch: jnp.ndarray
     head: jnp.ndarray
@@ -94,13 +94,12 @@ class _Place:
 
 
 class _Reader:
-    """The arrays of a call, cut for one list: [batch * kv heads, repeats * queries, ...]."""
+    """The arrays of a call, cut for one list: [kv heads, repeats * queries, ...]."""
 
     def __init__(self, operands: Operands, problem: Problem):
         layout = operands.layout
         self.operands, self.problem, self.layout = operands, problem, layout
         self.dtype = compute_dtype(operands)
-        self.batch = operands.q.shape[0] // layout.batch
         self.heads = operands.q.shape[2] // layout.heads
         self.kv_heads = max(1, operands.k.shape[2] // layout.heads)
         self.repeats = self.heads // self.kv_heads
@@ -109,9 +108,7 @@ class _Reader:
 
     def locate(self, row) -> _Place:
         blocks, heads = self.layout.q_blocks, self.layout.heads
-        return _Place(
-            row // (heads * blocks) * self.batch, row // blocks % heads * self.heads, row % blocks
-        )
+        return _Place(row // (heads * blocks), row // blocks % heads * self.heads, row % blocks)
 
     def load_queries(self, place: _Place):
         q = self._slice_queries(self.operands.q, 1, place)
@@ -120,10 +117,10 @@ class _Reader:
         return self._fold(jnp.moveaxis(q, 1, 2))
 
     def load_keys(self, place: _Place, blocks):
-        """K and V of some blocks, each [batch * kv heads, keys, D]; NaN marks keys to refuse."""
+        """K and V of some blocks, each [kv heads, keys, D]; NaN marks keys to refuse."""
         q_heads, kv_heads = self.operands.q.shape[2], self.operands.k.shape[2]
         head = place.head * kv_heads // q_heads
-        sizes = self.batch, self.layout.block_kv, self.kv_heads
+        sizes = 1, self.layout.block_kv, self.kv_heads
 
         def load(x):
             starts = [(place.batch, self._first(block), head, 0) for block in blocks]
@@ -131,7 +128,7 @@ class _Reader:
             return parts[0] if len(parts) == 1 else jnp.concatenate(parts, 1)
 
         k, v = quarantine(load(self.operands.k), load(self.operands.v))
-        turn = lambda x: jnp.moveaxis(x, 2, 1).reshape(-1, x.shape[1], x.shape[-1])
+        turn = lambda x: x[0].swapaxes(0, 1)
         return turn(k).astype(self.dtype), turn(v).astype(self.dtype)
 
     def load_bias(self, place: _Place, blocks):
@@ -165,8 +162,8 @@ class _Reader:
         return self._fold(visible)
 
     def store(self, room, place: _Place, x):
-        """Put the results of a list [batch * kv heads, repeats * queries, ...] in their place."""
-        x = x.reshape(self.batch, self.heads, self.queries, *x.shape[2:]).swapaxes(1, 2)
+        """Put the results of a list [kv heads, repeats * queries, ...] in their place."""
+        x = x.reshape(1, self.heads, self.queries, *x.shape[2:]).swapaxes(1, 2)
         start = place.batch, place.block * self.queries, place.head, *(0,) * (x.ndim - 3)
         return lax.dynamic_update_slice(room, x.astype(room.dtype), start)
 
@@ -179,7 +176,7 @@ class _Reader:
         """The queries of a list from `x`, whose tokens are at `axis`; heads are at 3 - `axis`."""
         x = blocked.pad_axis(x, axis, self.layout.q_blocks * self.queries, 0)
         cuts = {
-            0: (place.batch, self.batch),
+            0: (place.batch, 1),
             axis: (place.block * self.queries, self.queries),
             3 - axis: (place.head, self.heads),
         }
@@ -189,12 +186,12 @@ class _Reader:
         return x
 
     def _slice_integers(self, x, place: _Place, tokens: int, first, number: int):
-        """Positions or segment ids [batch or 1, number] of a list, from token `first` on."""
+        """Positions or segment ids [1, number] of a list, from token `first` on."""
         if x is None:
             return first + jnp.arange(number, dtype=jnp.int32)[None]
         x = blocked.pad_axis(x, 1, tokens, 0)
-        batch = (place.batch, self.batch) if x.shape[0] > 1 else (0, 1)
-        return lax.dynamic_slice(x, (batch[0], first), (batch[1], number))
+        batch = place.batch if x.shape[0] > 1 else 0
+        return lax.dynamic_slice(x, (batch, first), (1, number))
 
     def _query_integers(self, x, place: _Place):
         tokens = self.layout.q_blocks * self.queries
@@ -206,6 +203,6 @@ class _Reader:
         return x[:, None, None, :]
 
     def _fold(self, x):
-        """[batch, heads, queries, n], any of them 1 -> [batch * kv heads, repeats * queries, n]."""
-        x = jnp.broadcast_to(x, (self.batch, self.heads, self.queries, x.shape[-1]))
-        return x.reshape(self.batch * self.kv_heads, self.repeats * self.queries, x.shape[-1])
+        """[1, heads or 1, queries or 1, n] -> [kv heads, repeats * queries, n]."""
+        x = jnp.broadcast_to(x, (1, self.heads, self.queries, x.shape[-1]))
+        return x.reshape(self.kv_heads, self.repeats * self.queries, x.shape[-1])
