@@ -28,5 +28,5 @@ def exit_codes(interrupted: str = GOES_ON) -> Iterator[None]:
         echo(str(error), err=True)
         raise typer.Exit(code=CANNOT_RUN) from error
     except OSError as error:
-        echo(f"A file cannot be read or written: {error}", err=True)
+        echo(f"A file cannot be written: {error}", err=True)
         raise typer.Exit(code=CANNOT_RUN) from error
