@@ -3,6 +3,7 @@
 import errno
 import hashlib
 import itertools
+import json
 
 import numpy as np
 import pytest
@@ -79,6 +80,11 @@ def test_the_index_says_what_was_used(inputs, tmp_path):
     assert source.sha256 == hashlib.sha256(text.read_bytes()).hexdigest()
     assert (source.name, source.documents, source.bytes) == ("texts.txt", 60, text.stat().st_size)
     assert index.versions.keys() == {"tokenizers", "xsake"}
+
+
+def test_an_index_without_skipped_documents_is_as_version_0_1_0_wrote_it(inputs, tmp_path):
+    build(*inputs, tmp_path / "data", SMALL)
+    assert "skipped" not in json.loads((tmp_path / "data" / "index.json").read_text())
 
 
 def test_large_vocabularies_take_four_bytes(inputs, tmp_path):

@@ -1,6 +1,9 @@
 """Windows and the files below them: read exactly, and refused with a reason if damaged."""
 
+import concurrent.futures
 import json
+import subprocess
+import sys
 import time
 
 import numpy as np
@@ -8,7 +11,7 @@ import pytest
 
 from tests.training import data_sample
 from xsake.errors import ArgumentError
-from xsake.training.data import Windows, read_index
+from xsake.training.data import Windows, read_index, shards
 from xsake.training.data.index import INDEX, UNFINISHED
 
 
@@ -181,3 +184,47 @@ def test_the_largest_index_that_a_build_may_write_is_read(tmp_path):
     index["shard_tokens"] = 2**26
     (tmp_path / "index.json").write_text(json.dumps(index, indent=1))
     assert read_index(tmp_path).split("train").tokens == count * 2**26
+
+
+LIMITED = """
+import resource, sys
+from pathlib import Path
+import numpy as np
+from xsake.training.data import Windows
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))
+windows = Windows(Path(sys.argv[1]), context=7)
+numbers = np.random.default_rng(0).permutation(len(windows))
+rows = windows.read(numbers)
+assert (rows == numbers[:, None] * 7 + np.arange(8)).all()
+print(len(windows))
+"""
+
+
+def test_more_shards_than_a_process_may_open_are_read(tmp_path):
+    folder = data_sample.save_data(tmp_path / "data", 1200 * 10, shard_tokens=10)
+    done = subprocess.run(
+        [sys.executable, "-c", LIMITED, str(folder)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0 and int(done.stdout) == (12_000 - 1) // 7, done.stderr
+
+
+def test_threads_read_the_same_windows_while_files_are_closed(tmp_path, monkeypatch):
+    monkeypatch.setattr(shards, "MAX_MAPS", 2)
+    found = windows(data_sample.save_data(tmp_path / "data", 400, shard_tokens=10), context=7)
+    numbers = [np.random.default_rng(seed).permutation(len(found)) for seed in range(8)]
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        for chosen, rows in zip(numbers, pool.map(found.read, numbers), strict=True):
+            np.testing.assert_array_equal(rows, chosen[:, None] * 7 + np.arange(8))
+
+
+def test_a_file_that_is_replaced_before_it_is_mapped_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(shards, "MAX_MAPS", 2)
+    folder = data_sample.save_data(tmp_path / "data", 400, shard_tokens=10)
+    found = windows(folder, context=10)
+    path = folder / "train-00009.bin"
+    content = path.read_bytes()
+    path.unlink()
+    path.write_bytes(content)
+    with pytest.raises(ArgumentError, match=r"(?s)replaced while.*train-00009\.bin"):
+        found.read(np.array([9]))

@@ -36,7 +36,7 @@ def exit_codes(interrupted: str = GOES_ON) -> Iterator[None]:
 
 def _describe(error: OSError) -> str:
     if error.errno not in (errno.EMFILE, errno.ENFILE):
-        return f"A file cannot be read or written: {error}"
+        return f"A file cannot be written: {error}"
     limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return (
         f"Too many files are open: {error.filename or 'no file'} is one more than the limit of "

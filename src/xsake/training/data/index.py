@@ -146,7 +146,9 @@ def require_tokenizer(folder: Path, index: Index) -> None:
 
 def write_index(folder: Path, index: Index) -> None:
     """Make the folder readable: the last thing that a build does."""
-    json_file.write(folder / INDEX, index.model_dump_json(indent=1) + "\n", most_bytes=MOST_BYTES)
+    # Version 0.1.0 reads it too where nothing was skipped.
+    text = index.model_dump_json(indent=1, exclude=None if index.skipped else {"skipped"})
+    json_file.write(folder / INDEX, text + "\n", most_bytes=MOST_BYTES)
 
 
 def _nothing_built(folder: Path) -> ArgumentError:

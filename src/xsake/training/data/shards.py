@@ -1,7 +1,12 @@
-"""Files of tokens: written whole with their digests, and checked before they are believed."""
+"""Files of tokens: written whole with their digests, checked before they are believed, read."""
 
+import collections
 import dataclasses
 import hashlib
+import mmap
+import os
+import resource
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
@@ -14,6 +19,7 @@ from xsake.errors import ArgumentError
 from xsake.training.data.index import AGAIN, Shard, Split, shard_path
 
 Verify = Literal["size", "full"]
+MAX_MAPS = 2**14  # of one reader: a process may have 65,530 by default
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,6 +107,62 @@ class ShardWriter:
         self.shards.append(Shard(tokens=self._held, blake2b=digest))
         self._parts, self._held = [], 0
         self._note(Finished(self._split, number, self.shards[-1], piece, offset))
+
+
+class ShardReader:
+    """Tokens of shards by their place, from files that are mapped into memory when needed.
+
+    A map holds a file descriptor, so at most `max_maps` are kept: half of what the process may
+    open. Files that are mapped stay as they are even if a new build replaces them, which are all
+    of a folder with no more files than that. Of a larger one, a file that was replaced is refused.
+
+    Args:
+        paths: of the shards, which exist.
+        dtype: of tokens.
+    """
+
+    def __init__(self, paths: Sequence[Path], dtype: np.dtype):
+        self._paths, self._dtype = paths, dtype
+        self.max_maps = _max_maps()
+        self._known = [_identity(path.stat()) for path in paths]
+        self._maps: collections.OrderedDict[int, np.ndarray] = collections.OrderedDict()
+        self._guard = threading.Lock()
+        for number in range(min(len(paths), self.max_maps)):
+            self.tokens(number)
+
+    def tokens(self, number: int) -> UInt[np.ndarray, " n"]:
+        """All tokens of a shard; the map that was not used for longest makes room for it.
+
+        Args:
+            number: of the shard.
+        """
+        with self._guard:
+            if number in self._maps:
+                self._maps.move_to_end(number)
+                return self._maps[number]
+            if len(self._maps) >= self.max_maps:
+                self._maps.popitem(last=False)  # closed when its last reader is done
+            path = self._paths[number]
+            with path.open("rb", buffering=0) as file:
+                if _identity(os.fstat(file.fileno())) != self._known[number]:
+                    raise ArgumentError(
+                        "a shard was replaced while it was in use",
+                        got=path,
+                        expected="the file that was there when reading began",
+                        fix="start again; build other data in another folder",
+                    )
+                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            self._maps[number] = np.frombuffer(mapped, self._dtype)
+            return self._maps[number]
+
+
+def _max_maps() -> int:
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return MAX_MAPS if limit == resource.RLIM_INFINITY else max(1, min(MAX_MAPS, limit // 2))
+
+
+def _identity(status: os.stat_result) -> tuple[int, int, int]:
+    return status.st_size, status.st_ino, status.st_mtime_ns
 
 
 def fault_of(path: Path, shard: Shard, itemsize: int, verify: Verify) -> str | None:

@@ -8,7 +8,7 @@ from jaxtyping import Int32, Int64
 
 from xsake.errors import ArgumentError
 from xsake.training.data.index import AGAIN, BYTES_OF, Split, read_index, shard_path
-from xsake.training.data.shards import Verify, require_sound
+from xsake.training.data.shards import ShardReader, Verify, require_sound
 from xsake.training.data.verifying import Verifier
 
 _LOG = logging.getLogger(__name__)
@@ -53,8 +53,7 @@ class Windows:
         check = lambda number: require_sound(paths[number], shards[number], itemsize, "full")
         self._verifier = Verifier(check) if verify == "full" else None
         stored = np.dtype(f"<u{itemsize}")
-        # A map keeps its file as it is now, even if a new build replaces it.
-        self._maps = [np.memmap(path, stored, mode="r").view(np.ndarray) for path in paths]
+        self._reader = ShardReader(paths, stored)
         self._count = max(0, (self.index.split(split).tokens - 1) // context)
         if not self._count:
             raise ArgumentError(
@@ -109,7 +108,7 @@ class Windows:
         number, begin = divmod(start, self.index.shard_tokens)
         done = 0
         while done < len(row):
-            part = self._maps[number][begin : begin + len(row) - done]
+            part = self._reader.tokens(number)[begin : begin + len(row) - done]
             row[done : done + len(part)] = part
             done, number, begin = done + len(part), number + 1, 0
 
