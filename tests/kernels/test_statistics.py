@@ -346,7 +346,7 @@ def test_bad_arguments_are_explained():
         call(block_kv=0)
     with pytest.raises(ArgumentError, match="softcap must be positive"):
         call(softcap=-1.0)
-    with pytest.raises(ArgumentError, match="finite Python number"):
+    with pytest.raises(ArgumentError, match="finite number"):
         call(scale=float("nan"))
     with pytest.raises(ArgumentError, match="for queries and for keys"):
         call(q_segment_ids=np.zeros((2, 6), np.int32))

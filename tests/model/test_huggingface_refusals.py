@@ -183,6 +183,13 @@ def test_a_header_is_refused_before_it_takes_memory(tmp_path, text, words):
     assert peak < 2**25
 
 
+def test_a_terabyte_behind_the_tensors_is_refused_without_a_map(tmp_path):
+    folder = copied("mistral", tmp_path)
+    with (folder / "model.safetensors").open("r+b") as file:
+        file.truncate(2**40)
+    refusal(folder, "bytes that belong to no tensor")
+
+
 def test_a_directory_of_pickles_is_refused_with_the_way_to_convert(tmp_path):
     folder = copied("llama", tmp_path)
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")

@@ -274,6 +274,14 @@ def test_a_tokenizer_that_fails_on_a_text_is_named(copy):
         tokenizer.encode("b")
 
 
+def test_a_pattern_that_backtracks_without_end_is_given_up(copy):
+    split = {"type": "Split", "behavior": "Isolated", "invert": False}
+    split["pattern"] = {"Regex": "(a|aa|a?)+$"}
+    tokenizer = Tokenizer.load(spoiled(copy, pre_tokenizer=split))
+    with pytest.raises(CheckpointError, match="retry-limit"):
+        tokenizer.encode("a" * 40 + "!")
+
+
 class PanicException(BaseException):  # as pyo3 defines it
     pass
 

@@ -72,7 +72,7 @@ def build(
         with _Screen(console, "reading texts") as screen:
             built = data.build(source, text, out, settings, fresh=fresh, watch=screen.show)
     if as_json:
-        echo(built.index.model_dump_json(indent=1))
+        echo(built.index.to_json())
         return
     echo("\n".join([*_summary(built.index), *_notes(built)]))
     if built.is_new:
@@ -114,7 +114,7 @@ def show(
             return
         _require_sound(folder, index, "full" if verify else "size")
     if as_json:
-        echo(index.model_dump_json(indent=1))
+        echo(index.to_json())
         return
     lines = [
         *_summary(index),

@@ -21,7 +21,8 @@ _TREES = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 def require_sound(document: dict[str, Any], compile_pattern: Callable[[str], Any]) -> None:
     """Refuse a tokenizer whose rules multiply any text, cannot be compiled, or have no int32 ids.
 
-    A pattern may still take long for a text that is made for it: Oniguruma has no limit of time.
+    A pattern that backtracks without end is not found here; Oniguruma gives it up after about a
+    second for each text, which `library_errors` makes a refusal.
 
     Args:
         document: the parsed tokenizer.json.

@@ -18,7 +18,7 @@ from xsake.model.huggingface.strict_json import parse
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 MAX_CONFIG_BYTES, MAX_INDEX_BYTES = 2**20, 2**26
-MAX_HEADER_BYTES = 2**25  # of 200,000 tensors; the largest models have 100,000, in many files
+MAX_HEADER_BYTES = 2**25  # of 100,000 tensors; the largest models have as many, in many files
 MAX_DIMENSIONS = 8
 READABLE = ("F32", "F16", "BF16", "F64")
 
@@ -226,6 +226,9 @@ class Folder:
                     expected="a file with all of its tensors' bytes",
                     fix=_AGAIN,
                 )
+        used = max((end for _, end in tensors), default=0)
+        if used < size - 8 - length:
+            raise _corrupt(file, f"{size - 8 - length - used} bytes that belong to no tensor")
         try:
             # Its own checks on top: no holes, no overlaps, nothing after the last tensor.
             with safe_open(path, framework="numpy"):

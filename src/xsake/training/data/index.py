@@ -80,6 +80,10 @@ class Index(Strict):
     skipped: tuple[Skipped, ...] = ()
     versions: dict[str, str]
 
+    def to_json(self) -> str:
+        """Return the content of the file; version 0.1.0 reads it if no document was skipped."""
+        return self.model_dump_json(indent=1, exclude=None if self.skipped else {"skipped"})
+
     @pydantic.model_validator(mode="after")
     def _agrees_with_itself(self) -> "Index":
         for name in SPLITS:
@@ -146,9 +150,7 @@ def require_tokenizer(folder: Path, index: Index) -> None:
 
 def write_index(folder: Path, index: Index) -> None:
     """Make the folder readable: the last thing that a build does."""
-    # Version 0.1.0 reads it too where nothing was skipped.
-    text = index.model_dump_json(indent=1, exclude=None if index.skipped else {"skipped"})
-    json_file.write(folder / INDEX, text + "\n", most_bytes=MOST_BYTES)
+    json_file.write(folder / INDEX, index.to_json() + "\n", most_bytes=MOST_BYTES)
 
 
 def _nothing_built(folder: Path) -> ArgumentError:
