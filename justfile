@@ -98,7 +98,9 @@ bench-quality:
     python -m benchmarks.hads.capture
     python -m benchmarks.hads.ladder
     python -m benchmarks.hads.end_to_end --block 32 --rules 'hads, by effect'
-    python -m benchmarks.hads.longer
+    python -m benchmarks.hads.plan_loss
+    python -m benchmarks.hads.plan_loss --context 4096 --documents 12
+    python -m benchmarks.hads.plan_loss --split fresh --context 4096 --documents 12
     just venv={{ venv }} headline
 
 # a few ratios that must not become worse; a part of the gate

@@ -1,6 +1,6 @@
 """The README's table of figures and its picture, made of committed rows and of nothing else.
 
-python -m benchmarks.headline           # writes the table between the marks of README.md
+python -m benchmarks.headline           # writes the tables of README.md and docs/hads.md
 python -m benchmarks.headline --draw    # the picture too: quality and time against effective cost
 
 A figure whose rows are missing is told as not measured. `tests/test_documentation.py` holds the
@@ -14,13 +14,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.experiment import RESULTS, ROOT
+from benchmarks.hads import plan_loss
 from benchmarks.marked_page import filled
 from xsake.bench import BenchmarkRow, Spread
 from xsake.bench.whole_file import write_whole
 
-README = ROOT / "README.md"
+README, HADS = ROOT / "README.md", ROOT / "docs" / "hads.md"
 PICTURE = RESULTS / "headline.png"
 LOSS = 0.089  # mean KL of attention at which rules are compared by what they cost
+WINDOWS = {"a_shape": "first block and window", "sliding_window": "window"}
+TIMED = {"plan_8192_128": 128, "plan_4096_64": 64, "plan_4096_32": 32}  # blocks of the timed plans
 PUBLISHED = ("minference", "flexprefill", "xattention_16", "sparge", "a_shape", "sliding_window")
 
 
@@ -114,17 +117,24 @@ def figures(results: Path = RESULTS) -> list[tuple[str, str]]:
             "ejkernel": "ejkernel on the same blocks", "full causal": "our own full causal call",
         })),
         ("temporary memory, forward and backward, 16,384 tokens", _memory(results)),
-        ("attention of SmolLM2-135M at 8192 tokens by a plan, choosing included", beside(
-            find("hads/speed", "plan_8192_128", tokens=8192) or find("hads/speed", "plan"),
-            dense="our own dense attention",
-        )),
-        ("its whole prefill of 8192 tokens by the same plan", beside(
-            find("prefill", "plan", tokens=8192),
-            **{"xsake": "our own dense attention", "jax.nn": "`jax.nn`"},
-        )),
-        (f"blocks at equal quality (KL {LOSS} of attention, 4096 tokens)", _equal_quality(results)),
-        ("perplexity at 30% of the work, 4096 tokens", _perplexity(results, "end_to_end_4096_32")),
-        ("perplexity at 30% of the work, 8192 tokens", _perplexity(results, "longer_8192_32")),
+        *(
+            (f"SmolLM2-135M, attention of 8192 tokens, {_plan(name)}", _speed_and_loss(
+                beside(find("hads/speed", name, tokens=8192), dense="our own dense attention"),
+                results, name,
+            ))
+            for name in TIMED
+        ),
+        *(
+            (f"SmolLM2-135M, whole prefill of 8192 tokens, {_plan(name)}", _speed_and_loss(
+                beside(row, **{"xsake": "our own dense attention", "jax.nn": "`jax.nn`"}),
+                results, name,
+            ))
+            for name in TIMED
+            if (row := find("prefill", name, tokens=8192))
+        ),
+        ("perplexity by `plan_4096_32` at 30% of the work, 4096 tokens", _perplexity(results)),
+        (f"blocks at equal KL of attention ({LOSS} nats, 4096 tokens), rules that choose blocks",
+         _equal_quality(results)),
         ("on a GPU or a TPU", None),
     ]  # fmt: skip
     return [(asked, found or "**not measured**") for asked, found in lines]
@@ -134,6 +144,27 @@ def table(results: Path = RESULTS) -> str:
     """The table in Markdown."""
     lines = [f"| {asked} | {found} |" for asked, found in figures(results)]
     return "\n".join(["| | measured |", "|---|---|", *lines, ""])
+
+
+def plans_table(results: Path = RESULTS) -> str:
+    """Every committed plan in Markdown: its losses, and its time in the same line."""
+    lines = [
+        "| plan | policy | block | attention | tokens | documents | perplexity, 95% interval | "
+        "second half of the positions | next-token KL | time of attention / dense |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in plan_loss.rows(results / "hads" / "plan_loss.jsonl"):
+        is_plan, second = row["rule"] == "plan", row.get("perplexity_gap_second_half")
+        timed = newest("hads/speed", row["plan"], results, tokens=row["context"])
+        cells = [
+            f"`{row['plan']}`", row["policy"] if is_plan else "", str(row["block"]),
+            "plan" if is_plan else WINDOWS[row["rule"]], str(row["context"]),
+            f"{row['documents']} {row['split']}", _gap(row),
+            _gap(row, "perplexity_gap_second_half") if second else "",
+            f"{row['kl']['value']:.4f}", (is_plan and ratio(timed, "dense")) or "",
+        ]  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, ""])
 
 
 def _joined(found: dict[str, str | None]) -> str | None:
@@ -162,16 +193,38 @@ def _equal_quality(results: Path) -> str | None:
     return said + (f", true masses {oracle:.1%}" if oracle else "")
 
 
-def _perplexity(results: Path, name: str) -> str | None:
-    rows = {row["rule"]: row for row in lines_of(results / "hads" / f"{name}.jsonl")}
-    if "hads, by effect" not in rows:
+def _plan(name: str) -> str:
+    return f"`{name}` (blocks of {TIMED[name]}, 30% of the work)"
+
+
+def losses(results: Path, plan: str, context: int, split: str, rule: str = "plan") -> dict | None:
+    """The measured losses of a plan, or of a window that costs as much."""
+    asked = {"plan": plan, "context": context, "split": split, "rule": rule}
+    rows = plan_loss.rows(results / "hads" / "plan_loss.jsonl")
+    return next((row for row in rows if asked.items() <= row.items()), None)
+
+
+def _gap(row: dict, name: str = "perplexity_gap") -> str:
+    return "{value:+.1%} [{low:.1%}, {high:.1%}]".format(**row[name])
+
+
+def _speed_and_loss(speed: str | None, results: Path, plan: str) -> str | None:
+    """A speed is stated with the loss of the same plan, or not at all."""
+    row = losses(results, plan, 8192, "test")
+    if speed is None or row is None:
         return None
-    gap = lambda row: "{value:+.2%} [{low:.2%}, {high:.2%}]".format(**row["perplexity_gap"])
-    ours = rows["hads, by effect"]
-    said = f"{gap(ours)} over {ours['documents']} documents"
-    words = {"a_shape": "first block and window", "sliding_window": "window alone"}
-    others = [f"{words[x]} {rows[x]['perplexity_gap']['value']:+.1%}" for x in words if x in rows]
-    return ", ".join([said, *others])
+    return f"{speed}; perplexity {_gap(row)}, {row['documents']} documents"
+
+
+def _perplexity(results: Path) -> str | None:
+    parts = []
+    for split, words in (("test", "test"), ("fresh", "fresh")):
+        row = losses(results, "plan_4096_32", 4096, split)
+        if row is not None:
+            second = _gap(row, "perplexity_gap_second_half")
+            said = f"{_gap(row)} on {row['documents']} {words} documents"
+            parts.append(f"{said} (second half of the positions {second})")
+    return "; ".join(parts) or None
 
 
 def draw(path: Path = PICTURE, results: Path = RESULTS) -> None:
@@ -211,21 +264,26 @@ def draw(path: Path = PICTURE, results: Path = RESULTS) -> None:
 
 
 def _draw_perplexity(axes, results: Path) -> None:
-    """What the whole model loses at the same work, as bars."""
-    rows = {row["rule"]: row for row in lines_of(results / "hads" / "longer_8192_32.jsonl")}
-    bars = {
-        "hads, by effect": ("hads", "#1b7f5c"), "a_shape": ("first block\nand window", "#c4562b"),
-        "sliding_window": ("window\nalone", "#999999"),
-    }  # fmt: skip
-    shown = [rule for rule in bars if rule in rows]
-    for place, rule in enumerate(shown):
-        gap = 100 * rows[rule]["perplexity_gap"]["value"]
-        axes.bar(place, gap, color=bars[rule][1], width=0.6)
+    """Loss of the whole model at the same work; each plan with its own time."""
+    bars = [
+        (f"blocks\nof {block}\n{row.ratio_to('dense').median:.2f}x", "#1b7f5c", loss)
+        for name, block in TIMED.items()
+        if (loss := losses(results, name, 8192, "test"))
+        and (row := newest("hads/speed", name, results, tokens=8192))
+    ]
+    for rule, colour in (("a_shape", "#c4562b"), ("sliding_window", "#999999")):
+        if loss := losses(results, "plan_4096_32", 8192, "test", rule):
+            bars.append((WINDOWS[rule].replace(" and ", "\nand "), colour, loss))
+    for place, (_, colour, loss) in enumerate(bars):
+        gap = 100 * loss["perplexity_gap"]["value"]
+        axes.bar(place, gap, color=colour, width=0.6)
         axes.text(place, gap * 1.08, f"+{gap:.2g}%", ha="center", fontsize=9)
-    axes.set_xticks(range(len(shown)), [bars[rule][0] for rule in shown])
+    axes.set_xticks(range(len(bars)), [label for label, _, _ in bars], fontsize=8)
     axes.set(yscale="log", ylabel="perplexity, more than dense", ylim=(0.1, 200))
     axes.yaxis.set_major_formatter(lambda y, _: f"{y:g}%")
-    axes.set_title("What SmolLM2 loses at 30% of the work", fontsize=10)
+    axes.set_title(
+        "SmolLM2 at 30% of the work (8192 tokens):\nloss of each plan, with its time", fontsize=10
+    )
     axes.grid(alpha=0.25, axis="y")
 
 
@@ -242,7 +300,7 @@ def _draw_times(axes, results: Path) -> None:
     ):
         points = [(1.0, 1.0)]
         for row in rows():
-            if row.budget not in (None, 1.0) and row.implementation.startswith("xsake"):
+            if row.budget not in (None, 1.0) and row.is_own:
                 points.append((row.budget, row.ratio_to("full causal").median))
         axes.plot(*zip(*sorted(points), strict=True), "o-", color=colour, lw=1.3, label=label)
     axes.set(xlabel="computed blocks / visible blocks", ylabel="time / all blocks", xlim=(0, 1.02))
@@ -264,6 +322,7 @@ def main() -> None:
     if asked.draw:
         draw()
     write_whole(README, filled(README.read_text(), {"headline": table()}))
+    write_whole(HADS, filled(HADS.read_text(), {"plans": plans_table()}))
     print(table())
 
 

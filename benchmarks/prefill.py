@@ -1,4 +1,4 @@
-"""SmolLM2 reads 8192 tokens: its attention dense through XSAKE, by a plan, and through jax.nn.
+"""SmolLM2 reads 8192 tokens: its attention dense through XSAKE, by two plans, and through jax.nn.
 
 python -m benchmarks.prefill             # needs the model: python -m benchmarks.smollm2
 python -m benchmarks.prefill --quick     # and the plan: python -m benchmarks.hads.end_to_end
@@ -29,13 +29,13 @@ from xsake.model import LayerCall
 from xsake.model.huggingface import load
 from xsake.model.tokenizer import Tokenizer
 
-OURS, PLANNED, THEIRS = "xsake", "plan", "jax.nn"
+OURS, THEIRS = "xsake", "jax.nn"
+PLANS = {name: RESULTS / "hads" / f"{name}.json" for name in ("plan_8192_128", "plan_4096_64")}
 TITLES = {
     OURS: "xsake.attention",
-    PLANNED: "xsake.hads.Planned",
+    **dict.fromkeys(PLANS, "xsake.hads.Planned"),
     THEIRS: "jax.nn.dot_product_attention",
 }
-PLAN = RESULTS / "hads" / "plan_8192_128.json"
 SPEED_LIMIT = 1 / 1.5
 MEMORY_LIMIT = 1 / 5
 TOLERANCE = 1e-4
@@ -94,7 +94,9 @@ def _race(
         facts, logits = {}, {}
         for side, worker in workers.items():
             worker.load(Path(folder))
-            case = {"model": str(model), "call": side, "plan": str(PLAN)}
+            case = {"model": str(model), "call": side}
+            if side in PLANS:
+                case |= {"call": "plan", "plan": str(PLANS[side])}
             facts[side] = worker.compile(side, case)
             logits[side] = worker.check(side)["logits"]
         sides = [Side(side, lambda side=side: workers[side].run(side)) for side in TITLES]
@@ -143,8 +145,8 @@ def _attention_row(run: str, side: str, shape: Shape, settings: Settings) -> Ben
 def _row(run: str, what: str, side: str, shape: Shape, settings: Settings) -> BenchmarkRow:
     block = {OURS: BLOCK, THEIRS: None}.get(side)
     budget, layout = 1.0, "causal" if side == OURS else "none"
-    if side == PLANNED:
-        plan = SparsityPlan.load(PLAN)
+    if side in PLANS:
+        plan = SparsityPlan.load(PLANS[side])
         block, budget, layout = plan.block, plan.budget, plan.summary
     return plain_row(
         "prefill", run, shape, settings,

@@ -36,6 +36,9 @@ def test_readme_figures_are_those_of_the_rows(tmp_path):
     text = headline.README.read_text()
     made = {"headline": headline.table()}
     assert filled(text, made) == text, "run python -m benchmarks.headline"
+    page = headline.HADS.read_text()
+    plans = {"plans": headline.plans_table()}
+    assert filled(page, plans) == page, "run python -m benchmarks.headline"
     page = promises.PAGE.read_text()
     assert filled(page, {"races": promises.table()}) == page, "run python -m benchmarks.promises"
     shutil.copytree(headline.RESULTS, tmp_path / "results")
@@ -43,6 +46,17 @@ def test_readme_figures_are_those_of_the_rows(tmp_path):
     changed = re.sub(r'"(median|q25|q75)":[0-9.]+', r'"\1":9.0', rows.read_text())
     rows.write_text(changed)
     assert headline.table(tmp_path / "results") != made["headline"]
+
+
+def test_a_speed_by_a_plan_is_stated_with_the_loss_of_that_plan(tmp_path):
+    plans = [line for line in headline.table().splitlines() if "`plan_" in line]
+    assert plans
+    for line in plans:
+        assert "perplexity" in line, line
+    shutil.copytree(headline.RESULTS, tmp_path / "results")
+    (tmp_path / "results" / "hads" / "plan_loss.jsonl").unlink()
+    alone = [x for x in headline.table(tmp_path / "results").splitlines() if "`plan_" in x]
+    assert all(line.endswith("| **not measured** |") for line in alone)
 
 
 def test_the_table_of_faults_is_that_of_the_results():

@@ -91,9 +91,11 @@ class Beside:
         return entry
 
 
-def questions(corpus: list[Document], context: int, tests: int, *, has_copies: bool) -> list[Asked]:
-    """Windows of the first test documents, and far copies made of them."""
-    chosen = [x for x in corpus if x.split == "test"][:tests]
+def questions(
+    corpus: list[Document], context: int, tests: int, *, has_copies: bool, split: str = "test"
+) -> list[Asked]:
+    """Windows of the first documents of a split, and far copies made of them."""
+    chosen = [x for x in corpus if x.split == split and len(x.tokens) >= context][:tests]
     asked = [
         Asked(Trial(x.name, x.name, x.tokens[:context], position_spans(context)), None)
         for x in chosen
@@ -108,24 +110,41 @@ def questions(corpus: list[Document], context: int, tests: int, *, has_copies: b
 
 
 def of_windows(windows: list[tuple[Trial, Entry]]) -> dict:
-    """Perplexities, their gap, divergence and agreement, with intervals over documents."""
-    names = ("dense_nll", "candidate_nll", "kl", "agreement")
-    sums = np.array([
-        [len(trial.tokens) - 1, *(sum(entry.sums[name]) for name in names)]
-        for trial, entry in windows
-    ])  # fmt: skip
-    dense, ours, kl, same = (
-        lambda x, place=place: x[..., place] / x[..., 0] for place in range(1, 5)
-    )
-    told = lambda statistic: estimate(statistic, sums, 0).model_dump()
+    """Perplexities, their gap, divergence and agreement, with intervals over documents.
+
+    Rows keep a constant number of blocks, so early positions are dense: the gap and the divergence
+    of the second half of the positions are reported as well.
+    """
+    estimate_of = _estimator(windows, first=0)
+    second_half = _estimator(windows, first=len(windows[0][0].tokens) // 2)
     return {
         "documents": len(windows),
-        "perplexity_dense": told(lambda x: np.exp(dense(x))),
-        "perplexity": told(lambda x: np.exp(ours(x))),
-        "perplexity_gap": told(lambda x: np.exp(ours(x) - dense(x)) - 1),
-        "kl": told(kl),
-        "agreement": told(same),
+        "perplexity_dense": estimate_of(lambda dense, ours, kl, same: np.exp(dense)),
+        "perplexity": estimate_of(lambda dense, ours, kl, same: np.exp(ours)),
+        "perplexity_gap": estimate_of(_gap),
+        "kl": estimate_of(lambda dense, ours, kl, same: kl),
+        "agreement": estimate_of(lambda dense, ours, kl, same: same),
+        "perplexity_gap_second_half": second_half(_gap),
+        "kl_second_half": second_half(lambda dense, ours, kl, same: kl),
     }
+
+
+def _gap(dense, ours, kl, same):
+    return np.exp(ours - dense) - 1
+
+
+def _estimator(windows: list[tuple[Trial, Entry]], *, first: int):
+    """A function that bootstraps a statistic of the means over all spans from a position on."""
+    names = ("dense_nll", "candidate_nll", "kl", "agreement")
+    sums = []
+    for trial, entry in windows:
+        chosen = [place for place, span in enumerate(trial.spans) if span.start >= first]
+        count = sum(trial.spans[place].end - trial.spans[place].start for place in chosen)
+        sums.append([count, *(sum(entry.sums[name][place] for place in chosen) for name in names)])
+    means = lambda x: [x[..., place] / x[..., 0] for place in range(1, 1 + len(names))]
+    return lambda statistic: estimate(
+        lambda x: statistic(*means(x)), np.array(sums), 0
+    ).model_dump()
 
 
 def of_copies(pairs: list[tuple[Asked, Entry]]) -> dict[str, dict[str, float]]:

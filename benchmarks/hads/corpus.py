@@ -1,4 +1,7 @@
-"""The documents of the HADS measurements: 12 to calibrate on, 24 others to test on, four kinds."""
+"""The documents of the HADS measurements: 12 for calibration, 24 for tests, 12 fresh; four kinds.
+
+Fresh documents took no part in any choice of method or setting: they were drawn after all of it.
+"""
 
 import dataclasses
 import importlib.util
@@ -12,9 +15,11 @@ from xsake.evaluation.documents import SEPARATOR
 from xsake.model.tokenizer import Tokenizer
 
 TEXTS = Path(__file__).resolve().parents[3] / "shared" / "data"
-LONGEST = 8192  # tokens that every document has
+LONGEST = 8192  # tokens that every document has; a fresh one may end after FRESH_TOKENS
+FRESH_TOKENS = 4096
 KINDS = ("book", "wikipedia", "web", "code")
-CALIBRATION, TEST = 3, 6  # documents of each kind
+COUNTS = {"calibration": 3, "test": 6, "fresh": 3}  # documents of each kind
+FRESH_START = 300_000  # characters into a test book: past the part that the test split reads
 
 BOOKS = {
     "calibration": ("Doyle_Hound_1902", "Burnett_Garden_1911", "Ford_Post_1926"),
@@ -28,6 +33,7 @@ BOOKS = {
 MODULES = {
     "calibration": ("typing", "argparse", "numpy.lib._function_base_impl"),
     "test": ("inspect", "doctest", "tarfile", "subprocess", "jax._src.core", "pydantic.main"),
+    "fresh": ("logging", "zipfile", "unittest.mock"),
 }
 
 
@@ -42,23 +48,25 @@ class Document:
 
 
 def documents(tokenizer: Tokenizer, texts: Path = TEXTS) -> list[Document]:
-    """All documents, kinds interleaved, so that the first few are of every kind."""
-    found: dict[tuple[str, str], list[Document]] = {}
+    """Return all documents, kinds interleaved, so that the first few are of every kind."""
+    taken: dict[tuple[str, str], list[Document]] = {
+        (split, kind): [] for split in COUNTS for kind in KINDS
+    }
     for kind, split, name, text in _candidates(texts):
-        most = CALIBRATION if split == "calibration" else TEST
-        taken = found.setdefault((split, kind), [])
-        if len(taken) == most or len(text) < 2 * LONGEST:
+        if all(len(taken[x, kind]) == COUNTS[x] for x in (split, "fresh")):
             continue
         tokens = np.asarray(tokenizer.encode(text[: 12 * LONGEST]), np.int32)[:LONGEST]
-        if len(tokens) == LONGEST:
-            taken.append(Document(kind, split, name, tokens))
-    for (split, kind), taken in found.items():
-        most = CALIBRATION if split == "calibration" else TEST
-        assert len(taken) == most, f"only {len(taken)} documents of {kind} for {split}"
+        if split == "test" and (len(taken[split, kind]) == COUNTS[split] or len(tokens) < LONGEST):
+            split = "fresh"
+        is_long = len(tokens) >= (FRESH_TOKENS if split == "fresh" else LONGEST)
+        if is_long and len(taken[split, kind]) < COUNTS[split]:
+            taken[split, kind].append(Document(kind, split, name, tokens))
+    for (split, kind), chosen in taken.items():
+        assert len(chosen) == COUNTS[split], f"only {len(chosen)} documents of {kind} for {split}"
     return [
-        found[split, kind][place]
-        for split, most in (("calibration", CALIBRATION), ("test", TEST))
-        for place in range(most)
+        taken[split, kind][place]
+        for split, count in COUNTS.items()
+        for place in range(count)
         for kind in KINDS
     ]
 
@@ -71,6 +79,9 @@ def _candidates(texts: Path) -> Iterator[tuple[str, str, str, str]]:
     for name in BOOKS["test"][:2]:
         text = (texts / "books" / f"{name}.txt").read_text()
         yield "book", "test", f"{name}, second half", text[len(text) // 2 :]
+    for name in BOOKS["test"][1:]:
+        text = (texts / "books" / f"{name}.txt").read_text()
+        yield "book", "fresh", f"{name}, from character {FRESH_START}", text[FRESH_START:]
     for title, text in _articles(texts / "wikipedia_en_train.txt"):
         yield "wikipedia", "calibration", title, text
     with (texts / "wikipedia_en_long_eval.jsonl").open() as lines:

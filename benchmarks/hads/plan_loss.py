@@ -1,22 +1,23 @@
-"""A plan that was calibrated on shorter texts, read at 8192 tokens beside windows of equal cost.
+"""Loss of the committed plans, errors propagated through the model: perplexity and next-token KL.
 
-python -m benchmarks.hads.longer                               # 4 test documents, plan_4096_32.json
-python -m benchmarks.hads.longer --plan plan_4096_64.json --tests 2
+python -m benchmarks.hads.plan_loss                              # 8192 tokens, 4 test documents
+python -m benchmarks.hads.plan_loss --split fresh --context 4096 --documents 12
+python -m benchmarks.hads.plan_loss --plans plan_4096_32 --windows   # and windows of equal cost
 
-A plan promises shares of blocks, so it serves any length. Layers see what the sparse layers before
-them left. Answers are kept, so that a run that is stopped goes on; rows go to
-results/hads/longer_<context>_<block>.jsonl.
+A plan holds shares of blocks, so it serves any length. The same plans are timed by
+`benchmarks.hads.speed` and `benchmarks.prefill`: a speed and a loss in one sentence belong to one
+plan. Answers are kept, so an interrupted run resumes. Rows of other settings stay in
+results/hads/plan_loss.jsonl.
 """
 
 import argparse
-import dataclasses
 import json
+from pathlib import Path
 
 from benchmarks.experiment import RESULTS
 from benchmarks.hads.beside import Beside, of_windows, questions
 from benchmarks.hads.capture import CACHE
-from benchmarks.hads.corpus import documents
-from benchmarks.hads.end_to_end import BEST
+from benchmarks.hads.corpus import COUNTS, documents
 from benchmarks.hads.ruled import Ruled
 from benchmarks.smollm2 import directory
 from xsake.bench.environment import environment, own_checkout
@@ -27,56 +28,79 @@ from xsake.hads.rules import RULES
 from xsake.model.huggingface import load
 from xsake.model.tokenizer import Tokenizer
 
+PLANS = ("plan_8192_128", "plan_4096_64", "plan_4096_32")
 WINDOWS = ("sliding_window", "a_shape")
+ROWS = RESULTS / "hads" / "plan_loss.jsonl"
+
+
+def rows(path: Path = ROWS) -> list[dict]:
+    """Return the committed rows; none if the experiment was not run."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def main() -> None:
-    """Ask what has not been answered yet and write the rows."""
+    """Answer the open questions and write the rows."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--plan", default="plan_4096_32.json", help="a file of results/hads")
-    parser.add_argument("--context", type=int, default=8192)
-    parser.add_argument("--tests", type=int, default=4, help="test documents, the first so many")
-    asked = parser.parse_args()
+    parser.add_argument("--plans", default=",".join(PLANS), help="files of results/hads")
+    parser.add_argument("--context", type=int, default=8192, help="tokens of a document")
+    parser.add_argument("--split", choices=[*COUNTS], default="test")
+    parser.add_argument("--documents", type=int, default=4, help="number of documents")
+    parser.add_argument("--windows", action="store_true", help="windows that cost as much, too")
+    given = parser.parse_args()
     folder = directory()
-    plan = SparsityPlan.load(RESULTS / "hads" / asked.plan)
-    effective = plan.budget + plan.selector.cost
-    side = Beside(load(folder).model)
-    side.add(BEST, Planned(plan))
-    for name in WINDOWS:
-        layers = side.model.config.layers
-        side.add_rule(name, Ruled(RULES[name](), effective, block=plan.block, layers=layers))
+    model = load(folder).model
+    side = Beside(model)
+    plans = {x: SparsityPlan.load(RESULTS / "hads" / f"{x}.json") for x in given.plans.split(",")}
+    candidates = {}
+    for name, plan in plans.items():
+        side.add(name, Planned(plan))
+        chosen = plan.model_dump(mode="json")  # without the date of its file
+        chosen = [chosen[part] for part in ("heads", "scope", "components", "selector")]
+        candidates[name] = [name, "plan", _effective(plan), chosen]
+        for rule in WINDOWS if given.windows else ():
+            label = f"{rule} for {name}"
+            ruled = Ruled(
+                RULES[rule](), _effective(plan), block=plan.block, layers=model.config.layers
+            )
+            side.add_rule(label, ruled)
+            candidates[label] = [name, rule, _effective(plan), plan.block]
     trials = questions(
-        documents(Tokenizer.load(folder)), asked.context, asked.tests, has_copies=False
-    )
-    journal, answers = Journal(CACHE / "longer.jsonl"), {}
-    chosen = plan.model_dump(mode="json")  # its file has a date; what it chooses does not
-    chosen = [chosen[name] for name in ("heads", "scope", "components", "selector")]
+        documents(Tokenizer.load(folder)), given.context, given.documents,
+        has_copies=False, split=given.split,
+    )  # fmt: skip
+    journal, answers = Journal(CACHE / "plan_loss.jsonl"), {}
     for question in trials:
-        for name in (BEST, *WINDOWS):
-            known = [name, effective, plan.block, chosen if name == BEST else None]
-            entry = side.answer(name, question.trial, known, journal)
-            answers.setdefault(name, []).append((question.trial, entry))
-        _write(asked, plan, answers)
+        for label, known in candidates.items():
+            entry = side.answer(label, question.trial, known, journal)
+            answers.setdefault(label, []).append((question.trial, entry))
+        _write(given, plans, {label: (candidates[label], x) for label, x in answers.items()})
 
 
-def _write(asked: argparse.Namespace, plan: SparsityPlan, answers: dict[str, list]) -> None:
-    here = dataclasses.asdict(environment(own_checkout()))
-    rows = [
-        {"plan": asked.plan, "calibrated_tokens": plan.calibration.context, "environment": here}
-    ]
-    for name, windows in answers.items():
-        cost = plan.selector.cost if name == BEST else 0.0
-        rows.append({
-            "context": asked.context, "block": plan.block, "rule": name,
-            "budget": round(plan.budget + plan.selector.cost - cost, 6),
-            "effective": round(plan.budget + plan.selector.cost, 6), **of_windows(windows),
+def _effective(plan: SparsityPlan) -> float:
+    """Share of dense attention that a plan costs, block selection included."""
+    return plan.budget + plan.selector.cost
+
+
+def _write(given: argparse.Namespace, plans: dict[str, SparsityPlan], answers: dict) -> None:
+    here = environment(own_checkout())
+    made = []
+    for (name, rule, effective, _), windows in answers.values():
+        plan = plans[name]
+        made.append({
+            "plan": name, "policy": plan.policy.name, "block": plan.block, "rule": rule,
+            "effective": round(effective, 6), "context": given.context, "split": given.split,
+            **of_windows(windows),
+            "names": [trial.document for trial, _ in windows],
+            "utc": here.utc, "commit": here.commit, "versions": here.versions,
         })  # fmt: skip
-    path = RESULTS / "hads" / f"longer_{asked.context}_{plan.block}.jsonl"
-    write_whole(path, "".join(json.dumps(row) + "\n" for row in rows))
-    for row in rows[1:]:
-        gap, kl = row["perplexity_gap"], row["kl"]["value"]
-        told = " ".join(f"{x:+.2%}" for x in gap.values() if isinstance(x, float))
-        print(f"{row['rule']}: {row['documents']} documents, gap {told}, KL {kl:.4f}", flush=True)
+        gap = made[-1]["perplexity_gap"]
+        print(f"{name}, {rule}: {len(windows)} documents, perplexity {gap['value']:+.2%}, "
+              f"KL {made[-1]['kl']['value']:.4f}", flush=True)  # fmt: skip
+    key = lambda row: [row[x] for x in ("plan", "rule", "context", "split")]
+    known = [key(row) for row in made]
+    kept = [row for row in rows() if key(row) not in known]
+    ordered = sorted([*kept, *made], key=key)
+    write_whole(ROWS, "".join(json.dumps(row) + "\n" for row in ordered))
 
 
 if __name__ == "__main__":

@@ -41,13 +41,12 @@ interface Interval {
   high: number | null;
 }
 
-export interface EndToEnd {
+interface Loss {
   id: string;
   file: string;
   context: number;
   block: number;
   rule: string;
-  budget: number;
   effective: number;
   documents: number;
   perplexity_dense: Interval;
@@ -55,6 +54,18 @@ export interface EndToEnd {
   perplexity_gap: Interval;
   kl: Interval;
   agreement: Interval;
+}
+
+/** The model with a committed plan, or with a window that costs as much. */
+export interface PlanLoss extends Loss {
+  plan: string;
+  split: "calibration" | "test" | "fresh";
+  kl_second_half?: Interval;
+  perplexity_gap_second_half?: Interval;
+}
+
+export interface EndToEnd extends Loss {
+  budget: number;
   far_copy: Record<string, { dense: number; candidate: number }>;
   environment: { cpu: string; cores: number };
 }
@@ -150,6 +161,7 @@ export interface Faults {
 export const rows = file<Row[]>("rows");
 export const ladders = file<Ladder[]>("ladders");
 export const endToEnd = file<EndToEnd[]>("end_to_end");
+export const planLosses = file<PlanLoss[]>("plan_losses");
 export const certificates = file<Certificate[]>("certificates");
 export const numerics = file<Numerics | null>("numerics");
 export const plans = file<Plan[]>("plans");

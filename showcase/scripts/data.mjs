@@ -70,6 +70,11 @@ function endToEnd() {
   });
 }
 
+function planLosses() {
+  const path = join(results, "hads", "plan_loss.jsonl");
+  return existsSync(path) ? lines(path).map((row, place) => ({ id: `hads/plan_loss.jsonl:${place + 1}`, file: "hads/plan_loss.jsonl", ...row })) : [];
+}
+
 const COMPILERS = ["libtpu", "nvidia-cuda-nvcc", "jax"];
 
 function certificates() {
@@ -182,6 +187,7 @@ const save = (name, value) => writeFileSync(join(data, `${name}.json`), JSON.str
 save("rows", benchmarkRows());
 save("ladders", ladders());
 save("end_to_end", endToEnd());
+save("plan_losses", planLosses());
 save("certificates", certificates());
 save("numerics", numerics());
 save("plans", plans());

@@ -32,8 +32,11 @@ async function home(page) {
     }
     const [file, line] = source.split(":"), row = lines(file)[line - 1];
     if (row.experiment === "prefill") {
-      const ratio = row.ratios.find(({ baseline }) => baseline === "jax.nn").median;
-      assert.equal(figure, `${(1 / ratio).toFixed(1)}×`);
+      const ratio = row.ratios.find(({ baseline }) => baseline === "xsake").median;
+      assert.equal(figure, `${ratio.toFixed(2)}×`);
+      const loss = lines("hads/plan_loss.jsonl").find((each) => each.plan === row.side && each.rule === "plan" && each.context === row.shape.q_tokens && each.split === "test");
+      const said = await page.locator(`[data-source="${source}"]`).textContent();
+      assert.ok(said.includes(`+${(100 * loss.perplexity_gap.value).toFixed(1)}%`), `no loss of ${row.side} in: ${said}`);
     } else if (row.experiment === "memory") {
       const dense = lines(file).find((each) => each.side === "jax.nn");
       assert.equal(figure, `${((100 * row.temp_bytes) / dense.temp_bytes).toFixed(1)}%`);

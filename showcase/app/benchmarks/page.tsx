@@ -1,7 +1,7 @@
 import type { Metadata } from "next";
 import { Suspense } from "react";
 import { PageHead } from "@/components/page_head";
-import { endToEnd, ladders, rows } from "@/lib/data";
+import { endToEnd, ladders, planLosses, rows } from "@/lib/data";
 import { Benchmarks } from "@/components/benchmarks";
 
 export const metadata: Metadata = { title: "Benchmarks" };
@@ -16,7 +16,7 @@ export default function Page() {
         </p>
       </PageHead>
       <Suspense>
-        <Benchmarks rows={rows.filter(({ row }) => row.experiment !== "anatomy")} ladders={ladders} endToEnd={endToEnd} />
+        <Benchmarks rows={rows.filter(({ row }) => row.experiment !== "anatomy")} ladders={ladders} endToEnd={endToEnd} planLosses={planLosses} />
       </Suspense>
     </>
   );
