@@ -58,13 +58,7 @@ def run_serve(
     code 0 after Ctrl-C, 2 if it cannot be served so.
     """
     with exit_codes(interrupted="stopped"):
-        try:
-            from xsake.server.app import Dashboard
-            from xsake.server.connections import make_config
-        except ImportError as error:
-            raise MissingExtraError(
-                "the server is not installed", got=str(error), fix="pip install 'xsake[serve]'"
-            ) from error
+        _require_server()
         from xsake.server.settings import Settings, is_loopback, new_token
 
         if no_token and token_file is not None:
@@ -78,8 +72,17 @@ def run_serve(
             cache=_cache_folder(cache), requests_per_second=requests_per_second,
             trusted_proxies=tuple(trusted_proxy or ()),
         )  # fmt: skip
-        config = make_config(Dashboard(settings), settings)
-        _serve(config, settings.token if is_new else None)
+        _serve(settings, settings.token if is_new else None)
+
+
+def _require_server() -> None:
+    """Raise MissingExtraError unless the server is installed."""
+    try:
+        import xsake.server.connections  # noqa: F401 (only whether it can be imported)
+    except ImportError as error:
+        raise MissingExtraError(
+            "the server is not installed", got=str(error), fix="pip install 'xsake[serve]'"
+        ) from error
 
 
 def _built_showcase() -> Path | None:
@@ -112,10 +115,14 @@ def _token(file: Path | None) -> str | None:
         raise ArgumentError("the token cannot be read", got=file) from error
 
 
-def _serve(config, new_token: str | None) -> None:
+def _serve(settings, new_token: str | None) -> None:
     """Listen, say where, and serve until Ctrl-C."""
     import uvicorn
 
+    from xsake.server.app import Dashboard
+    from xsake.server.connections import make_config
+
+    config = make_config(Dashboard(settings), settings)
     os.nice(NICENESS)  # it gives way to the runs that it watches
     server, listening = uvicorn.Server(config), config.bind_socket()
     address = f"[{config.host}]" if ":" in config.host else config.host

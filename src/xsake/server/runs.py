@@ -137,7 +137,8 @@ class Run:
                 shutil.rmtree(self._index_folder, ignore_errors=True)
         problem = _reason(error)
         if problem != self.problem:
-            _LOG.warning("run %s cannot be read: %s", self.id, problem, exc_info=error)
+            unforeseen = None if isinstance(error, OSError) else error
+            _LOG.warning("run %s cannot be read: %s", self.id, problem, exc_info=unforeseen)
         self.problem = problem
 
     def _advance(self) -> list[dict[str, Any]]:
