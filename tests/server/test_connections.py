@@ -1,4 +1,4 @@
-"""Connections that send nothing, or little by little, lock nobody out and are closed."""
+"""Connections that send nothing, or little by little, are closed and lock out no one."""
 
 import contextlib
 import socket
@@ -61,7 +61,7 @@ def server(folder):
 
 @pytest.mark.parametrize("text", [b"", HALF, b"\r\n"], ids=["idle", "slow headers", "newlines"])
 @pytest.mark.parametrize("addresses", [1, 5])
-def test_500_connections_that_send_no_request_lock_nobody_out(server, text, addresses):
+def test_500_connections_that_send_no_request_lock_out_no_one(server, text, addresses):
     cookie = {"Cookie": f"{COOKIE}={session_of(TOKEN)}"}
     with contextlib.ExitStack() as stack:
         for number in range(addresses):

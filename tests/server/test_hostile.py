@@ -207,7 +207,7 @@ def test_too_many_requests_are_refused_until_later(folder):
     with inside(settings) as server:
         statuses = [server.ask("/api/v1/runs")[0] for _ in range(60)]
         assert statuses.count(429) >= 30 and set(statuses) <= {200, 429}
-        assert server.ask("/health")[0] == 200  # whoever watches the server needs an answer
+        assert server.ask("/health")[0] == 200  # probes of the server are not limited
         server.until(lambda: server.ask("/api/v1/runs")[0] == 200, "an answer again")
 
 

@@ -112,7 +112,7 @@ def test_a_folder_whose_name_is_not_utf_8_is_shown(server):
 
 def test_the_others_stay_live_and_the_counts_are_everywhere(server, folder):
     write_run(folder / "healthy", 220, begin=200, name="healthy")
-    server.until(lambda: named(server, "healthy")["step"] == 219, "the healthy run goes on")
+    server.until(lambda: named(server, "healthy")["step"] == 219, "the healthy run is live")
     num_lines = sum(lines for _, lines, _ in LINES.values())
     num_values = sum(values for _, _, values in LINES.values())
     status = server.json("/status")
@@ -188,7 +188,7 @@ def test_a_run_that_cannot_be_read_says_why_and_comes_back(tmp_path):
         assert "xsake_server_runs_unreadable 1.0" in text
         assert f'xsake_run_state{{run="{broken["id"]}",state="unreadable"}} 1.0' in text
         write_run(tmp_path / "healthy", 60, begin=50, name="healthy")
-        server.until(lambda: named(server, "healthy")["step"] == 59, "the other run goes on")
+        server.until(lambda: named(server, "healthy")["step"] == 59, "the other run is live")
         path.unlink()
         (tmp_path / "kept").rename(path)
         server.until(lambda: named(server, "broken")["state"] != "unreadable", "it comes back")
@@ -221,7 +221,7 @@ def test_an_error_inside_a_run_is_its_own(tmp_path):
         server.until(lambda: named(server, "one")["state"] == "unreadable", "a reason")
         assert named(server, "one")["problem"].startswith("KeyError")
         write_run(tmp_path / "two", 60, begin=50, name="two")
-        server.until(lambda: named(server, "two")["step"] == 59, "the other run goes on")
+        server.until(lambda: named(server, "two")["step"] == 59, "the other run is live")
         failures = run.num_failures
         del run._advance
         server.until(lambda: named(server, "one")["state"] == "running", "it comes back")

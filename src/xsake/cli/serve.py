@@ -59,14 +59,8 @@ def run_serve(
     code 0 after Ctrl-C, 2 if it cannot be served so.
     """
     with exit_codes(interrupted="stopped"):
-        require_local(*(folders or ()), token_file, showcase)
-        try:
-            from xsake.server.app import Dashboard
-            from xsake.server.connections import make_config
-        except ImportError as error:
-            raise MissingExtraError(
-                "the server is not installed", got=str(error), fix="pip install 'xsake[serve]'"
-            ) from error
+        require_local(*(folders or ()), token_file, showcase, cache)
+        _require_server()
         from xsake.server.settings import Settings
 
         token, is_new = _choose_token(token_file, host, no_token=no_token)
@@ -77,8 +71,17 @@ def run_serve(
             cache=_cache_folder(cache), requests_per_second=requests_per_second,
             trusted_proxies=tuple(trusted_proxy or ()),
         )  # fmt: skip
-        config = make_config(Dashboard(settings), settings)
-        _serve(config, settings.token if is_new else None)
+        _serve(settings, settings.token if is_new else None)
+
+
+def _require_server() -> None:
+    """Raise MissingExtraError unless the server is installed."""
+    try:
+        import xsake.server.connections  # noqa: F401 (only whether it can be imported)
+    except ImportError as error:
+        raise MissingExtraError(
+            "the server is not installed", got=str(error), fix="pip install 'xsake[serve]'"
+        ) from error
 
 
 def _built_showcase() -> Path | None:
@@ -117,10 +120,14 @@ def _choose_token(file: Path | None, host: str, *, no_token: bool) -> tuple[str 
         raise ArgumentError("the token cannot be read", got=file) from error
 
 
-def _serve(config, new_token: str | None) -> None:
+def _serve(settings, new_token: str | None) -> None:
     """Listen, say where, and serve until Ctrl-C."""
     import uvicorn
 
+    from xsake.server.app import Dashboard
+    from xsake.server.connections import make_config
+
+    config = make_config(Dashboard(settings), settings)
     os.nice(NICENESS)  # it gives way to the runs that it watches
     server, listening = uvicorn.Server(config), config.bind_socket()
     address = f"[{config.host}]" if ":" in config.host else config.host

@@ -38,22 +38,31 @@ class Columns:
             line: of a step, validated.
         """
         kinds: list[Any] = []
-        parts: list[Any] = []
+        single: list[Any] = []
+        matrices: list[np.ndarray] = []
         for name, value in line.items():
             metric = METRICS.get(name)
             if metric is None:
                 continue
-            kinds.append((name, *value.shape) if metric.axes else name)
-            parts.append(value.ravel() if metric.axes else (value,))
+            if metric.axes:
+                matrices.append(value.ravel())
+                kinds.append((name, *value.shape))
+            else:
+                single.append(value)
+                kinds.insert(len(single) - 1, name)
         key = tuple(kinds)
         columns = self._known.get(key)
         if columns is None:
             if len(self._known) >= _MAX_KINDS:
                 self._known.clear()
             columns = self._known[key] = np.array([self._column(name) for name in _names(key)], int)
-        values = np.concatenate(parts, dtype=np.float64) if parts else np.zeros(0)
+        values = np.array(single, np.float64)
+        if matrices:
+            values = np.concatenate([values, *matrices])
+        if len(self.names) < MOST_SERIES:
+            return columns, values
         has_column = columns >= 0
-        return (columns, values) if has_column.all() else (columns[has_column], values[has_column])
+        return columns[has_column], values[has_column]
 
     def _column(self, name: str) -> int:
         if name not in self._places:

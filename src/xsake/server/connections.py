@@ -5,6 +5,7 @@ wait, so idle ones would lock all others out. Here only requests that are being 
 towards a limit (see `guard`); of the connections that wait for a request, the oldest makes room.
 """
 
+import resource
 from collections import Counter
 from typing import Any
 
@@ -16,7 +17,8 @@ from xsake.server.settings import Settings
 
 _STALLED_SECONDS = 60.0  # without a byte of an answer being taken
 _MAX_HEADERS = 16384  # bytes
-_BACKLOG = 512  # connections that the kernel holds until they are accepted
+_BACKLOG = 2048  # connections that the kernel holds until they are accepted: more wait a second
+_MIN_FILES = 4096  # open at once: all of them may be accepted before the oldest are closed
 
 
 class WaitingRoom:
@@ -66,6 +68,10 @@ def make_config(dashboard: Dashboard, settings: Settings) -> uvicorn.Config:
         dashboard: that answers.
         settings: of the server.
     """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= soft < _MIN_FILES:  # -1: there are no limits
+        wished = _MIN_FILES if hard < 0 else min(_MIN_FILES, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wished, hard))
     room = WaitingRoom(settings.max_waiting, settings.max_waiting_per_address, settings.proxies)
 
     class Protocol(BoundedProtocol):

@@ -11,7 +11,7 @@ from xsake.observability.metrics import METRICS
 from xsake.server.runs import STATES, Run
 
 PREFIX = "xsake_"
-_MOST_HEADS = 4096  # of a run; more are told as their mean only
+_MOST_HEADS = 4096  # of a run; of more there is only the mean
 
 
 @dataclass(frozen=True)
@@ -49,45 +49,46 @@ def text_of(runs: Iterable[Run], counts: Counts) -> str:
         runs: that are watched.
         counts: of the server.
     """
-    told = [(run.summary(), run) for run in runs]
-    families = [*_of_runs(told), *_of_server(counts, [run for _, run in told])]
+    listed = list(runs)
+    summaries = [(run.summary(), run) for run in listed]
+    families = [*_of_runs(summaries), *_of_server(counts, listed)]
     return "".join(line for family in families for line in family)
 
 
-def _of_runs(told: list[tuple[dict[str, Any], Run]]) -> Iterator[list[str]]:
-    label = {summary["id"]: f'run="{summary["id"]}"' for summary, _ in told}
-    names = [(f'{label[s["id"]]},name="{s["name"]}"', 1) for s, _ in told]
+def _of_runs(summaries: list[tuple[dict[str, Any], Run]]) -> Iterator[list[str]]:
+    label = {summary["id"]: f'run="{summary["id"]}"' for summary, _ in summaries}
+    names = [(f'{label[s["id"]]},name="{s["name"]}"', 1) for s, _ in summaries]
     yield _family("run_info", "gauge", "which run it is", names)
     states = [
         (f'{label[s["id"]]},state="{state}"', int(s["state"] == state))
-        for s, _ in told
+        for s, _ in summaries
         for state in STATES
     ]
     yield _family("run_state", "gauge", "1 for the state that the run is in", states)
-    steps = [(label[s["id"]], s["step"] + 1) for s, _ in told]
+    steps = [(label[s["id"]], s["step"] + 1) for s, _ in summaries]
     yield _family("steps_done", "gauge", "steps that are done", steps)
-    planned = [(label[s["id"]], s["steps"]) for s, _ in told if s["steps"] is not None]
+    planned = [(label[s["id"]], s["steps"]) for s, _ in summaries if s["steps"] is not None]
     yield _family("steps_planned", "gauge", "steps that the run will have", planned)
     for name, metric in METRICS.items():
         words = f"{metric.meaning} ({metric.unit})"
         if metric.axes:
-            samples = [pair for _, run in told for pair in _by_head(run, name, label[run.id])]
+            samples = [pair for _, run in summaries for pair in _by_head(run, name, label[run.id])]
             yield _family(name, "gauge", words, samples)
         elif metric.source != "reader":
-            values = [(label[run.id], run.latest.get(name)) for _, run in told]
+            values = [(label[run.id], run.latest.get(name)) for _, run in summaries]
             yield _family(name, "gauge", words, values)
-    last = [(label[s["id"]], s["last_told"]) for s, _ in told]
+    last = [(label[s["id"]], s["last_told"]) for s, _ in summaries]
     yield _family("last_told_seconds", "gauge", METRICS["last_told"].meaning, last)
-    shares = [(label[run.id], run.goodput) for _, run in told]
+    shares = [(label[run.id], run.goodput) for _, run in summaries]
     yield _family("goodput", "gauge", METRICS["goodput"].meaning, shares)
-    skipped = [(label[run.id], run.skipped_total) for _, run in told]
+    skipped = [(label[run.id], run.skipped_total) for _, run in summaries]
     yield _family("skipped_total", "counter", METRICS["skipped_total"].meaning, skipped)
     for name, words in (
         ("dropped_lines", "lines of metrics.jsonl that could not be used"),
         ("dropped_values", "numbers of other lines that could not be used"),
     ):
         short = name.removeprefix("dropped_")
-        samples = [(label[run.id], getattr(run, name)) for _, run in told]
+        samples = [(label[run.id], getattr(run, name)) for _, run in summaries]
         yield _family(f"run_{short}_dropped_total", "counter", words, samples)
 
 

@@ -18,6 +18,7 @@ _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _ENDINGS = ("done", "stopped", "failed")
 _CELLS = frozenset({int, float, bool, type(None)})
 _NOT_JSON = object()  # NaN and Infinity, which JSON does not have
+_DECODER = json.JSONDecoder(parse_constant=lambda _: _NOT_JSON)
 
 
 class Line(NamedTuple):
@@ -46,10 +47,11 @@ def read_line(text: bytes) -> Line | None:
         True
     """
     try:
-        given = json.loads(text, parse_constant=lambda _: _NOT_JSON)
+        words = text.decode().strip()
+        given, end = _DECODER.raw_decode(words)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(given, dict):
+    if not isinstance(given, dict) or end != len(words):
         return None
     return _read_event(given) if "event" in given else _read_step(given)
 

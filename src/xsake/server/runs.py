@@ -26,6 +26,8 @@ STATES: tuple[State, ...] = (
     "waiting", "running", "stale", "done", "stopped", "failed", "unreadable",
 )  # fmt: skip
 _TAIL = 2**22  # bytes at the end of a file that the newest numbers are looked for in
+_LAST_LINES = 128  # of them, which are all parsed
+_RARE = (b'"event"', b'"validation_loss"', b"[[")
 _LINES = 256  # fed at once, so that requests have their turn
 _MOST_SHOWN = 64  # lines of one live update
 _GOODPUT_SECONDS = 10.0
@@ -53,6 +55,7 @@ class Run:
     def __init__(self, thing: Thing, stale_seconds: float, index_folder: Path):
         self.id, self.folder, self.name = thing.id, thing.path, thing.name
         self._stale_seconds, self._index_folder = stale_seconds, index_folder
+        self.metrics = self.folder / "metrics.jsonl"
         self._lock = threading.Lock()
         self._index: Index | None = None
         self.latest: dict[str, Any] = {}
@@ -74,11 +77,6 @@ class Run:
         with self._lock:
             self._forget_index()
 
-    @property
-    def metrics(self) -> Path:
-        """Its file."""
-        return self.folder / "metrics.jsonl"
-
     def _open(self) -> Index:
         """The index, after the newest numbers; a file that became another one is read anew."""
         self._read_tail()
@@ -91,17 +89,23 @@ class Run:
                 index.close()
 
     def _read_tail(self) -> None:
-        """The newest numbers, however long the file is: its first line and its end."""
+        """Take the newest numbers, however long the file is, from its first line and its end.
+
+        Of the end all of the last lines are parsed; of those before, the ones that may have what
+        not every line has: events, validation losses and numbers by head.
+        """
         size = self._tail_end = stat_regular(self.metrics).st_size
+        texts: list[bytes] = []
         with open_regular(self.metrics) as file:
             for begin, end in ((0, 1), (max(0, size - _TAIL), size)):
-                tail = Tail(file, begin)
-                is_cut = begin > 0
+                tail = Tail(file, begin, is_inside_long=begin > 0)
                 while tail.place < end and (text := tail.next_line()) is not None:
-                    line = None if is_cut else read_line(text)
-                    is_cut = False
-                    if line is not None:
-                        self._take(line.fields)
+                    texts.append(text)
+        for number, text in enumerate(texts, start=_LAST_LINES - len(texts)):
+            if number >= 0 or any(word in text for word in _RARE):
+                line = read_line(text)
+                if line is not None:
+                    self._take(line.fields)
 
     def advance(self) -> list[dict[str, Any]]:
         """Read a portion of what is new; return the newest lines of steps.
@@ -133,7 +137,8 @@ class Run:
                 shutil.rmtree(self._index_folder, ignore_errors=True)
         problem = _reason(error)
         if problem != self.problem:
-            _LOG.warning("run %s cannot be read: %s", self.id, problem, exc_info=error)
+            unforeseen = None if isinstance(error, OSError) else error
+            _LOG.warning("run %s cannot be read: %s", self.id, problem, exc_info=unforeseen)
         self.problem = problem
 
     def _advance(self) -> list[dict[str, Any]]:
@@ -142,7 +147,8 @@ class Run:
             signature = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
             if self._index is None:
                 self._index = self._open()
-            elif signature == self._signature and self.is_caught_up:
+                return []  # other runs have their first turn before this one is read on
+            if signature == self._signature and self.is_caught_up:
                 return []
             index, self._signature = self._index, signature
             lines = index.feed(_LINES)
