@@ -72,14 +72,14 @@ def backward(operands: Operands, problem: Problem, out, lse, cotangents: Cotange
         d_out, turn = d_out.astype(dtype), lambda x: x.swapaxes(1, 2)
         bias = None if part.bias is None else turn(fold.pairs(part.bias))
         s = tiles.logits(tiles.products(k, q), bias, softcap)
-        p = tiles.weights(s, lse[:, None])
-        dp, slope = tiles.products(v, d_out), tiles.softcap_slope(s, softcap)
-        ds = tiles.logit_gradient(p, dp, delta[:, None], slope)
         visible = _visible(part, operands.layout)
-        if visible is not None:
-            seen = turn(fold.pairs(visible))
-            p, ds = jnp.where(seen, p, 0), jnp.where(seen, ds, 0)
-            q, k = cleaned(q), cleaned(k)
+        seen = None if visible is None else turn(fold.pairs(visible))
+        keep = lambda x: x if seen is None else jnp.where(seen, x, 0)
+        p = keep(tiles.weights(s, lse[:, None]))
+        p = tiles.normalised(p, p.sum(1, keepdims=True))  # what lse was rounded by is common to all
+        dp, slope = tiles.products(v, d_out), tiles.softcap_slope(s, softcap)
+        ds = keep(tiles.logit_gradient(p, dp, delta[:, None], slope))
+        q, k = (q, k) if seen is None else (cleaned(q), cleaned(k))
         d_q = turn(tiles.matmul(turn(k), ds)) * jnp.asarray(problem.scale, dtype)
         # The queries came with query_factor, the gradient takes `scale`.
         d_k = tiles.matmul(ds, q) / (tiles.LOG2_E if softcap is None else 1)
