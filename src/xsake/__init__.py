@@ -24,7 +24,7 @@ from xsake.attention import (
 from xsake.errors import XsakeError
 from xsake.layout import BlockLayout
 
-__version__ = "0.1.0"
+__version__ = "0.1.1"
 
 __all__ = [
     "AttentionOutput",

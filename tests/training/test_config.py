@@ -207,6 +207,15 @@ def test_deep_toml_is_refused(tmp_path, value):
         config(f"run.steps={value}")
 
 
+def test_a_key_of_many_parts_is_refused_before_it_takes_memory(tmp_path):
+    keys = ".".join(["a"] * 100_000)
+    (tmp_path / "run.toml").write_text(f"{keys} = 1")
+    with pytest.raises(ArgumentError, match="more than 64 parts"):
+        TrainingConfig.read(tmp_path / "run.toml")
+    with pytest.raises(ArgumentError, match="not TOML"):
+        config(f"run.steps={{{keys} = 1}}")
+
+
 def test_a_record_of_a_run_is_refused_by_its_size_and_its_first_problems():
     with pytest.raises(ArgumentError, match="too large"):
         TrainingConfig.from_json(b'{"a":[' + b"1," * 2**20 + b"1]}")

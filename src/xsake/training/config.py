@@ -5,6 +5,7 @@ that the command is started in.
 """
 
 import hashlib
+import re
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,6 +26,8 @@ from xsake.training.optimizer import OptimizerSection
 from xsake.training.track_section import TrackSection
 
 MOST_BYTES = 2**20  # of a file that people write by hand
+MAX_KEY_PARTS = 64  # of a dotted TOML key
+_BETWEEN_KEYS = re.compile(r"[=,{}\[\]\n]+")
 
 PRESETS: dict[str, DecoderConfig] = {
     "tiny": DecoderConfig.tiny(),
@@ -182,7 +185,7 @@ class TrainingConfig(Strict):
                 data = file.read(MOST_BYTES + 1)
             if len(data) > MOST_BYTES:
                 raise ValueError(f"more than {MOST_BYTES} bytes")
-            document = tomllib.loads(data.decode("utf-8"))
+            document = _parse_toml(data.decode("utf-8"))
         except OSError as error:
             raise ArgumentError(
                 "the configuration cannot be read", got=f"{path}: {error.strerror}"
@@ -325,8 +328,8 @@ def _overridden(document: dict[str, Any], text: str) -> dict[str, Any]:
             expected="section.setting=value, such as optimizer.accumulation=4",
         )
     try:
-        parsed = tomllib.loads(f"value = {value}")
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        parsed = _parse_toml(f"value = {value}")
+    except (ValueError, RecursionError) as error:
         raise ArgumentError(
             f"the value of {path} is not TOML",
             got=value or "nothing",
@@ -336,6 +339,13 @@ def _overridden(document: dict[str, Any], text: str) -> dict[str, Any]:
     if parsed.keys() != {"value"}:
         raise ArgumentError("an override sets one value", got=repr(text), expected="one line")
     return _with(document, steps, parsed["value"], path)
+
+
+def _parse_toml(text: str) -> dict[str, Any]:
+    """Parse TOML; keys of very many parts, which take quadratic memory, raise `ValueError`."""
+    if any(part.count(".") >= MAX_KEY_PARTS for part in _BETWEEN_KEYS.split(text)):
+        raise ValueError(f"a key of more than {MAX_KEY_PARTS} parts")
+    return tomllib.loads(text)
 
 
 def _with(document: Any, steps: list[str], value: Any, path: str) -> dict[str, Any]:
