@@ -217,13 +217,15 @@ def _speed_and_loss(speed: str | None, results: Path, plan: str) -> str | None:
 
 
 def _perplexity(results: Path) -> str | None:
-    parts = []
-    for split, words in (("test", "test"), ("fresh", "fresh")):
-        row = losses(results, "plan_4096_32", 4096, split)
-        if row is not None:
-            second = _gap(row, "perplexity_gap_second_half")
-            said = f"{_gap(row)} on {row['documents']} {words} documents"
-            parts.append(f"{said} (second half of the positions {second})")
+    ladder = lines_of(results / "hads" / "end_to_end_4096_32.jsonl")
+    known = [row for row in ladder if row["rule"] == "hads, by effect"]
+    parts = [f"{_gap(row)} on {row['documents']} test documents" for row in known]
+    if row := losses(results, "plan_4096_32", 4096, "fresh"):
+        second = _gap(row, "perplexity_gap_second_half")
+        parts.append(
+            f"{_gap(row)} on {row['documents']} fresh documents (second half of the positions "
+            f"{second})"
+        )
     return "; ".join(parts) or None
 
 

@@ -44,10 +44,11 @@ def is_dense(operands: Operands, problem: Problem, platform: str) -> bool:
 
 def forward(operands: Operands, problem: Problem):
     """`(out [B, Tq, Hq, Dv], lse [B, Tq, Hq])`."""
+    dtype = compute_dtype(operands)
 
     def run(part: _Part):
         fold = _Fold(part.q, part.k)
-        q, k, v = _load(part, fold, problem)
+        q, k, v = _load(part, fold, problem, dtype)
         bias = None if part.bias is None else fold.pairs(part.bias)
         s = tiles.logits(tiles.products(q, k), bias, problem.softcap)
         visible = _visible(part, operands.layout)
@@ -67,7 +68,7 @@ def backward(operands: Operands, problem: Problem, out, lse, cotangents: Cotange
     def run(part: _Part):
         """Tiles are [rows, keys, queries], which no product has to turn."""
         fold = _Fold(part.q, part.k)
-        q, k, v = _load(part, fold, problem)
+        q, k, v = _load(part, fold, problem, dtype)
         d_out, lse, delta = (fold.queries(x) for x in part.saved)
         d_out, turn = d_out.astype(dtype), lambda x: x.swapaxes(1, 2)
         bias = None if part.bias is None else turn(fold.pairs(part.bias))
@@ -192,9 +193,8 @@ class _Fold:
         return x.sum([axis for axis in (0, 1) if shape[axis] == 1], keepdims=True)
 
 
-def _load(part: _Part, fold: _Fold, problem: Problem):
+def _load(part: _Part, fold: _Fold, problem: Problem, dtype):
     """Queries times query_factor, keys and values, in the dtype that tiles compute in."""
-    dtype = jnp.promote_types(part.q.dtype, jnp.float32)
     factor = jnp.asarray(tiles.query_factor(problem.scale, problem.softcap), dtype)
     k, v = (fold.keys(x).astype(dtype) for x in quarantine(part.k, part.v))
     return fold.queries(part.q).astype(dtype) * factor, k, v
