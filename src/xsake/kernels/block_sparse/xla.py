@@ -4,7 +4,8 @@ One walk serves all passes: forward and dQ go by query block, dK/dV by kv block 
 layout, so every sum has one owner and one order. The same code has two shapes: a few rows at a time
 for CPUs, whose cache is the limit, and as many as fit for devices that a short loop would starve.
 A CPU takes its steps one after the other, so there dQ is summed beside dK/dV, in one order too, and
-no weight is computed for each of them.
+no weight is computed for each of them. Few queries on a CPU are `xla_decode`'s, short sequences
+`xla_dense`'s.
 """
 
 import functools

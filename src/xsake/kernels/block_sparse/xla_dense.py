@@ -49,7 +49,7 @@ def forward(operands: Operands, problem: Problem):
     def run(part: _Part):
         fold = _Fold(part.q, part.k)
         q, k, v = _load(part, fold, problem, dtype)
-        bias = None if part.bias is None else fold.pairs(part.bias)
+        bias = None if part.bias is None else fold.pairs(part.bias.astype(q.dtype))
         s = tiles.logits(tiles.products(q, k), bias, problem.softcap)
         visible = _visible(part, operands.layout)
         if visible is not None:
@@ -71,7 +71,7 @@ def backward(operands: Operands, problem: Problem, out, lse, cotangents: Cotange
         q, k, v = _load(part, fold, problem, dtype)
         d_out, lse, delta = (fold.queries(x) for x in part.saved)
         d_out, turn = d_out.astype(dtype), lambda x: x.swapaxes(1, 2)
-        bias = None if part.bias is None else turn(fold.pairs(part.bias))
+        bias = None if part.bias is None else turn(fold.pairs(part.bias.astype(dtype)))
         s = tiles.logits(tiles.products(k, q), bias, softcap)
         visible = _visible(part, operands.layout)
         seen = None if visible is None else turn(fold.pairs(visible))
