@@ -1,6 +1,7 @@
 """Faults of hosts: a write that fails on one, settings that differ, changed data, locks, lines."""
 
 import contextlib
+import hashlib
 import itertools
 import json
 import resource
@@ -59,10 +60,7 @@ def different_settings(ground: Ground, is_quick: bool) -> Fault:
     other = ground.folder / "other-data"
     if not other.exists():
         shutil.copytree(ground.folder / "data", other)
-        index = other / "index.json"
-        document = json.loads(index.read_text())
-        document["splits"]["train"]["documents"] += 1
-        index.write_text(json.dumps(document))
+        _change_first_token(other)
     trials = {
         "learning rate": ("optimizer.peak_learning_rate=2e-3", "optimizer.peak_learning_rate"),
         "data": (f"data.folder={json.dumps(str(other))}", "data"),
@@ -185,6 +183,18 @@ def fill(folder: Path, *, with_files: bool) -> Path:
             while file.write(bytes(2**12)):
                 pass
     return place
+
+
+def _change_first_token(folder: Path) -> None:
+    """Make data of other tokens, with an index that fits them."""
+    shard, index = folder / "train-00000.bin", folder / "index.json"
+    data = bytearray(shard.read_bytes())
+    data[0] ^= 1
+    shard.write_bytes(data)
+    document = json.loads(index.read_text())
+    digest = hashlib.blake2b(data, digest_size=32).hexdigest()
+    document["splits"]["train"]["shards"][0]["blake2b"] = digest
+    index.write_text(json.dumps(document))
 
 
 def _is_connected(pid: int) -> bool:
