@@ -53,8 +53,8 @@ def run_report(
     if as_json:
         echo(json.dumps(figures.to_dict(), indent=1, ensure_ascii=False))
         return
-    told = " and ".join(escape_markup(str(place)) for place in (page, *places))
-    rich.console.Console().print(f"{size / 1e3:,.0f} kB, written to {told}", soft_wrap=True)
+    written = " and ".join(escape_markup(str(place)) for place in (page, *places))
+    rich.console.Console().print(f"{size / 1e3:,.0f} kB, written to {written}", soft_wrap=True)
 
 
 def profile_of(plan: Path, profile: Path | None) -> Any:

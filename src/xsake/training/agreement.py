@@ -10,14 +10,12 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-import xsake
-from xsake.bench.environment import installed_versions
+from xsake.bench.environment import installed_versions, source_digest
 from xsake.errors import ArgumentError, XsakeError
 from xsake.training import processes
 from xsake.training.config import TrainingConfig
@@ -74,11 +72,8 @@ def contents(config: TrainingConfig) -> dict[str, str]:
 
 def versions() -> dict[str, str]:
     """Return versions of the packages that compute, and a digest of this package's source."""
-    root, source = Path(xsake.__file__).parent, hashlib.sha256()
-    for path in sorted(root.rglob("*.py")):
-        source.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes())
     found = {f"version of {name}": each for name, each in installed_versions(_PACKAGES).items()}
-    return {**found, "source of xsake": source.hexdigest()[:16]}
+    return {**found, "source of xsake": source_digest()}
 
 
 def differences(facts: Sequence[Facts]) -> list[str]:

@@ -148,9 +148,9 @@ def launch(
     """Run a command in so many processes until all of them end well; the exit code.
 
     Each finds its place in XSAKE_COORDINATOR, XSAKE_PROCESSES and XSAKE_PROCESS. When one fails,
-    all are started again, after a pause; code 75 asks for that and is no failure, and code 2 ends
-    the launch, as a restart cannot help. SIGINT and SIGTERM are passed on, and who does not end in
-    time is killed; a second SIGINT kills at once.
+    all are started again, after a pause; code 75 asks for that and does not count as a failure,
+    and code 2 ends the launch, as a restart cannot help. SIGINT and SIGTERM are passed on, and a
+    process that does not end in time is killed; a second SIGINT kills at once.
 
     Args:
         command: a program and its arguments; there is no shell.
