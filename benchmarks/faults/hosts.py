@@ -166,8 +166,9 @@ def small_disk(folder: Path, options: str) -> Iterator[None]:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
-def fill(folder: Path, *, with_files: bool) -> Path:
-    """Use up all room, or all inodes, of a small disk; returns a folder to delete.
+@contextlib.contextmanager
+def filled(folder: Path, *, with_files: bool) -> Iterator[None]:
+    """Use up all room, or all inodes, of a small disk until the context ends.
 
     Args:
         folder: on that disk.
@@ -182,7 +183,8 @@ def fill(folder: Path, *, with_files: bool) -> Path:
         with (place / "room").open("wb", buffering=0) as file:
             while file.write(bytes(2**12)):
                 pass
-    return place
+    yield
+    shutil.rmtree(place)
 
 
 def _change_first_token(folder: Path) -> None:

@@ -1,5 +1,7 @@
 """Faults of saves: kills, bits, files and disks that fail, folders and formats of others."""
 
+import contextlib
+import functools
 import json
 import os
 import random
@@ -7,9 +9,10 @@ import resource
 import shutil
 import signal
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from benchmarks.faults.hosts import fill, small_disk
+from benchmarks.faults.hosts import filled, small_disk
 from benchmarks.faults.results import Fault, Trial
 from benchmarks.faults.runs import STEPS, Ground, Run
 from benchmarks.faults.watching import is_gone, kill
@@ -157,58 +160,58 @@ def full_disk(ground: Ground, is_quick: bool) -> Fault:
     )  # fmt: skip
     for label, options in (("no room", "size=256m"), ("no inodes", "size=256m,nr_inodes=800")):
         run = ground.run(f"f5-{label.replace(' ', '-')}", f"run.steps={STEPS}")
+        full = functools.partial(filled, run.folder, with_files="inodes" in label)
         with fault.trial(label) as trial, small_disk(run.folder, options):
-            _full_for_a_while(run, trial, ground, with_files="inodes" in label)
-    for label, limit_of in (
-        ("checkpoints find no room", lambda run: 2**15),
-        ("metrics find no room either", lambda run: (run.folder / "metrics.jsonl").stat().st_size),
-    ):
+            _is_full_for_a_while(run, trial, ground, lambda process, full=full: full())
+    for label, room in (("checkpoints cannot grow", 2**15), ("metrics cannot grow either", None)):
         run = ground.run(f"f5-{len(fault.trials)}", f"run.steps={STEPS}")
-        piped = run.started(inject={"pace": 0.1}, is_piped=True)
-        with fault.trial(label) as trial, piped as started:
-            process = started.process.pid
-            started.until(lambda run=run: 20 in run.steps, "step 20 saved")
-            old = _contents(run, only=run.steps)
-            hard = resource.prlimit(process, resource.RLIMIT_FSIZE)[1]
-            begin = time.monotonic()
-            resource.prlimit(process, resource.RLIMIT_FSIZE, (limit_of(run), hard))
-            started.until(lambda s=started: s.text.count("was not saved") > 0, "a save that fails")
-            trial.seconds = time.monotonic() - begin
-            started.until(lambda s=started: s.text.count("was not saved") > 1, "going on")
-            trial.require(_contents(run, only=[10, 20]).items() >= old.items(), "old ones changed")
-            resource.prlimit(process, resource.RLIMIT_FSIZE, (hard, hard))
-            started.ended(0)
-            failed = max(line.get("failed_saves", 0) for line in run.metrics)
-            trial.require(failed >= 1, "the metrics do not tell of the saves that failed")
-            trial.require(run.metrics[-1].get("failed_saves") == 0, "the alarm does not end")
-            told = [line["step"] for line in run.metrics]
-            trial.require(
-                told == list(range(STEPS)), f"steps that are not told: {STEPS - len(told)}"
-            )
-            is_exact = run.saved().digest == ground.straight.saved(STEPS).digest
-            trial.require(is_exact and run.saved().step == STEPS, "another end")
+        limited = functools.partial(_limited_files, run, room)
+        with fault.trial(label) as trial:
+            _is_full_for_a_while(run, trial, ground, limited)
     return fault
 
 
-def _full_for_a_while(run: Run, trial: Trial, ground: Ground, *, with_files: bool) -> None:
-    """A real full disk for two saves, then room again."""
-    with run.started(inject={"pace": 0.1}) as started:
+def _is_full_for_a_while(
+    run: Run,
+    trial: Trial,
+    ground: Ground,
+    make_full: Callable[[int], contextlib.AbstractContextManager[None]],
+) -> None:
+    """A disk that is full for two saves, then has room again.
+
+    Args:
+        run: not started.
+        trial: of this disk.
+        ground: of the run that was never disturbed.
+        make_full: for a process, until its context ends.
+    """
+    with run.started(inject={"pace": 0.1}, is_piped=True) as started:
         started.until(lambda: 20 in run.steps, "step 20 saved")
         old, begin = _contents(run, only=[10, 20]), time.monotonic()
-        fillers = fill(run.folder, with_files=with_files)
-        started.until(lambda: started.text.count("was not saved") > 0, "a save that fails")
-        trial.seconds = time.monotonic() - begin
-        started.until(lambda: started.text.count("was not saved") > 1, "more steps")
-        trial.require(_contents(run, only=[10, 20]).items() >= old.items(), "old ones changed")
-        shutil.rmtree(fillers)
+        with make_full(started.process.pid):
+            started.until(lambda: started.text.count("was not saved") > 0, "a save that fails")
+            trial.seconds = time.monotonic() - begin
+            started.until(lambda: started.text.count("was not saved") > 1, "more steps")
+            trial.require(_contents(run, only=[10, 20]).items() >= old.items(), "old ones changed")
         started.ended(0)
     failed = max(line.get("failed_saves", 0) for line in run.metrics)
     trial.require(failed >= 1, "the metrics do not report the saves that failed")
+    trial.require(run.metrics[-1].get("failed_saves") == 0, "the alarm does not end")
     steps = [line["step"] for line in run.metrics]
     trial.require(steps == list(range(STEPS)), f"steps without a line: {STEPS - len(steps)}")
-    found = run.saved()
-    is_exact = found.digest == ground.straight.saved(STEPS).digest
-    trial.require(is_exact and found.step == STEPS, f"another end, at step {found.step}")
+    end = run.saved()
+    is_exact = end.digest == ground.straight.saved(STEPS).digest
+    trial.require(is_exact and end.step == STEPS, f"another end, at step {end.step}")
+
+
+@contextlib.contextmanager
+def _limited_files(run: Run, room: int | None, process: int) -> Iterator[None]:
+    """No file of a process may grow beyond `room`; None: beyond the metrics as they are."""
+    limit = room or (run.folder / "metrics.jsonl").stat().st_size
+    hard = resource.prlimit(process, resource.RLIMIT_FSIZE)[1]
+    resource.prlimit(process, resource.RLIMIT_FSIZE, (limit, hard))
+    yield
+    resource.prlimit(process, resource.RLIMIT_FSIZE, (hard, hard))
 
 
 def one_folder_twice(ground: Ground, is_quick: bool) -> Fault:
