@@ -19,7 +19,8 @@ from rich.table import Table
 
 from benchmarks.experiment import BLOCK, blocks_of, draw_inputs, show
 from benchmarks.peers.client import ROOT, Worker
-from xsake.bench import Shape, Side, Spread, interleave, pair_ratio, ragged_grid
+from xsake.bench import Shape, Side, Spread, interleave, pair_ratio
+from xsake.layout.synthetic import ragged_grid
 
 CASES = {
     "forward, all blocks": (None, False),

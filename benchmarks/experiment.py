@@ -16,25 +16,24 @@ from rich.table import Table
 from benchmarks.peers.client import ROOT, Worker, WorkerError
 from benchmarks.peers.recipes import DEFAULT_PEERS_DIR, IMPLEMENTATIONS, interpreter
 from benchmarks.truth import TOLERANCE, relative_error, true_attention
+from xsake._provenance import Environment, environment
 from xsake.bench import (
     BenchmarkRow,
     Claim,
-    Environment,
     Ratio,
     Shape,
     Side,
     Spread,
     Verdict,
     append_rows,
-    causal_grid,
     claims_table,
-    environment,
     interleave,
     judge,
     pair_ratio,
     rows_table,
 )
 from xsake.bench.rows import Timing
+from xsake.layout.synthetic import causal_grid
 
 RESULTS = ROOT / "benchmarks" / "results"
 BLOCK = 128

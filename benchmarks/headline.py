@@ -16,8 +16,8 @@ from pathlib import Path
 from benchmarks.experiment import RESULTS, ROOT
 from benchmarks.hads import plan_loss
 from benchmarks.marked_page import filled
+from xsake._io import atomic_write
 from xsake.bench import BenchmarkRow, Spread
-from xsake.bench.whole_file import write_whole
 
 README, HADS = ROOT / "README.md", ROOT / "docs" / "hads.md"
 PICTURE = RESULTS / "headline.png"
@@ -323,8 +323,8 @@ def main() -> None:
     asked = parser.parse_args()
     if asked.draw:
         draw()
-    write_whole(README, filled(README.read_text(), {"headline": table()}))
-    write_whole(HADS, filled(HADS.read_text(), {"plans": plans_table()}))
+    atomic_write(README, filled(README.read_text(), {"headline": table()}))
+    atomic_write(HADS, filled(HADS.read_text(), {"plans": plans_table()}))
     print(table())
 
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from benchmarks.experiment import BLOCK, Outcome, Settings, command, plain_row
 from benchmarks.peers.client import ROOT
+from xsake._format import format_bytes, format_seconds
 from xsake.bench import Claim, Shape, Spread, Verdict
 from xsake.bench.rows import Timing
-from xsake.bench.table import format_bytes, format_seconds
 from xsake.layout import BlockLayout
 from xsake.masks import (
     AbstractMask,

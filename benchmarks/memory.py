@@ -11,8 +11,9 @@ import jax
 from benchmarks.experiment import BLOCK, Outcome, Settings, blocks_of, budget_of, command, plain_row
 from benchmarks.peers import jax_worker, xsake_worker
 from benchmarks.peers.jax_call import Attend, measured_function
-from xsake.bench import BenchmarkRow, Claim, Shape, Verdict, causal_grid, ragged_grid
-from xsake.bench.table import format_bytes
+from xsake._format import format_bytes
+from xsake.bench import BenchmarkRow, Claim, Shape, Verdict
+from xsake.layout.synthetic import causal_grid, ragged_grid
 
 SHARE_LIMIT = 0.05
 GROWTH_LIMIT = 4.2

@@ -23,10 +23,10 @@ import numpy as np
 import xsake
 from benchmarks.experiment import Outcome, Settings, command, limit_claim, plain_row
 from xsake import Blocks, Branches, Gates
+from xsake._format import format_bytes
 from xsake.bench import BenchmarkRow, Claim, Shape, Verdict
 from xsake.bench.rows import Ratio, Timing
 from xsake.bench.runner import Side, Spread, interleave, pair_ratio, time_call
-from xsake.bench.table import format_bytes
 
 LENGTHS = (1024, 2048, 4096, 8192, 16384)
 Q_HEADS, KV_HEADS, DIM = 12, 4, 64

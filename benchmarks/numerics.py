@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 import xsake
-from xsake.bench.environment import Environment, environment
+from xsake._provenance import Environment, environment
 from xsake.kernels.select import implementations
 from xsake.testing.budget import Report
 from xsake.testing.case_table import CASES

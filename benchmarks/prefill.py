@@ -18,11 +18,11 @@ from benchmarks.peers import prefill_worker
 from benchmarks.peers.client import Worker
 from benchmarks.peers.recipes import interpreter
 from benchmarks.smollm2 import directory
+from xsake._format import format_bytes
+from xsake._provenance import environment as facts_of_this_run
 from xsake.bench import BenchmarkRow, Claim, Shape, Side, Spread, Verdict, interleave, judge
-from xsake.bench import environment as facts_of_this_run
 from xsake.bench.rows import Ratio, Timing
 from xsake.bench.runner import pair_ratio
-from xsake.bench.table import format_bytes
 from xsake.hads import SparsityPlan
 from xsake.masks import Causal
 from xsake.model import LayerCall

@@ -11,8 +11,8 @@ from benchmarks.experiment import RESULTS, ROOT
 from benchmarks.headline import newest, told
 from benchmarks.marked_page import filled
 from benchmarks.peers.recipes import IMPLEMENTATIONS
+from xsake._io import atomic_write
 from xsake.bench import BenchmarkRow, Verdict, judge
-from xsake.bench.whole_file import write_whole
 
 PAGE = ROOT / "docs" / "benchmarks.md"
 LENGTHS = (4096, 8192)
@@ -81,7 +81,7 @@ def _has(row: BenchmarkRow, peer: str) -> bool:
 
 def main() -> None:
     """Write the table into the page."""
-    write_whole(PAGE, filled(PAGE.read_text(), {"races": table()}))
+    atomic_write(PAGE, filled(PAGE.read_text(), {"races": table()}))
     print(table())
 
 

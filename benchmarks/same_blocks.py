@@ -18,8 +18,9 @@ from benchmarks.experiment import (
     race,
 )
 from benchmarks.ragged import BUDGETS
-from xsake.bench import Shape, ragged_grid
+from xsake.bench import Shape
 from xsake.bench.plot import draw_times
+from xsake.layout.synthetic import ragged_grid
 
 SPEEDUPS = {"torch.flex": 2.5, "ejkernel": 2.0}
 DENSE, DENSE_SPEEDUP, DENSE_AT = "torch.sdpa", 2.0, "ragged_25"

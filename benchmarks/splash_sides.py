@@ -26,12 +26,12 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_mask
 
 from benchmarks.splash_job import Job
-from xsake.bench.environment import installed_versions
-from xsake.bench.shapes import ragged_grid
+from xsake._provenance import installed_versions
 from xsake.certify import llo, tpu
 from xsake.kernels.block_sparse import mosaic_tpu
 from xsake.kernels.block_sparse.problem import Cotangents, Operands, Problem
 from xsake.layout import BlockLayout
+from xsake.layout.synthetic import ragged_grid
 from xsake.masks import AbstractMask, Causal, PerHead, Window
 
 PASSES = ("forward", "dq", "dkv")

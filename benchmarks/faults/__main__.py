@@ -27,7 +27,7 @@ from benchmarks.faults.runs import Ground, prepare
 from benchmarks.faults.saves import SAVES
 from benchmarks.faults.surroundings import SURROUNDINGS
 from benchmarks.peers.client import ROOT
-from xsake.bench import environment
+from xsake._provenance import environment
 
 FAULTS: dict[str, Callable[[Ground, bool], Fault]] = dict(
     sorted(

@@ -7,7 +7,7 @@ import json
 
 from benchmarks.experiment import RESULTS, ROOT
 from benchmarks.marked_page import filled
-from xsake.bench.whole_file import write_whole
+from xsake._io import atomic_write
 
 PAGE = ROOT / "docs" / "faults.md"
 FILE = RESULTS / "faults.json"
@@ -53,4 +53,4 @@ def _short(value: object) -> str:
 
 
 if __name__ == "__main__":
-    write_whole(PAGE, filled(PAGE.read_text(), {"faults": table()}))
+    atomic_write(PAGE, filled(PAGE.read_text(), {"faults": table()}))

@@ -11,8 +11,8 @@ from typing import Any
 
 from rich.table import Table
 
-from xsake.bench import Environment
-from xsake.bench.whole_file import write_whole
+from xsake._io import atomic_write
+from xsake._provenance import Environment
 from xsake.errors import XsakeError
 
 NO_TIMES = "nothing"
@@ -155,7 +155,7 @@ def save(
         "faults": ordered,
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, json.dumps(document, indent=1) + "\n")
+    atomic_write(path, json.dumps(document, indent=1) + "\n")
 
 
 def _known(path: Path) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from benchmarks.hads.corpus import Document
 from benchmarks.hads.ruled import Ruled
-from xsake.bench.environment import source_digest
+from xsake._provenance import source_digest
 from xsake.evaluation.bootstrap import estimate
 from xsake.evaluation.documents import Document as Text
 from xsake.evaluation.far_copy import far_copies

@@ -20,8 +20,8 @@ import numpy as np
 from benchmarks.hads.capture import SCALE, captured
 from benchmarks.hads.corpus import documents
 from benchmarks.smollm2 import directory
-from xsake.bench.environment import environment, own_checkout
-from xsake.bench.whole_file import write_whole
+from xsake._io import atomic_write
+from xsake._provenance import environment, own_checkout
 from xsake.hads.audit import audit, audited_choice
 from xsake.hads.bounds import BlockBounds, Kind, bounded_choice, dropped_bound
 from xsake.hads.budget import AlwaysOn, row_counts, total_blocks, visible_blocks
@@ -165,7 +165,7 @@ def main() -> None:
             "by_layer": {str(layer): tally.summary() for layer, tally in by_layer.items()},
             "environment": dataclasses.asdict(environment(own_checkout())),
         }  # fmt: skip
-        write_whole(folder / "bounds.json", json.dumps(report, indent=1) + "\n")
+        atomic_write(folder / "bounds.json", json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

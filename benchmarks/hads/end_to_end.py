@@ -20,8 +20,8 @@ from benchmarks.hads.ladder import ENTRIES, RESULTS, Ladder
 from benchmarks.hads.ladder import Entry as Rung
 from benchmarks.hads.ruled import Ruled
 from benchmarks.smollm2 import directory
-from xsake.bench.environment import environment, own_checkout
-from xsake.bench.whole_file import write_whole
+from xsake._io import atomic_write
+from xsake._provenance import environment, own_checkout
 from xsake.cli.calibrate import COPIED_DOCUMENTS, EFFECT_DOCUMENTS
 from xsake.evaluation.journal import Entry, Journal
 from xsake.evaluation.trial import Trial
@@ -93,7 +93,7 @@ def main() -> None:
     journal = Journal(CACHE / "end_to_end.jsonl")
     answers: dict[str, list[tuple[Asked, Entry]]] = {}
     plan_file = RESULTS / "hads" / f"plan_{asked.context}_{asked.block}.json"
-    write_whole(plan_file, course.plans[BEST].to_json())
+    atomic_write(plan_file, course.plans[BEST].to_json())
     for group in groups:
         for question in trials:
             for side in group:
@@ -125,7 +125,7 @@ def _write(ladder: Ladder, answers: dict[str, list]) -> None:
         })  # fmt: skip
     head = {"effective": EFFECTIVE, "environment": dataclasses.asdict(here)}
     rows += [row for row in _known(path) if row["rule"] not in answers]
-    write_whole(path, "".join(json.dumps(row) + "\n" for row in [head, *rows]))
+    atomic_write(path, "".join(json.dumps(row) + "\n" for row in [head, *rows]))
 
 
 def _known(path: Path) -> list[dict]:

@@ -21,8 +21,8 @@ from jaxtyping import Float, Int
 from benchmarks.hads.corpus import documents
 from benchmarks.hads.explored import WHOLE, Choices, Packed
 from benchmarks.smollm2 import directory
-from xsake.bench.environment import environment, own_checkout
-from xsake.bench.whole_file import write_whole
+from xsake._io import atomic_write
+from xsake._provenance import environment, own_checkout
 from xsake.hads.budget import AlwaysOn
 from xsake.hads.calibrate import COPIED, Reading, document_of, with_copy
 from xsake.hads.fit import corrected
@@ -101,13 +101,13 @@ def write(
     for layer in range(layers):
         own = slice(layer * heads, (layer + 1) * heads)
         part = Packed(plain.packed.codes[own], plain.packed.places[own])
-        write_whole(folder / f"layer_{layer:02}.bin.gz", part.to_bytes())
+        atomic_write(folder / f"layer_{layer:02}.bin.gz", part.to_bytes())
     totals = spent(profile)
-    write_whole(folder / "totals.bin.gz", _shrunk(totals))
+    atomic_write(folder / "totals.bin.gz", _shrunk(totals))
     carried = carry(plain.masses.true, copied.masses.true)
     best = np.argsort(-(carried[1] - carried[0]), kind="stable")[:CARRIERS]
     part = Packed(copied.packed.codes[best], copied.packed.places[best])
-    write_whole(folder / "copy.bin.gz", part.to_bytes())
+    atomic_write(folder / "copy.bin.gz", part.to_bytes())
     choices = Choices(plain.packed, profile.always)
     text = {
         **_origin(profile, reading),
@@ -123,7 +123,7 @@ def write(
         },
         "largest_error": float(_largest_error(plain, profile.always)),
     }
-    write_whole(folder / "explore.json", json.dumps(text, ensure_ascii=False) + "\n")
+    atomic_write(folder / "explore.json", json.dumps(text, ensure_ascii=False) + "\n")
 
 
 def _origin(profile: Profile, reading: Reading) -> dict[str, Any]:

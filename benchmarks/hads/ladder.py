@@ -24,8 +24,8 @@ from benchmarks.hads.capture import CACHE, SCALE, Replay, captured
 from benchmarks.hads.corpus import Document, documents
 from benchmarks.hads.losses import Ballot, Loss, Masses
 from benchmarks.smollm2 import directory
-from xsake.bench.environment import environment, own_checkout
-from xsake.bench.whole_file import write_whole
+from xsake._io import atomic_write
+from xsake._provenance import environment, own_checkout
 from xsake.cli.calibrate import COPIED_DOCUMENTS, EFFECT_DOCUMENTS
 from xsake.hads.attend import Planned
 from xsake.hads.budget import (
@@ -348,7 +348,7 @@ def _write(ladder: Ladder, tests, found, path: Path) -> None:
         "environment": here,
     }
     text = "".join(json.dumps(row) + "\n" for row in [head, *rows])
-    write_whole(path, text)
+    atomic_write(path, text)
 
 
 if __name__ == "__main__":

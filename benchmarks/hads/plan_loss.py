@@ -20,8 +20,8 @@ from benchmarks.hads.capture import CACHE
 from benchmarks.hads.corpus import COUNTS, documents
 from benchmarks.hads.ruled import Ruled
 from benchmarks.smollm2 import directory
-from xsake.bench.environment import environment, own_checkout
-from xsake.bench.whole_file import write_whole
+from xsake._io import atomic_write
+from xsake._provenance import environment, own_checkout
 from xsake.evaluation.journal import Journal
 from xsake.hads import Planned, SparsityPlan
 from xsake.hads.rules import RULES
@@ -100,7 +100,7 @@ def _write(given: argparse.Namespace, plans: dict[str, SparsityPlan], answers: d
     known = [key(row) for row in made]
     kept = [row for row in rows() if key(row) not in known]
     ordered = sorted([*kept, *made], key=key)
-    write_whole(ROWS, "".join(json.dumps(row) + "\n" for row in ordered))
+    atomic_write(ROWS, "".join(json.dumps(row) + "\n" for row in ordered))
 
 
 if __name__ == "__main__":

@@ -21,8 +21,8 @@ from benchmarks.observability.segments import ALL_OFF, ALL_ON, LARGER, compared,
 from benchmarks.observability.serving import served
 from benchmarks.observability.slow_clients import SlowClients
 from benchmarks.peers.client import ROOT
-from xsake.bench import environment
-from xsake.bench.whole_file import write_whole
+from xsake._io import atomic_write
+from xsake._provenance import environment
 
 STEPS, PAIRS, MOST = 100, 12, 1.02
 
@@ -63,7 +63,7 @@ def main() -> None:
     if not given.quick:
         out = RESULTS / "observability" / "cost.jsonl"
         out.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(out, json.dumps(row) + "\n")
+        atomic_write(out, json.dumps(row) + "\n")
 
 
 if __name__ == "__main__":

@@ -23,8 +23,8 @@ from benchmarks.experiment import RESULTS
 from benchmarks.observability.browser import NoBrowserError, chromium
 from benchmarks.observability.serving import TOKEN, Served, served
 from benchmarks.peers.client import ROOT
-from xsake.bench import environment
-from xsake.bench.whole_file import write_whole
+from xsake._io import atomic_write
+from xsake._provenance import environment
 
 STEPS, LAYERS, HEADS = 1_000_000, 6, 12
 MATRICES = ("entropy", "kept_mass", "kl", "budget_spent")
@@ -168,7 +168,7 @@ def main() -> None:
         out = RESULTS / "observability" / "million.jsonl"
         out.parent.mkdir(parents=True, exist_ok=True)
         before = out.read_text() if out.exists() else ""
-        write_whole(out, before + json.dumps(row) + "\n")
+        atomic_write(out, before + json.dumps(row) + "\n")
 
 
 if __name__ == "__main__":

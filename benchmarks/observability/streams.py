@@ -22,8 +22,8 @@ from benchmarks.observability.segments import LARGER, segmented
 from benchmarks.observability.serving import Served, served
 from benchmarks.observability.slow_clients import SlowClients, wait_for_none
 from benchmarks.peers.client import ROOT
-from xsake.bench import environment
-from xsake.bench.whole_file import write_whole
+from xsake._io import atomic_write
+from xsake._provenance import environment
 
 CLIENTS, STEPS, PAIRS, MOST, MOST_GROWTH = 200, 100, 10, 1.05, 64.0
 READ_SECONDS = 1.0
@@ -91,7 +91,7 @@ def main() -> None:
     if not given.quick:
         out = RESULTS / "observability" / "streams.jsonl"
         out.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(out, json.dumps(row) + "\n")
+        atomic_write(out, json.dumps(row) + "\n")
 
 
 if __name__ == "__main__":

@@ -13,14 +13,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.scale import hlo
 from benchmarks.scale.cases import ScaleCase
-from xsake.attention import BlockSparseAttention
-from xsake.bench.environment import (
+from xsake._io import atomic_write
+from xsake._provenance import (
     environment,
     installed_versions,
     own_checkout,
     source_digest,
 )
-from xsake.bench.whole_file import write_whole
+from xsake.attention import BlockSparseAttention
 from xsake.certify import gpu_specs
 from xsake.distributed import (
     ContextParallel,
@@ -193,5 +193,5 @@ def write(document: dict[str, Any], folder: Path = RESULTS) -> Path:
     """Keep an outcome in a file of its own."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{document['case']['name']}.json"
-    write_whole(path, json.dumps(document, indent=1) + "\n")
+    atomic_write(path, json.dumps(document, indent=1) + "\n")
     return path

@@ -11,7 +11,7 @@ from benchmarks.marked_page import filled
 from benchmarks.scale import arithmetic
 from benchmarks.scale.cases import BLOCK, LLAMA_8B, SINKS, WINDOW
 from benchmarks.scale.compiling import RESULTS
-from xsake.bench.whole_file import write_whole
+from xsake._io import atomic_write
 from xsake.certify.tpu import TARGETS
 
 PAGE = Path(__file__).parents[2] / "docs" / "scale.md"
@@ -77,4 +77,4 @@ def tables() -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    write_whole(PAGE, filled(PAGE.read_text(encoding="utf-8"), tables()))
+    atomic_write(PAGE, filled(PAGE.read_text(encoding="utf-8"), tables()))

@@ -21,8 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.training.openwebtext import RESULTS
-from xsake.bench.environment import environment, own_checkout
-from xsake.bench.whole_file import write_whole
+from xsake._io import atomic_write
+from xsake._provenance import environment, own_checkout
 from xsake.training.attention import make_attention
 from xsake.training.config import TrainingConfig
 from xsake.training.state import Definition, TrainState, define, first_state, optimizer_of
@@ -141,7 +141,7 @@ def main() -> None:
 
 def _write(path: Path, rows: list[dict[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, "".join(json.dumps(row) + "\n" for row in rows))
+    atomic_write(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 if __name__ == "__main__":

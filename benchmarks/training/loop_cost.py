@@ -17,9 +17,9 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.training.openwebtext import RESULTS, build_corpus, config_of
-from xsake.bench.environment import environment, own_checkout
-from xsake.bench.whole_file import write_whole
-from xsake.training.bare_step import BareStep
+from xsake._io import atomic_write
+from xsake._provenance import environment, own_checkout
+from xsake.bench.training_step import BareStep
 from xsake.training.config import TrainingConfig
 from xsake.training.train import train
 
@@ -76,7 +76,7 @@ def _write(config: TrainingConfig, loop: np.ndarray, bare: np.ndarray) -> None:
         "environment": dataclasses.asdict(environment(own_checkout())),
     }  # fmt: skip
     RESULTS.mkdir(parents=True, exist_ok=True)
-    write_whole(RESULTS / "loop_cost.jsonl", json.dumps(row) + "\n")
+    atomic_write(RESULTS / "loop_cost.jsonl", json.dumps(row) + "\n")
     print(json.dumps(row), flush=True)
 
 

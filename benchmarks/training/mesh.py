@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.training.openwebtext import RESULTS, build_corpus
-from xsake.bench.environment import environment, own_checkout
-from xsake.bench.whole_file import write_whole
+from xsake._io import atomic_write
+from xsake._provenance import environment, own_checkout
 from xsake.hads import Profile
 from xsake.model.observer import Observer
 from xsake.observability import read_metrics
@@ -81,7 +81,7 @@ def main() -> None:
 def _write(rows: list[dict[str, Any]]) -> None:
     head = {"environment": dataclasses.asdict(environment(own_checkout()))}
     RESULTS.mkdir(parents=True, exist_ok=True)
-    write_whole(RESULTS / "mesh.jsonl", "".join(json.dumps(row) + "\n" for row in [head, *rows]))
+    atomic_write(RESULTS / "mesh.jsonl", "".join(json.dumps(row) + "\n" for row in [head, *rows]))
 
 
 def _config(

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.hads.corpus import TEXTS
-from xsake.bench.environment import environment, own_checkout
-from xsake.bench.whole_file import write_whole
+from xsake._io import atomic_write
+from xsake._provenance import environment, own_checkout
 from xsake.hads.budget import visible_blocks
 from xsake.hads.selectors import Sampled
 from xsake.observability import read_metrics
@@ -129,7 +129,7 @@ def _run(config: TrainingConfig) -> None:
 
     if train(config, watch=show) is Ending.STOPPED:
         raise SystemExit(75)
-    write_whole(done, json.dumps(time.monotonic() - begin))
+    atomic_write(done, json.dumps(time.monotonic() - begin))
 
 
 def _write(asked: argparse.Namespace) -> None:
@@ -152,7 +152,7 @@ def _write(asked: argparse.Namespace) -> None:
     rows = [head, *({"side": side, "seed": seed, **run} for (side, seed), run in runs.items())]
     rows += [_gap(side, runs) for side in SIDES[1:] if any(key[0] == side for key in runs)]
     RESULTS.mkdir(parents=True, exist_ok=True)
-    write_whole(RESULTS / "openwebtext.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    atomic_write(RESULTS / "openwebtext.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
     _draw(runs)
     for row in rows[-len(SIDES) + 1 :]:
         print(json.dumps(row), flush=True)

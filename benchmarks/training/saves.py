@@ -23,8 +23,8 @@ from typing import Any
 
 from benchmarks.experiment import RESULTS
 from benchmarks.peers.client import ROOT
-from xsake.bench import environment
-from xsake.bench.whole_file import write_whole
+from xsake._io import atomic_write
+from xsake._provenance import environment
 
 MEGABYTES, ROUNDS, PROCESSES = 256, 3, (1, 2, 4)
 LEAVES = 8
@@ -144,7 +144,7 @@ def main() -> None:
         print(json.dumps({name: row[name] for name in row if name != "environment"}), flush=True)
         rows.append(json.dumps(row) + "\n")
     if not given.quick:
-        write_whole(RESULTS / "training" / "saves.jsonl", "".join(rows))
+        atomic_write(RESULTS / "training" / "saves.jsonl", "".join(rows))
 
 
 if __name__ == "__main__":

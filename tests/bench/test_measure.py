@@ -6,11 +6,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from xsake.bench import HEADS, causal_grid, ragged_grid, shape_of
+from xsake.bench import HEADS, shape_of
 from xsake.bench.calls import bare_product, drawn, ours, theirs
 from xsake.bench.measure import DENSE, PRODUCT, Settings, measure
 from xsake.bench.spot_check import TOLERANCE, spot_error
 from xsake.errors import ArgumentError
+from xsake.layout.synthetic import causal_grid, ragged_grid
 
 SMALL = Settings("gemma-3-1b", tokens=(96,), budgets=(0.6,), block=16, rounds=2)
 

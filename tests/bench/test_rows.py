@@ -6,9 +6,10 @@ import pytest
 from pydantic import ValidationError
 
 from tests.bench.sample_rows import sample_row
-from xsake.bench import BenchmarkRow, append_rows, environment, read_rows
-from xsake.bench.schema import FILE_NAME, schema_text
+from xsake._provenance import environment
+from xsake.bench import BenchmarkRow, append_rows, read_rows
 from xsake.errors import ArgumentError
+from xsake.schemas import schema_text
 
 ROOT = Path(__file__).parents[2]
 
@@ -62,13 +63,11 @@ def test_a_bad_line_is_named(tmp_path):
         read_rows(file)
 
 
-def test_the_committed_schema_is_the_row_type():
-    """Regenerate with `python -m xsake.bench.schema schemas`."""
-    assert (ROOT / "schemas" / FILE_NAME).read_text() == schema_text()
-
-
 def test_a_written_row_fits_the_schema():
-    jsonschema.validate(json.loads(sample_row().model_dump_json()), json.loads(schema_text()))
+    jsonschema.validate(
+        json.loads(sample_row().model_dump_json()),
+        json.loads(schema_text("benchmark_row.schema.json")),
+    )
 
 
 def test_committed_results_are_rows():

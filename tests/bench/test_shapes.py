@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from xsake.bench import causal_grid, head_budgets, ragged_grid
 from xsake.errors import ArgumentError
+from xsake.layout.synthetic import causal_grid, head_budgets, ragged_grid
 
 
 @pytest.mark.parametrize("mean", [0.25, 0.43, 0.5, 0.7])

@@ -2,19 +2,16 @@ import pytest
 
 from tests.certify.fake_family import case
 from tests.certify.sample import ROOT, sample_certificate
-from xsake.bench import whole_file
+from xsake import _io
 from xsake.certify import record
 from xsake.certify.record import Answer, Certificate
-from xsake.certify.schema import FILE_NAME, schema_text
 from xsake.errors import ArgumentError
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
     path = record.write(sample_certificate(), tmp_path)
     before = path.read_text()
-    monkeypatch.setattr(
-        whole_file.os, "fsync", lambda _: (_ for _ in ()).throw(OSError("disk full"))
-    )
+    monkeypatch.setattr(_io.os, "fsync", lambda _: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
         record.write(sample_certificate(command="other"), tmp_path)
     assert path.read_text() == before
@@ -26,11 +23,6 @@ def test_a_broken_file_is_named_with_the_way_out(tmp_path):
     path.write_text(path.read_text().replace('"compiled"', '"rejected"', 1))
     with pytest.raises(ArgumentError, match="(?s)tpu_v5e.json: outcomes.0.verdict.*--fresh"):
         record.read(path)
-
-
-def test_the_committed_schema_is_the_certificate_type():
-    """Regenerate with `python -m xsake.certify.schema schemas`."""
-    assert (ROOT / "schemas" / FILE_NAME).read_text() == schema_text()
 
 
 def test_committed_certificates_are_certificates_without_surprises():

@@ -10,7 +10,7 @@ import pytest
 from tests.certify import fake_family
 from xsake.certify import process, record, run
 from xsake.certify.errors import CertifyError
-from xsake.certify.schema import schema_text
+from xsake.schemas import schema_text
 
 TARGET = fake_family.TARGETS["f1"]
 
@@ -87,7 +87,7 @@ def test_the_file_is_the_certificate_and_fits_the_schema(everything):
     assert certificate.device_kind == "f1 of cpu"
     assert {"xsake", "jax", "jaxlib", "numpy", "python"} <= certificate.versions.keys()
     text = (folder / "fake_f1.json").read_text()
-    jsonschema.validate(json.loads(text), json.loads(schema_text()))
+    jsonschema.validate(json.loads(text), json.loads(schema_text("certificate.schema.json")))
     assert record.Certificate.model_validate_json(text) == certificate
     assert not any(place in text for place in (str(folder), str(Path.home()), sys.prefix))
 

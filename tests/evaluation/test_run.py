@@ -12,10 +12,10 @@ from tests.evaluation import sample
 from xsake.errors import ArgumentError
 from xsake.evaluation import Candidate, Journal, Settings, draw, evaluate, read, report_view, run
 from xsake.evaluation import write as write_report
-from xsake.evaluation.schema import FILE_NAME, schema_text
 from xsake.evaluation.score import Scores
 from xsake.layout import BlockLayout
 from xsake.masks import Causal, Sinks, Window
+from xsake.schemas import schema_text
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = Settings((64, 128), gaps=(16, 32), passage=24, far_copy_samples=2)
@@ -233,16 +233,13 @@ def test_the_file_is_the_report_and_fits_the_schema(quick, tmp_path):
         path = tmp_path / "new" / "report.json"
         write_report(report, path)
         assert read(path) == report
-        jsonschema.validate(json.loads(path.read_text()), json.loads(schema_text()))
+        jsonschema.validate(
+            json.loads(path.read_text()), json.loads(schema_text("evaluation.schema.json"))
+        )
         assert list(path.parent.iterdir()) == [path]
     path.write_text("{}")
     with pytest.raises(ArgumentError, match=r"report.json"):
         read(path)
-
-
-def test_the_committed_schema_is_the_report_type():
-    """Regenerate with `python -m xsake.evaluation.schema schemas`."""
-    assert (ROOT / "schemas" / FILE_NAME).read_text() == schema_text()
 
 
 @pytest.mark.parametrize("candidate", [None, NEAR])

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from xsake.bench.environment import Environment
+from xsake._provenance import Environment
 from xsake.hads.budget import AlwaysOn
 from xsake.hads.plan import Selector
 from xsake.hads.profile import CalibratedModel, CalibrationDocument, Profile

@@ -30,7 +30,7 @@ from xsake.hads.policy import (
     TopP,
     Uniform,
 )
-from xsake.hads.schema import schema_text
+from xsake.schemas import schema_text
 
 POLICIES = (
     Effect(),

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from tests.hads.sample import MACHINE, profile
 from xsake.errors import ArgumentError
 from xsake.hads.profile import Profile
-from xsake.hads.schema import schema_text
+from xsake.schemas import schema_text
 
 GOOD = profile(n=6)
 DOCUMENT = json.loads(GOOD.to_json())

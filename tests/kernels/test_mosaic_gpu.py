@@ -13,11 +13,11 @@ import pytest
 
 import xsake
 from tests.kernels.interpreted import GPU_CHECKED, InterpretedGpu
-from xsake.bench.shapes import ragged_grid
 from xsake.errors import UnsupportedError
 from xsake.kernels.block_sparse import gpu_lists, mosaic_gpu, mosaic_gpu_hopper, op
 from xsake.kernels.block_sparse.problem import Cotangents, Operands, Problem
 from xsake.layout import BlockLayout
+from xsake.layout.synthetic import ragged_grid
 from xsake.masks import Causal, FromFunction, PerHead, Window
 from xsake.testing.case_table import BY_NAME, CASES
 from xsake.testing.cases import Case

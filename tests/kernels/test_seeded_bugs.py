@@ -285,8 +285,8 @@ def positions_are_ignored(right):
     return lambda positions, *rest: right(None, *rest)
 
 
-@bug(xla, "_query_gradient")
-def dq_lacks_the_scale(right):
+@bug(xla, "_query_gradient", caught_by="gaps")
+def dq_beside_a_bias_lacks_the_scale(right):
     def broken(call, *rest):
         d_q, d_bias = right(call, *rest)
         return d_q / call.problem.scale, d_bias
@@ -294,11 +294,20 @@ def dq_lacks_the_scale(right):
     return broken
 
 
-@bug(xla, "_key_value_gradient")
+@bug(xla, "_walk_keys")
+def dq_lacks_the_scale(right):
+    def broken(call, *rest, **options):
+        d_q, d_k, d_v = right(call, *rest, **options)
+        return d_q / call.problem.scale, d_k, d_v
+
+    return broken
+
+
+@bug(xla, "_walk_keys")
 def dk_keeps_the_factor_of_bits(right):
-    def broken(*arguments):
-        d_k, d_v = right(*arguments)
-        return d_k * tiles.LOG2_E, d_v
+    def broken(*arguments, **options):
+        d_q, d_k, d_v = right(*arguments, **options)
+        return d_q, d_k * tiles.LOG2_E, d_v
 
     return broken
 

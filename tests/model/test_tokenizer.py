@@ -132,7 +132,7 @@ def test_end_tokens_come_from_every_file_that_names_them(copy):
         ({"config": {"eos_token_id": "2"}}, "config.json does not say properly"),
         ({"config": {"eos_token_id": [1, -1]}}, "config.json does not say properly"),
         ({"generation_config": {"eos_token_id": True}}, "generation_config.json does not say"),
-        ({"generation_config": [2]}, "generation_config.json is not a JSON object"),
+        ({"generation_config": [2]}, "not an object"),
         ({"tokenizer_config": {"eos_token": "<|stop|>"}}, "does not have"),
         ({"tokenizer_config": {"eos_token": {"content": 5}}}, "does not have"),
     ],

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.observability.browser import NoBrowserError, chromium
 from tests.server.sample import TOKEN, inside, write_run
-from xsake.bench.environment import own_checkout
+from xsake._provenance import own_checkout
 from xsake.server.files import read_site
 from xsake.server.guard import _PATH, COOKIE, session_of
 from xsake.server.settings import Settings

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xsake.errors import ArgumentError
+from xsake.schemas import schema_text
 from xsake.training.config import PRESETS, TrainingConfig
-from xsake.training.schema import schema_text
 
 DOCUMENT = {
     "model": {"preset": "tiny", "compute": "float32", "decoder": {"layers": 2}},
@@ -103,7 +103,7 @@ def test_the_record_reads_as_the_config_it_was_made_of(
 
 
 def test_the_record_fits_its_schema():
-    schema = json.loads(schema_text())
+    schema = json.loads(schema_text("training.schema.json"))
     jsonschema.Draft202012Validator.check_schema(schema)
     validator = jsonschema.Draft202012Validator(schema)
     record = json.loads(config(*PLAN, "attention.annealing={steps = 50}").to_json())

@@ -241,7 +241,7 @@ def test_a_killed_process_leaves_nothing_in_the_way(inputs, tmp_path):
 def test_a_full_disk_costs_the_file_that_did_not_fit(inputs, tmp_path, monkeypatch):
     tokenizer, texts = inputs
     build(tokenizer, texts, tmp_path / "straight", SMALL)
-    write, left = shards.write_whole, iter([True] * 3 + [False])
+    write, left = shards.atomic_write, iter([True] * 3 + [False])
 
     def fill(path, content):
         if not next(left):
@@ -249,7 +249,7 @@ def test_a_full_disk_costs_the_file_that_did_not_fit(inputs, tmp_path, monkeypat
         write(path, content)
 
     with monkeypatch.context() as patch:
-        patch.setattr(shards, "write_whole", fill)
+        patch.setattr(shards, "atomic_write", fill)
         with pytest.raises(OSError, match="No space"):
             build(tokenizer, texts, tmp_path / "data", SMALL)
     assert build(tokenizer, texts, tmp_path / "data", SMALL).kept == 3

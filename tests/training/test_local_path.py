@@ -4,7 +4,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.training.test_config import config
-from xsake.bench.local_path import require_local
+from xsake._io import require_local
 from xsake.cli import app
 from xsake.errors import ArgumentError
 

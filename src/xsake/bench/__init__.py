@@ -7,31 +7,25 @@ print(ratio.describe())                                   # says so when the spr
 """
 
 from xsake.bench.claims import Claim, Verdict, judge
-from xsake.bench.environment import Environment, environment
 from xsake.bench.rows import BenchmarkRow, Ratio, Shape, append_rows, read_rows
 from xsake.bench.runner import Side, Spread, interleave, pair_ratio, time_call
-from xsake.bench.shapes import HEADS, causal_grid, head_budgets, ragged_grid, shape_of
+from xsake.bench.shapes import HEADS, shape_of
 from xsake.bench.table import claims_table, rows_table
 
 __all__ = [
     "HEADS",
     "BenchmarkRow",
     "Claim",
-    "Environment",
     "Ratio",
     "Shape",
     "Side",
     "Spread",
     "Verdict",
     "append_rows",
-    "causal_grid",
     "claims_table",
-    "environment",
-    "head_budgets",
     "interleave",
     "judge",
     "pair_ratio",
-    "ragged_grid",
     "read_rows",
     "rows_table",
     "shape_of",

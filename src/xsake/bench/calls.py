@@ -14,9 +14,9 @@ from jaxtyping import Array, Bool, Float
 
 from xsake.attention import attention
 from xsake.bench.rows import Shape
-from xsake.bench.shapes import causal_grid
 from xsake.layout import BlockLayout
 from xsake.layout.grid import blocks_of
+from xsake.layout.synthetic import causal_grid
 from xsake.masks import Causal
 
 GEMM = 1024

@@ -10,13 +10,14 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
+from xsake._provenance import Environment, environment, own_checkout
 from xsake.bench.calls import Call, Inputs, bare_product, dense_bytes, drawn, ours, theirs
-from xsake.bench.environment import Environment, environment, own_checkout
 from xsake.bench.rows import BenchmarkRow, Ratio, Shape, Timing
 from xsake.bench.runner import Side, Spread, interleave, pair_ratio, time_warm
-from xsake.bench.shapes import causal_grid, ragged_grid, shape_of
+from xsake.bench.shapes import shape_of
 from xsake.bench.spot_check import TOLERANCE, spot_error
 from xsake.layout.grid import blocks_of
+from xsake.layout.synthetic import causal_grid, ragged_grid
 
 Kind = Literal["attention", "backward", "decode", "memory"]
 PRODUCT = "bare product of as many flops"

@@ -3,10 +3,10 @@
 import dataclasses
 from collections.abc import Iterable, Sequence
 
+from xsake._format import format_bytes, format_seconds
 from xsake.bench.growth import growths
 from xsake.bench.measure import PRODUCT
 from xsake.bench.rows import BenchmarkRow
-from xsake.bench.table import format_bytes, format_seconds
 from xsake.pages.frame import framed
 from xsake.pages.markup import Markup, element, joined, scrolled, table
 

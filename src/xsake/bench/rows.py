@@ -4,8 +4,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
+from xsake._io import JsonlLog
+from xsake._schema import Frozen
 from xsake.bench.runner import Spread
 from xsake.errors import ArgumentError
 
@@ -15,11 +17,7 @@ Seconds = Annotated[float, Field(gt=0)]
 PEERS = frozenset({"ejkernel", "jax", "jnp", "tokamax", "torch"})
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-
-class Shape(_Strict):
+class Shape(Frozen):
     """Sizes of one attention call; public arrays are `[B, T, H, D]`."""
 
     batch: Positive = 1
@@ -37,7 +35,7 @@ class Shape(_Strict):
         )
 
 
-class _Quartiles(_Strict):
+class _Quartiles(Frozen):
     median: Seconds
     q25: Seconds
     q75: Seconds
@@ -64,7 +62,7 @@ class Ratio(_Quartiles):
     baseline: str = Field(description="the side it is compared with: a `side` of the same run")
 
 
-class BenchmarkRow(_Strict):
+class BenchmarkRow(Frozen):
     """One measurement of one side of one experiment."""
 
     schema_version: Literal[1] = 1
@@ -146,9 +144,7 @@ class BenchmarkRow(_Strict):
 def append_rows(path: Path, rows: Iterable[BenchmarkRow]) -> None:
     """Add rows to a `.jsonl` file, one JSON object per line; earlier rows stay as they are."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        for row in rows:
-            file.write(row.model_dump_json() + "\n")
+    JsonlLog(path).append(*(row.model_dump_json() for row in rows))
 
 
 def read_rows(path: Path) -> list[BenchmarkRow]:

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 from rich.table import Table
 
+from xsake._format import format_bytes, format_seconds
 from xsake.bench.claims import Claim, Verdict
 from xsake.bench.rows import BenchmarkRow, Timing
 
@@ -39,29 +40,6 @@ def claims_table(claims: Iterable[Claim], title: str = "") -> Table:
             claim.topic, claim.promise, claim.measured, f"[{colour}]{claim.verdict.value}[/]"
         )
     return table
-
-
-def format_seconds(seconds: float) -> str:
-    """Three digits and the unit that suits: `1.23 ms`.
-
-    Example:
-        >>> format_seconds(0.00123)
-        '1.23 ms'
-    """
-    for factor, unit in ((1, "s"), (1e3, "ms")):
-        if seconds * factor >= 1:
-            return f"{seconds * factor:.3g} {unit}"
-    return f"{seconds * 1e6:.3g} us"
-
-
-def format_bytes(count: int) -> str:
-    """Decimal megabytes: `12.9 MB`.
-
-    Example:
-        >>> format_bytes(12_900_000)
-        '12.9 MB'
-    """
-    return f"{count / 1e6:,.1f} MB"
 
 
 def _format_timing(timing: Timing) -> str:

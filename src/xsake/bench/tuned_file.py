@@ -4,10 +4,11 @@ import warnings
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
-from xsake.bench.environment import cpu_model, environment
-from xsake.bench.whole_file import write_whole
+from xsake._io import atomic_write
+from xsake._provenance import cpu_model, environment
+from xsake._schema import Frozen
 from xsake.errors import ArgumentError
 from xsake.kernels.block_sparse.problem import TileSizes
 from xsake.kernels.tuning import Bucket, TileTable
@@ -16,11 +17,7 @@ MOST_BYTES = 2**20
 Size = Annotated[int, Field(ge=1, le=2**20)]
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-
-class TunedCall(_Strict):
+class TunedCall(Frozen):
     """What was found for one bucket.
 
     Attributes:
@@ -47,7 +44,7 @@ class TunedCall(_Strict):
         )  # fmt: skip
 
 
-class TunedFile(_Strict):
+class TunedFile(Frozen):
     """A table and where it was found."""
 
     schema_version: Literal[1] = 1
@@ -90,7 +87,7 @@ class TunedFile(_Strict):
 
     def save(self, path: Path) -> None:
         """Replace a file in one step."""
-        write_whole(path, self.dumps())
+        atomic_write(path, self.dumps())
 
 
 def load_here(path: Path) -> TileTable:

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from xsake.bench.shapes import ragged_grid
 from xsake.certify.case import Case
 from xsake.certify.record import Cost
 from xsake.errors import ArgumentError
 from xsake.kernels.block_sparse.problem import Cotangents, Operands, Problem
 from xsake.layout import BlockLayout
+from xsake.layout.synthetic import ragged_grid
 from xsake.masks import Causal
 
 _PASS_NAMES = {"forward": "forward", "dq": "dQ", "dkv": "dK/dV"}

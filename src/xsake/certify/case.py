@@ -2,22 +2,21 @@
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from xsake._schema import Frozen
 from xsake.kernels.block_sparse.problem import TileSizes
 
 Positive = Annotated[int, Field(ge=1)]
 PassName = Literal["forward", "dq", "dkv", "selected_forward", "selected_backward"]
 
 
-class Case(BaseModel):
+class Case(Frozen):
     """A compile that is expected to work, or a control that the compiler is expected to refuse.
 
     Batch is 1. At budget 1 the layout lists every causally visible block; below it heads differ in
     budget, as calibrated models have them, and the budget is their mean.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     name: str = Field(description="unique; `--cases` matches it as a shell pattern")
     pass_name: PassName = Field(

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from xsake.bench.environment import installed_versions
+from xsake._provenance import installed_versions
 from xsake.certify.errors import CertifyError
 from xsake.certify.family import Family
 

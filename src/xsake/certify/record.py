@@ -4,9 +4,10 @@ import re
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
-from xsake.bench.whole_file import write_whole
+from xsake._io import atomic_write
+from xsake._schema import Frozen
 from xsake.certify.case import Case
 from xsake.certify.family import Facts
 from xsake.errors import ArgumentError
@@ -15,11 +16,7 @@ Count = Annotated[int, Field(ge=0)]
 Verdict = Literal["compiled", "refused", "crashed"]
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-
-class Cost(_Strict):
+class Cost(Frozen):
     """What the pass will do, counted from its layout and shapes; nothing is measured."""
 
     listed: Count = Field(description="blocks the layout lists, or at most lists if it is traced")
@@ -35,14 +32,14 @@ class Cost(_Strict):
     least_bytes: Count = Field(description="every argument and result once")
 
 
-class Bound(_Strict):
+class Bound(Frozen):
     """No device of this kind can be faster; how much slower it is, nobody knows from this."""
 
     seconds: float = Field(ge=0)
     label: str = Field(description="what kind of number this is, in words")
 
 
-class Answer(_Strict):
+class Answer(Frozen):
     """What the worker says about a case."""
 
     verdict: Verdict
@@ -53,7 +50,7 @@ class Answer(_Strict):
     cost: Cost | None = None
 
 
-class Outcome(_Strict):
+class Outcome(Frozen):
     """One case, and what came of it."""
 
     case: Case
@@ -74,7 +71,7 @@ class Outcome(_Strict):
         return f"{(self.commit or 'none')[:8]}{' with changes' if self.dirty else ''}"
 
 
-class Certificate(_Strict):
+class Certificate(Frozen):
     """What one vendor's compiler made of our kernels for one target. It never states a speed."""
 
     schema_version: Literal[2] = 2
@@ -123,7 +120,7 @@ def write(certificate: Certificate, folder: Path) -> Path:
     """Replace the file of this target in one step, so that a reader never sees half of it."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / certificate.file_name
-    write_whole(path, certificate.model_dump_json(indent=1) + "\n")
+    atomic_write(path, certificate.model_dump_json(indent=1) + "\n")
     return path
 
 

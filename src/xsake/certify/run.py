@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import NamedTuple
 
 import xsake
-from xsake.bench.environment import cpu_model, environment, own_checkout
+from xsake._provenance import cpu_model, environment, own_checkout
 from xsake.certify import bound, cases, environments, record
 from xsake.certify.case import Case
 from xsake.certify.family import FAMILIES, Family, Target, load
@@ -21,7 +21,6 @@ from xsake.certify.record import Answer, Certificate, Outcome
 PACKAGE = Path(xsake.__file__).parent
 # What decides the outcome of a case, beside its own fields and its family.
 SOURCES = (
-    "bench/shapes.py",
     "certify/build.py",
     "certify/build_selected.py",
     "kernels",

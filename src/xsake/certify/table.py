@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.markup import escape
 from rich.table import Table
 
-from xsake.bench.table import format_seconds
+from xsake._format import format_seconds
 from xsake.certify.record import Certificate, Outcome, read_all
 from xsake.errors import ArgumentError
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import jax
 
 import xsake
-from xsake.bench.environment import installed_versions
+from xsake._provenance import installed_versions
 from xsake.certify import build, build_selected
 from xsake.certify.case import Case
 from xsake.certify.family import Family, Target, load

@@ -160,15 +160,15 @@ def run_report(
     out: Annotated[Path, typer.Option("--out", "-o", help="The page.")] = Path("bench.html"),
 ) -> None:
     """One HTML page of what was measured; it needs no network and no other file."""
+    from xsake._io import atomic_write
     from xsake.bench import read_rows
     from xsake.bench.report import page
-    from xsake.bench.whole_file import write_whole
 
     with exit_codes(STOPPED):
         found = [row for path in rows for row in read_rows(path)]
         if not found:
             raise ArgumentError("there is nothing to show", got="no row", expected="xsake bench -o")
-        write_whole(out, page(found))
+        atomic_write(out, page(found))
     rich.console.Console().print(f"{len(found)} rows, written to {out}", highlight=False)
 
 

@@ -8,7 +8,7 @@ import rich.console
 import typer
 from rich.table import Table
 
-from xsake.bench.whole_file import write_whole
+from xsake._io import atomic_write
 from xsake.cli.calibrate import share_of
 from xsake.cli.evaluate import EvaluationScreen
 from xsake.cli.exits import exit_codes
@@ -52,7 +52,7 @@ def run_quality(
                 subject_of(model, "float32"), evaluation.read_texts(text), settings, planner,
                 [share_of(word) for word in budgets.split(",")], journal=journal, watch=screen.show,
             )  # fmt: skip
-        write_whole(out, "".join(json.dumps(point.row()) + "\n" for point in points))
+        atomic_write(out, "".join(json.dumps(point.row()) + "\n" for point in points))
         if plot is not None:
             draw_frontier(points, plot)
     console.print(_table(points))

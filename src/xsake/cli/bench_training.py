@@ -37,7 +37,7 @@ def run_training(
             )
         cores = keep_to(threads)
         from xsake.bench import append_rows, rows_table
-        from xsake.training.bare_step import race
+        from xsake.bench.training_step import race
         from xsake.training.config import TrainingConfig
 
         runs = {path.stem: TrainingConfig.read(path, setting or ()) for path in configs}

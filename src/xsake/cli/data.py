@@ -8,7 +8,7 @@ import numpy as np
 import rich.console
 import typer
 
-from xsake.bench.local_path import require_local
+from xsake._io import require_local
 from xsake.cli.exits import exit_codes
 from xsake.cli.screen import MovingLine, echo, escape_markup
 from xsake.cli.subject import evaluation_library

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from xsake.bench.local_path import require_local
+from xsake._io import require_local
 from xsake.cli.exits import exit_codes
 from xsake.cli.screen import echo
 from xsake.errors import ArgumentError
@@ -31,7 +31,7 @@ def run_export(
     """
     with exit_codes():
         require_local(run, out)
-        from xsake.hads import json_file
+        from xsake import _json
         from xsake.training.checkpoints import CheckpointStore
         from xsake.training.checkpoints.export import export_checkpoint
         from xsake.training.config import MOST_BYTES, TrainingConfig
@@ -43,7 +43,7 @@ def run_export(
                 got=f"{run} without config.json",
                 expected="the checkpoint.folder of an `xsake train` configuration",
             )
-        config = TrainingConfig.from_json(json_file.read(path, most_bytes=MOST_BYTES))
+        config = TrainingConfig.from_json(_json.read(path, max_bytes=MOST_BYTES))
         decoder, (tokens, tokenizer) = config.model.decoder, _tokenizer(config.data.folder)
         store = CheckpointStore(run / "steps", is_read_only=True)
         written = export_checkpoint(

@@ -21,8 +21,8 @@ import typer
 from rich.markup import escape
 
 import xsake
-from xsake.bench.environment import environment, own_checkout, source_digest
-from xsake.bench.whole_file import write_whole
+from xsake._io import atomic_write
+from xsake._provenance import environment, own_checkout, source_digest
 from xsake.certify.words import tidy
 from xsake.cli.screen import MovingLine
 from xsake.errors import UnsupportedError
@@ -245,7 +245,9 @@ def main(implementation: str | None, path: Path | None, as_json: bool) -> int:
     console = rich.console.Console(quiet=as_json)
     try:
         with _Screen(console) as screen:
-            report = examine(names, lambda report: write_whole(path, report.to_json()), screen.show)
+            report = examine(
+                names, lambda report: atomic_write(path, report.to_json()), screen.show
+            )
     except OSError as error:
         typer.echo(f"The report cannot be written: {error}", err=True)
         return CANNOT_RUN

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from xsake.bench.environment import own_checkout
-from xsake.bench.local_path import require_local
+from xsake._io import require_local
+from xsake._provenance import own_checkout
 from xsake.cli.exits import exit_codes
 from xsake.errors import ArgumentError, MissingExtraError
 

@@ -7,7 +7,7 @@ import rich.console
 import typer
 from rich.markup import escape
 
-from xsake.bench.local_path import require_local
+from xsake._io import require_local
 from xsake.cli.exits import exit_codes
 from xsake.cli.screen import MovingLine
 from xsake.errors import ArgumentError

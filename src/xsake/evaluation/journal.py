@@ -1,15 +1,16 @@
 """What has been measured so far, a line per trial, so that an interrupted run can go on."""
 
-import os
 from pathlib import Path
 
 from pydantic import ValidationError
 
+from xsake._io import JsonlLog
+from xsake._schema import Frozen
 from xsake.errors import ArgumentError
-from xsake.evaluation.record import Seconds, Strict
+from xsake.evaluation.record import Seconds
 
 
-class Entry(Strict):
+class Entry(Frozen):
     """The answer to one trial.
 
     Attributes:
@@ -35,6 +36,7 @@ class Journal:
 
     def __init__(self, path: Path | None = None, *, fresh: bool = False):
         self._path = path
+        self._log = None if path is None else JsonlLog(path)
         self._known: dict[str, Entry] = {}
         if path is None:
             return
@@ -53,15 +55,10 @@ class Journal:
     def add(self, entry: Entry) -> None:
         """Keep an answer; it is on the disk when this returns."""
         self._known[entry.key] = entry
-        if self._path is None:
+        if self._path is None or self._log is None:
             return
         try:
-            with self._path.open("ab+") as file:
-                if file.tell() and _last_byte(file) != b"\n":
-                    file.write(b"\n")
-                file.write(entry.model_dump_json().encode() + b"\n")
-                file.flush()
-                os.fsync(file.fileno())
+            self._log.append(entry.model_dump_json(), sync=True)
         except OSError as error:
             raise _cannot_be_used(self._path, error) from error
 
@@ -77,11 +74,6 @@ def _entries(path: Path) -> dict[str, Entry]:
             continue
         found[entry.key] = entry
     return found
-
-
-def _last_byte(file) -> bytes:
-    file.seek(-1, os.SEEK_END)
-    return file.read(1)
 
 
 def _cannot_be_used(path: Path, error: OSError) -> ArgumentError:

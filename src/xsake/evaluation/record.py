@@ -3,9 +3,10 @@
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
-from xsake.bench.whole_file import write_whole
+from xsake._io import atomic_write
+from xsake._schema import Frozen
 from xsake.errors import ArgumentError
 
 Count = Annotated[int, Field(ge=0)]
@@ -13,13 +14,7 @@ Seconds = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
-class Strict(BaseModel):
-    """Frozen, without unknown fields and without numbers that are not finite."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-
-class TextFile(Strict):
+class TextFile(Frozen):
     """A file that documents came from."""
 
     name: str
@@ -28,7 +23,7 @@ class TextFile(Strict):
     documents: Count
 
 
-class WeightFile(Strict):
+class WeightFile(Frozen):
     """A file of weights."""
 
     name: str
@@ -36,7 +31,7 @@ class WeightFile(Strict):
     sha256: str | None = Field(description="None where the files are too large to be read twice")
 
 
-class ModelIdentity(Strict):
+class ModelIdentity(Frozen):
     """Which model it was."""
 
     name: str = Field(description="of its folder")
@@ -46,7 +41,7 @@ class ModelIdentity(Strict):
     weights: tuple[WeightFile, ...]
 
 
-class CandidateIdentity(Strict):
+class CandidateIdentity(Frozen):
     """What dense attention was compared with."""
 
     description: str
@@ -54,7 +49,7 @@ class CandidateIdentity(Strict):
     tokens: int | None = Field(description="the only length it serves; None: any")
 
 
-class Estimate(Strict):
+class Estimate(Frozen):
     """A number with its 95 % bootstrap interval over documents."""
 
     value: float
@@ -62,7 +57,7 @@ class Estimate(Strict):
     high: float | None
 
 
-class SpanResult(Strict):
+class SpanResult(Frozen):
     """Means over predicted tokens at positions `start` to `end`, `end` not included."""
 
     start: Count
@@ -74,7 +69,7 @@ class SpanResult(Strict):
     agreement: Share | None = Field(default=None, description="same token most likely")
 
 
-class Comparison(Strict):
+class Comparison(Frozen):
     """The candidate beside dense attention on the same tokens; intervals are paired."""
 
     budget: float | None = Field(description="computed / causally visible blocks, if known")
@@ -85,7 +80,7 @@ class Comparison(Strict):
     agreement: Estimate = Field(description="share of positions with the same most likely token")
 
 
-class ContextResult(Strict):
+class ContextResult(Frozen):
     """Windows of one length, each read on its own from its first token."""
 
     context: Count = Field(description="tokens of a window; all but the first are predicted")
@@ -98,7 +93,7 @@ class ContextResult(Strict):
     seconds: Seconds = Field(description="compilation included; no measure of speed")
 
 
-class FarCopySample(Strict):
+class FarCopySample(Frozen):
     """One passage: NLL of its two copies, nats per token; None without a candidate."""
 
     where: str = Field(description="document and token where the passage begins")
@@ -108,7 +103,7 @@ class FarCopySample(Strict):
     second_candidate_nll: float | None = None
 
 
-class FarCopyResult(Strict):
+class FarCopyResult(Frozen):
     """A passage and its copy with `gap` tokens of other text between, mean over the samples."""
 
     gap: Count
@@ -119,7 +114,7 @@ class FarCopyResult(Strict):
     seconds: Seconds
 
 
-class Report(Strict):
+class Report(Frozen):
     """What came out of `xsake evaluate`, and everything that it depends on."""
 
     schema_version: Literal[1] = 1
@@ -145,7 +140,7 @@ class Report(Strict):
 def write(report: Report, path: Path) -> None:
     """Replace the file in one step, so that a reader never sees half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, report.model_dump_json(indent=1) + "\n")
+    atomic_write(path, report.model_dump_json(indent=1) + "\n")
 
 
 def read(path: Path) -> Report:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import jax
 
-from xsake.bench.environment import (
+from xsake._provenance import (
     environment,
     installed_versions,
     own_checkout,

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jaxtyping import Float, Int
 
-from xsake.bench.environment import environment, own_checkout, source_digest
+from xsake._provenance import environment, own_checkout, source_digest
 from xsake.errors import ArgumentError
 from xsake.hads import fit
 from xsake.hads.budget import AlwaysOn

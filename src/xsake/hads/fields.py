@@ -1,4 +1,4 @@
-"""Types of the fields in HADS files: strict numbers, printable text, arrays of six digits."""
+"""Field types of HADS files: arrays of six digits, and dataclasses read strictly."""
 
 import dataclasses
 import json
@@ -6,26 +6,10 @@ from typing import Annotated, Any
 
 import numpy as np
 from jaxtyping import Float, Int
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    PlainSerializer,
-    PlainValidator,
-    TypeAdapter,
-    WithJsonSchema,
-)
+from pydantic import BeforeValidator, PlainSerializer, PlainValidator, TypeAdapter, WithJsonSchema
 
-from xsake.bench.environment import Environment
+from xsake._provenance import Environment
 from xsake.hads.budget import AlwaysOn
-
-
-def _printable(text: str) -> str:
-    if not text.isprintable():
-        raise ValueError("letters that cannot be printed")
-    return text
 
 
 def _fields_of(kind: type) -> BeforeValidator:
@@ -88,17 +72,5 @@ Components = Annotated[
     Int[np.ndarray, "L Hk D"], PlainValidator(_whole), _WRITTEN, _nested(3, "integer")
 ]
 
-PRINTABLE = AfterValidator(_printable)
-Count = Annotated[int, Field(ge=0, le=2**53, strict=True)]
-Positive = Annotated[int, Field(ge=1, le=2**53, strict=True)]
-Number = Annotated[float, Field(strict=True)]
-Share = Annotated[float, Field(ge=0, le=1, strict=True)]
-Text = Annotated[str, Field(min_length=1, max_length=300), PRINTABLE]
 Always = Annotated[AlwaysOn, _fields_of(AlwaysOn)]
 Machine = Annotated[Environment, _fields_of(Environment)]
-
-
-class Strict(BaseModel):
-    """Frozen, without unknown fields and without numbers that are not finite."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)

@@ -8,8 +8,10 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 from pydantic import FailFast, Field, model_validator
 
+from xsake import _json
+from xsake._schema import PRINTABLE, Fraction, Frozen, Number, Positive, validate
 from xsake.errors import ArgumentError
-from xsake.hads import json_file, plan_diff
+from xsake.hads import plan_diff
 from xsake.hads.allocate import take_units
 from xsake.hads.budget import (
     MOST_BLOCKS,
@@ -19,7 +21,7 @@ from xsake.hads.budget import (
     visible_blocks,
 )
 from xsake.hads.choose import Scope
-from xsake.hads.fields import PRINTABLE, Always, Number, Positive, Share, Strict
+from xsake.hads.fields import Always
 from xsake.hads.plan_parts import (
     Calibration,
     Components,
@@ -42,7 +44,7 @@ MOST_ROWS = 2**26  # of all heads, in one answer
 WHAT = "a sparsity plan"
 
 
-class SparsityPlan(Strict):
+class SparsityPlan(Frozen):
     """How many blocks each head computes, by shares that serve any length."""
 
     schema_version: Literal[1] = 1
@@ -52,7 +54,7 @@ class SparsityPlan(Strict):
     policy: PolicyChoice
     block: Positive = Field(description="tokens of a query block and of a kv block")
     always: Always = Field(description="blocks that every head computes")
-    budget: Share = Field(description="computed / visible blocks, as asked, or as it came out")
+    budget: Fraction = Field(description="computed / visible blocks, as asked, or as it came out")
     selector: Selector
     scope: Scope = Field(
         default=Scope.LAYER, description="what shares a budget at run time: row, head or layer"
@@ -257,24 +259,24 @@ class SparsityPlan(Strict):
             [{name: value for name, value in head.items() if value != []} for head in layer]
             for layer in document["heads"]
         ]
-        return json_file.laid_out(document, {"heads": 2, "components": 1, "calibration": 1})
+        return _json.dumps(document, {"heads": 2, "components": 1, "calibration": 1})
 
     @classmethod
     def from_json(cls, data: bytes) -> "SparsityPlan":
         """A plan from the bytes of its file, checked."""
-        document = json_file.parse(
-            data, what=WHAT, most_bytes=MOST_BYTES, most_parts=MOST_PARTS, most_values=MOST_BYTES
+        document = _json.loads(
+            data, what=WHAT, max_bytes=MOST_BYTES, max_containers=MOST_PARTS, max_values=MOST_BYTES
         )
-        return json_file.validated(cls, document, what=WHAT)
+        return validate(cls, document, what=WHAT)
 
     def save(self, path: Path) -> None:
         """Write the file, whole or not at all."""
-        json_file.write(path, self.to_json(), most_bytes=MOST_BYTES)
+        _json.write(path, self.to_json(), max_bytes=MOST_BYTES)
 
     @classmethod
     def load(cls, path: Path) -> "SparsityPlan":
         """Read the file, at most 4 MB."""
-        return cls.from_json(json_file.read(path, most_bytes=MOST_BYTES))
+        return cls.from_json(_json.read(path, max_bytes=MOST_BYTES))
 
 
 def _require_length(n: int, most: int) -> None:

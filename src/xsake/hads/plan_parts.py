@@ -6,9 +6,10 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import FailFast, Field
 
+from xsake._schema import Count, Fraction, Frozen, Number, Positive, Text
 from xsake.errors import ArgumentError
 from xsake.hads.budget import MOST_BLOCKS, AlwaysOn, visible_blocks
-from xsake.hads.fields import Count, Machine, Number, Positive, Share, Strict, Text
+from xsake.hads.fields import Machine
 from xsake.hads.policy import Original, Policy, Static
 from xsake.hads.profile import MOST_WEIGHTS, CalibratedModel, Profile
 
@@ -17,7 +18,7 @@ Indices = Annotated[tuple[Count, ...], Field(max_length=MOST_BLOCKS), FailFast()
 Settings = dict[Text, Annotated[int, Field(strict=True)] | Number | Text]
 
 
-class HeadPlan(Strict):
+class HeadPlan(Frozen):
     """What one head computes."""
 
     kind: Literal["dynamic", "static", "dense"] = Field(
@@ -25,7 +26,7 @@ class HeadPlan(Strict):
         " that another length leaves fewer blocks is dynamic there"
     )
     blocks: Positive = Field(description="at the calibrated length, always-on ones counted")
-    share: Share = Field(description="the same / visible blocks, 6 digits")
+    share: Fraction = Field(description="the same / visible blocks, 6 digits")
     offsets: Indices = Field(default=(), description="static: diagonals besides always-on ones")
     columns: Indices = Field(default=(), description="static: kv blocks seen by all later rows")
     weights: Numbers = Field(default=(), description="of the selector")
@@ -38,7 +39,7 @@ KvHead = Annotated[tuple[Count, ...], FailFast()]
 Components = Annotated[tuple[Annotated[tuple[KvHead, ...], FailFast()], ...], FailFast()]
 
 
-class Calibration(Strict):
+class Calibration(Frozen):
     """Where the numbers come from."""
 
     profile: Text = Field(description="digest of the profile")
@@ -49,19 +50,19 @@ class Calibration(Strict):
     environment: Machine
 
 
-class PolicyChoice(Strict):
+class PolicyChoice(Frozen):
     """Which policy made the plan, and with what settings."""
 
     name: Text
     settings: Settings
 
 
-class Selector(Strict):
+class Selector(Frozen):
     """What scores blocks at run time."""
 
     name: Text
     settings: Settings = Field(default_factory=dict)
-    cost: Share = Field(description="of scoring all heads / dense causal attention, in flops")
+    cost: Fraction = Field(description="of scoring all heads / dense causal attention, in flops")
 
 
 def selector_of(policy: Policy, selector: Selector | None) -> Selector:

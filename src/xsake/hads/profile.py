@@ -8,18 +8,10 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import Field, model_validator
 
-from xsake.hads import json_file
+from xsake import _json
+from xsake._schema import Frozen, Positive, Text, validate
 from xsake.hads.budget import MOST_BLOCKS
-from xsake.hads.fields import (
-    Always,
-    Components,
-    Machine,
-    PerHead,
-    PerHeadRow,
-    Positive,
-    Strict,
-    Text,
-)
+from xsake.hads.fields import Always, Components, Machine, PerHead, PerHeadRow
 from xsake.layout.grid import blocks_of
 
 MOST_BYTES, MOST_PARTS = 2**26, 2**18
@@ -28,7 +20,7 @@ MOST_WEIGHTS = 256  # of a selector, for one head
 NOISE = 1e-5  # by which a measured curve may miss what its definition promises
 
 
-class CalibratedModel(Strict):
+class CalibratedModel(Frozen):
     """Which model it was."""
 
     name: Text
@@ -53,7 +45,7 @@ class CalibratedModel(Strict):
         return self.layers * self.q_heads
 
 
-class CalibrationDocument(Strict):
+class CalibrationDocument(Frozen):
     """A text that was read."""
 
     name: Text
@@ -61,7 +53,7 @@ class CalibrationDocument(Strict):
     tokens: Positive
 
 
-class Profile(Strict):
+class Profile(Frozen):
     """What calibration measured: means over all rows and documents, per layer and head.
 
     There are `n` query blocks and as many kv blocks. A mass is the share of a query's attention
@@ -154,25 +146,25 @@ class Profile(Strict):
         opened = {"documents": 1, "curves": 3, "selector_weights": 3}
         opened |= dict.fromkeys(("offset_mass", "column_mass", "components"), 2)
         opened |= dict.fromkeys(("entropy", "block_entropy", "need90", "outside"), 1)
-        return json_file.laid_out(self.model_dump(mode="json"), opened)
+        return _json.dumps(self.model_dump(mode="json"), opened)
 
     @classmethod
     def from_json(cls, data: bytes) -> "Profile":
         """A profile from the bytes of its file, checked."""
         what = "a calibration profile"
-        document = json_file.parse(
-            data, what=what, most_bytes=MOST_BYTES, most_parts=MOST_PARTS, most_values=MOST_BYTES
+        document = _json.loads(
+            data, what=what, max_bytes=MOST_BYTES, max_containers=MOST_PARTS, max_values=MOST_BYTES
         )
-        return json_file.validated(cls, document, what=what)
+        return validate(cls, document, what=what)
 
     def save(self, path: Path) -> None:
         """Write the file, whole or not at all."""
-        json_file.write(path, self.to_json(), most_bytes=MOST_BYTES)
+        _json.write(path, self.to_json(), max_bytes=MOST_BYTES)
 
     @classmethod
     def load(cls, path: Path) -> "Profile":
         """Read the file, at most 64 MB."""
-        return cls.from_json(json_file.read(path, most_bytes=MOST_BYTES))
+        return cls.from_json(_json.read(path, max_bytes=MOST_BYTES))
 
 
 def _require_shape(name: str, array: np.ndarray, expected: tuple[int, ...]) -> None:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float
 
-from xsake.bench.whole_file import write_whole
+from xsake._io import atomic_write
 from xsake.errors import ArgumentError
 
 
@@ -70,7 +70,7 @@ class Shelf:
             return
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            write_whole(self._path(key), _file_of(arrays))
+            atomic_write(self._path(key), _file_of(arrays))
         except OSError as error:
             raise ArgumentError(
                 "what was measured cannot be kept",

@@ -3,8 +3,9 @@
 import math
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
+from xsake._schema import Frozen
 from xsake.attention import Blocks
 from xsake.masks import AbstractMask, Causal, Window
 
@@ -12,18 +13,14 @@ Size = Annotated[int, Field(ge=1, le=2**24)]
 Above0 = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-
-class LinearScaling(_Strict):
+class LinearScaling(Frozen):
     """Every frequency divided by `factor`."""
 
     kind: Literal["linear"] = "linear"
     factor: Above0
 
 
-class Llama3Scaling(_Strict):
+class Llama3Scaling(Frozen):
     """Long waves slowed by `factor`, short ones kept, a ramp between (Llama 3.1)."""
 
     kind: Literal["llama3"] = "llama3"
@@ -39,7 +36,7 @@ class Llama3Scaling(_Strict):
         return self
 
 
-class YarnScaling(_Strict):
+class YarnScaling(Frozen):
     """Dimensions that turn often are kept, those that turn seldom slowed (YaRN)."""
 
     kind: Literal["yarn"] = "yarn"
@@ -51,7 +48,7 @@ class YarnScaling(_Strict):
     is_truncated: bool = Field(default=True, description="ramp ends at whole dimensions")
 
 
-class Rope(_Strict):
+class Rope(Frozen):
     """Rotary positions, half-split: dimension i turns with dimension i + D/2."""
 
     base: Above0 = 10000.0
@@ -60,7 +57,7 @@ class Rope(_Strict):
     )
 
 
-class LayerKind(_Strict):
+class LayerKind(Frozen):
     """What may differ between the layers of one model."""
 
     window: Size | None = Field(
@@ -76,7 +73,7 @@ class LayerKind(_Strict):
         return Causal() & Window(left=self.window - 1, right=0)
 
 
-class NativeSparseSizes(_Strict):
+class NativeSparseSizes(Frozen):
     """Sizes of native sparse attention: see `xsake.Blocks`, which has the same fields."""
 
     length: Size = 32
@@ -93,7 +90,7 @@ class NativeSparseSizes(_Strict):
         return self
 
 
-class DecoderConfig(_Strict):
+class DecoderConfig(Frozen):
     """A decoder-only transformer of the Llama or the GPT-2 family; no weights, no dtype.
 
     Example:

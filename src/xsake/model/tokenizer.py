@@ -9,8 +9,7 @@ import numpy as np
 from jaxtyping import Int
 
 from xsake.errors import CheckpointError, MissingExtraError
-from xsake.model.huggingface.files import Folder
-from xsake.model.huggingface.strict_json import parse
+from xsake.model.huggingface.files import Folder, parse_object
 from xsake.model.tokenizer_file import (
     MAX_VALUES,
     TOKENIZER,
@@ -57,7 +56,9 @@ class Tokenizer:
             raise unsound(f"{path.stat().st_size} bytes, at most {MAX_TOKENIZER_BYTES} are read")
         content = path.read_bytes()
         try:
-            document = parse(content, TOKENIZER, max_values=MAX_VALUES)
+            document = parse_object(
+                content, TOKENIZER, max_bytes=MAX_TOKENIZER_BYTES, max_values=MAX_VALUES
+            )
         except CheckpointError as broken:
             raise unsound(str(broken.got)) from broken
         require_sound(document, tokenizers.Regex)

@@ -7,7 +7,6 @@ only the wall clock, whose jumps backward count as no time at all.
 
 import collections
 import contextlib
-import os
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -15,9 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 from rich.table import Table
 
+from xsake._io import JsonlLog
+from xsake._schema import Frozen
 from xsake.errors import ArgumentError
 
 Spent = Literal["init", "data", "step", "save", "restore", "recompute", "evaluation", "other"]
@@ -35,12 +36,11 @@ MEANINGS: dict[Kind, str] = {
 }
 _FLUSH_SECONDS = 1.0
 _MOST_LINE_BYTES = 4096
-_UNFINISHED = b"~\n"  # ends a line that was not written whole, so that it never counts
 _Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 _Count = Annotated[int, Field(ge=0)]
 
 
-class _Line(BaseModel):
+class _Line(Frozen, strict=True):
     """One line of the file.
 
     Attributes:
@@ -50,8 +50,6 @@ class _Line(BaseModel):
         step: the last step that was done in this life.
         redone: steps since the line before that an earlier life had done already.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     life: Literal["begins", "goes on"]
     wall: Annotated[float, Field(allow_inf_nan=False)]
@@ -116,17 +114,17 @@ class Recorder:
         self._last_step: int | None = None
         self._step_kind: Spent = "step"
         self._done_before, self._redone = -1, 0
-        self._file: _GrowingFile | None = None
+        self._log: JsonlLog | None = None
         self._has_warned = False
         if path is None:
             return
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = _GrowingFile(path)
-            self._done_before = max(
-                (line.step for line in _lines(path) if line and line.step is not None), default=-1
-            )
-            self._file.add(_Line(life="begins", wall=wall_clock()))
+            self._log = JsonlLog(path)
+            if path.exists():
+                steps = [line.step for line in _lines(path) if line and line.step is not None]
+                self._done_before = max(steps, default=-1)
+            self._append(_Line(life="begins", wall=wall_clock()), sync=True)
         except OSError as error:
             raise ArgumentError(
                 "goodput cannot be written",
@@ -176,9 +174,12 @@ class Recorder:
 
     def flush(self) -> None:
         """Write down what has been spent so far."""
+        self._flush(sync=False)
+
+    def _flush(self, *, sync: bool) -> None:
         self._settle()
         self._written = self._mark
-        if self._file is None:
+        if self._log is None:
             return
         line = _Line(
             life="goes on",
@@ -188,7 +189,7 @@ class Recorder:
             redone=self._redone,
         )
         try:
-            self._file.add(line)
+            self._append(line, sync=sync)
         except OSError as error:
             self._warn(error)
             return
@@ -197,20 +198,18 @@ class Recorder:
 
     def close(self) -> None:
         """Write down the rest; the life is over."""
-        self.flush()
-        if self._file is None:
-            return
-        file, self._file = self._file, None
-        try:
-            file.close()
-        except OSError as error:
-            self._warn(error)
+        self._flush(sync=True)
+        self._log = None
 
     def __enter__(self) -> "Recorder":
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _append(self, line: _Line, *, sync: bool) -> None:
+        assert self._log is not None
+        self._log.append(line.model_dump_json(exclude_defaults=True), sync=sync)
 
     def _settle(self) -> None:
         now = self._clock()
@@ -279,31 +278,6 @@ def table(found: Goodput) -> Table:
     if found.unreadable:
         drawn.caption = f"lines that a crash left unfinished: {found.unreadable}"
     return drawn
-
-
-class _GrowingFile:
-    """Adds whole lines to the end of a file; a half-written one is ended first."""
-
-    def __init__(self, path: Path):
-        self._file = path.open("ab+", buffering=0)
-        size = self._file.seek(0, os.SEEK_END)
-        if size:
-            self._file.seek(-1, os.SEEK_END)
-        self._is_torn = size > 0 and self._file.read(1) != b"\n"
-
-    def add(self, line: _Line) -> None:
-        text = line.model_dump_json(exclude_defaults=True).encode() + b"\n"
-        left = _UNFINISHED + text if self._is_torn else text
-        self._is_torn = True
-        while left:
-            left = left[self._file.write(left) :]
-        self._is_torn = False
-        if line.life == "begins":
-            os.fsync(self._file.fileno())
-
-    def close(self) -> None:
-        with self._file:
-            os.fsync(self._file.fileno())
 
 
 def _lines(path: Path) -> Iterator[_Line | None]:

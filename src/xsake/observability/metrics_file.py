@@ -7,17 +7,16 @@ stand before those words no longer count.
 import collections
 import json
 import math
-import os
 import time
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
+from xsake._io import JsonlLog
 from xsake.errors import ArgumentError
 
 _MOST_LINES = 100_000  # that wait for room on the disk
-_UNFINISHED = b"~\n"  # ends a line that was not written whole, so that it never counts
 
 
 class MetricsFile:
@@ -30,9 +29,8 @@ class MetricsFile:
     """
 
     def __init__(self, path: Path | None):
-        self._path = path
-        self._waiting: collections.deque[bytes] = collections.deque(maxlen=_MOST_LINES)
-        self._is_torn = path is not None and _ends_within_a_line(path)
+        self._log = None if path is None else JsonlLog(path)
+        self._waiting: collections.deque[str] = collections.deque(maxlen=_MOST_LINES)
         self._has_warned = False
 
     def began(self, step: int, **about: Any) -> None:
@@ -57,26 +55,18 @@ class MetricsFile:
         self._put({"step": step, **values})
 
     def _put(self, values: dict[str, Any]) -> None:
-        if self._path is None:
+        if self._log is None:
             return
-        self._waiting.append((json.dumps(_finite(values)) + "\n").encode())
+        self._waiting.append(json.dumps(_finite(values)))
         try:
-            with self._path.open("ab", buffering=0) as file:
-                while self._waiting:
-                    self._write(file, self._waiting[0])
-                    self._waiting.popleft()
+            while self._waiting:
+                self._log.append(self._waiting[0])
+                self._waiting.popleft()
         except OSError as error:
             if not self._has_warned:
                 self._has_warned = True
                 message = f"metrics cannot be written for now: {error.strerror}"
                 warnings.warn(message, RuntimeWarning, stacklevel=3)
-
-    def _write(self, file: IO[bytes], line: bytes) -> None:
-        left = _UNFINISHED + line if self._is_torn else line
-        while left:
-            written = file.write(left)
-            self._is_torn = written < len(left)
-            left = left[written:]
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -116,17 +106,6 @@ def parsed(line: bytes) -> dict[str, Any] | None:
     step = value.get("from_step") if "event" in value else value.get("step")
     is_number = isinstance(step, int) and not isinstance(step, bool) and 0 <= step < 2**53
     return value if is_number or value.get("event") == "ended" else None
-
-
-def _ends_within_a_line(path: Path) -> bool:
-    try:
-        with path.open("rb") as file:
-            if not file.seek(0, os.SEEK_END):
-                return False
-            file.seek(-1, os.SEEK_END)
-            return file.read(1) != b"\n"
-    except OSError:
-        return False
 
 
 def _finite(value: Any) -> Any:

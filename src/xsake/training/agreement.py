@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from xsake.bench.environment import installed_versions, source_digest
+from xsake._provenance import installed_versions, source_digest
 from xsake.errors import ArgumentError, XsakeError
 from xsake.training import processes
 from xsake.training.config import TrainingConfig

@@ -6,16 +6,15 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from xsake import masks
-from xsake.bench.local_path import LocalPath
+from xsake._schema import Count, Frozen, LocalPath, Number, Positive
 from xsake.errors import ArgumentError
 from xsake.hads.choose import Scope
-from xsake.hads.fields import Count, Number, Positive, Strict
 from xsake.model.config import DecoderConfig
 
 Budget = Annotated[Number, Field(gt=0, le=1)]
 
 
-class Annealing(Strict):
+class Annealing(Frozen):
     """From many blocks to the budget, in few levels, since each is a program of its own."""
 
     start_step: Count = 0
@@ -46,7 +45,7 @@ class Annealing(Strict):
         return min(passed, self.levels - 1)
 
 
-class AttentionSection(Strict):
+class AttentionSection(Frozen):
     """How layers look at each other while the model is trained."""
 
     kind: Literal["dense", "mask", "plan", "native_sparse"] = "dense"

@@ -13,10 +13,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
-from xsake.bench.local_path import LocalPath
+from xsake._schema import Count, Frozen, LocalPath, Number, Positive
 from xsake.errors import ArgumentError
 from xsake.hads.budget import AlwaysOn, total_blocks
-from xsake.hads.fields import Count, Number, Positive, Strict
 from xsake.layout.grid import blocks_of
 from xsake.model.config import DecoderConfig, LayerKind, Llama3Scaling, Rope
 from xsake.training.attention_section import AttentionSection, require_native
@@ -51,7 +50,7 @@ PRESETS: dict[str, DecoderConfig] = {
 """Decoders by name: the shapes of published models, without their weights."""
 
 
-class ModelSection(Strict):
+class ModelSection(Frozen):
     """The decoder; parameters are float32 whatever it computes in."""
 
     preset: str | None = Field(default=None, description="what `decoder` starts from")
@@ -85,7 +84,7 @@ class ModelSection(Strict):
         return given | {"decoder": PRESETS[name].model_dump() | changes}
 
 
-class DataSection(Strict):
+class DataSection(Frozen):
     """What is read, and how much at a time."""
 
     folder: LocalPath
@@ -98,7 +97,7 @@ class DataSection(Strict):
     )
 
 
-class MeshSection(Strict):
+class MeshSection(Frozen):
     """Devices along each axis; their product is how many there must be."""
 
     data: Positive = 1
@@ -107,7 +106,7 @@ class MeshSection(Strict):
     context: Positive = 1
 
 
-class CheckpointSection(Strict):
+class CheckpointSection(Frozen):
     """Where and how often the state is kept."""
 
     folder: LocalPath
@@ -120,7 +119,7 @@ class CheckpointSection(Strict):
     )
 
 
-class RunSection(Strict):
+class RunSection(Frozen):
     """How long, and how often something is told."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")] = "run"
@@ -137,7 +136,7 @@ class RunSection(Strict):
     )
 
 
-class TrainingConfig(Strict):
+class TrainingConfig(Frozen):
     """A training run.
 
     Example:

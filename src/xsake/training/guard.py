@@ -8,14 +8,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 from pydantic import Field
 
-from xsake.hads.fields import Number, Positive, Strict
+from xsake._schema import Frozen, Number, Positive
 
 # Norms that hardly move would make any motion a spike: a deviation counts at least so much of the
 # mean.
 LEAST_DEVIATION = 0.05
 
 
-class GuardSection(Strict):
+class GuardSection(Frozen):
     """Which updates are not made."""
 
     is_on: Annotated[bool, Field(strict=True)] = True

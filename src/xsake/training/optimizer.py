@@ -10,8 +10,8 @@ import optax
 from jaxtyping import Array, Int
 from pydantic import Field, field_validator
 
+from xsake._schema import Count, Fraction, Frozen, Number, Positive
 from xsake.errors import ArgumentError
-from xsake.hads.fields import Count, Number, Positive, Share, Strict
 from xsake.model.sharding import LOGICAL_AXES
 
 Names = Mapping[str, tuple[str, ...]]
@@ -28,7 +28,7 @@ _KINDS: dict[str, Callable[[str], bool]] = {
 }
 
 
-class OptimizerSection(Strict):
+class OptimizerSection(Frozen):
     """AdamW; a linear warmup, then a cosine down to a share of the peak."""
 
     peak_learning_rate: Above0
@@ -36,7 +36,7 @@ class OptimizerSection(Strict):
     total_steps: Positive | None = Field(
         default=None, description="where the cosine ends; None: at run.steps"
     )
-    final_share: Share = Field(default=0.1, description="of the peak, at the end")
+    final_share: Fraction = Field(default=0.1, description="of the peak, at the end")
     weight_decay: AtLeast0 = 0.1
     undecayed: tuple[Literal["norms", "biases", "embeddings"], ...] = Field(
         default=("norms", "biases", "embeddings"), description="kinds of parameters"

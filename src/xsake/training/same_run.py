@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from xsake.bench.whole_file import write_whole
+from xsake._io import atomic_write
 from xsake.errors import ArgumentError, CheckpointError
 from xsake.observability.metrics_file import parsed
 from xsake.training.checkpoints import folders
@@ -35,7 +35,7 @@ def require_same_run(config: TrainingConfig, folder: Path) -> None:
         before = TrainingConfig.from_json(path.read_bytes()) if path.exists() else config
         require_same_settings(before, config, str(path))
         require_saves(folder, before.checkpoint.every)
-    write_whole(path, config.to_json())
+    atomic_write(path, config.to_json())
 
 
 def require_same_settings(before: TrainingConfig, config: TrainingConfig, where: str) -> None:

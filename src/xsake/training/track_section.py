@@ -4,11 +4,11 @@ from typing import Annotated
 
 from pydantic import Field
 
-from xsake.hads.fields import Number, Strict
+from xsake._schema import Frozen, Number
 from xsake.observability.trackers import TrackerName
 
 
-class TrackSection(Strict):
+class TrackSection(Frozen):
     """Trackers beside metrics.jsonl, which is always written."""
 
     trackers: tuple[TrackerName, ...] = Field(default=(), description="of the extra `trackers`")

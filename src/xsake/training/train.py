@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from xsake.bench.whole_file import write_whole
+from xsake._io import atomic_write
 from xsake.errors import ArgumentError, CheckpointError
 from xsake.observability import Fan, MetricsFile
 from xsake.observability.goodput import Recorder
@@ -231,7 +231,7 @@ class _Loop:
             "config": self.config.digest,
             **{name: value if math.isfinite(value) else None for name, value in numbers.items()},
         }
-        write_whole(self.config.checkpoint.folder / "refused.json", json.dumps(told) + "\n")
+        atomic_write(self.config.checkpoint.folder / "refused.json", json.dumps(told) + "\n")
 
     def _save(self, state: TrainState) -> None:
         step = int(state.step)

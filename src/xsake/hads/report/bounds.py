@@ -5,7 +5,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from xsake.hads import json_file
+from xsake import _json
 
 MOST_BYTES, MOST_PARTS = 2**20, 2**14
 MOST_LETTERS = 300
@@ -33,8 +33,8 @@ def read_bounds(path: Path) -> Bounds:
     Args:
         path: of the file, at most 1 MB.
     """
-    data = json_file.read(path, most_bytes=MOST_BYTES)
-    document = json_file.parse(data, what=WHAT, most_bytes=MOST_BYTES, most_parts=MOST_PARTS)
+    data = _json.read(path, max_bytes=MOST_BYTES)
+    document = _json.loads(data, what=WHAT, max_bytes=MOST_BYTES, max_containers=MOST_PARTS)
     found = Bounds()
     _collect(document, "", found)
     return found
@@ -59,5 +59,5 @@ def _row(part: dict[str, Any]) -> dict[str, Figure]:
 
 def _figure(value: Figure, name: str) -> Figure:
     if isinstance(value, float) and not math.isfinite(value):
-        raise json_file.refusal(WHAT, f"{name} is not finite")
+        raise _json.invalid_file(WHAT, f"{name} is not finite")
     return value[:MOST_LETTERS] if isinstance(value, str) else value

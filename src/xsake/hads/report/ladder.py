@@ -7,11 +7,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from xsake import _json
+from xsake._schema import Count, Fraction, Frozen, Number, Positive, Text, validate
 from xsake.errors import ArgumentError
-from xsake.hads import json_file
-from xsake.hads.fields import Count, Number, Positive, Share, Text
 
 MOST_BYTES, MOST_LINES = 2**24, 20_000
 MOST_PARTS = 2**12  # of one line
@@ -21,15 +21,13 @@ OURS = "hads"
 WHAT = "a row of a policy comparison"
 
 
-class Row(BaseModel):
+class Row(Frozen, extra="ignore"):
     """What one rule loses at one budget; other fields of a row are not looked at."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
 
     context: Positive
     block: Positive
     rule: Text
-    budget: Share
+    budget: Fraction
     effective: Annotated[Number, Field(ge=0)] = Field(description="budget + what choosing costs")
     documents: Count
     kl: Annotated[Number, Field(ge=0)]
@@ -147,15 +145,15 @@ def read_ladder(path: Path) -> tuple[Comparison, ...]:
     Args:
         path: of the file, at most 16 MB.
     """
-    data = json_file.read(path, most_bytes=MOST_BYTES)
+    data = _json.read(path, max_bytes=MOST_BYTES)
     lines = [line for line in data.splitlines() if line.strip()]
     if len(data) > MOST_BYTES or len(lines) > MOST_LINES:
-        raise json_file.refusal("rows of a policy comparison", "more than 16 MB or 20000 lines")
+        raise _json.invalid_file("rows of a policy comparison", "more than 16 MB or 20000 lines")
     rows, commit = [], None
     for line in lines:
-        document = json_file.parse(line, what=WHAT, most_bytes=MOST_BYTES, most_parts=MOST_PARTS)
+        document = _json.loads(line, what=WHAT, max_bytes=MOST_BYTES, max_containers=MOST_PARTS)
         if "rule" in document:
-            rows.append((json_file.validated(Row, document, what=WHAT), commit))
+            rows.append((validate(Row, document, what=WHAT), commit))
         else:
             commit = _commit(document)
     if not rows:

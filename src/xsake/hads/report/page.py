@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from xsake.hads import json_file
+from xsake import _json
 from xsake.hads.report.bounds import Bounds
 from xsake.hads.report.chart import policy_chart
 from xsake.hads.report.figures import ORACLE, Figures
@@ -38,7 +38,7 @@ def page(figures: Figures) -> str:
 def write(figures: Figures, path: Path) -> int:
     """Write the page, whole or not at all; returns its bytes."""
     text = page(figures)
-    json_file.write(path, text, most_bytes=MOST_PAGE_BYTES)
+    _json.write(path, text, max_bytes=MOST_PAGE_BYTES)
     return len(text.encode())
 
 

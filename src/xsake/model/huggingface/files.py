@@ -13,13 +13,14 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from xsake import _json
 from xsake.errors import CheckpointError
-from xsake.model.huggingface.strict_json import parse
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 MAX_CONFIG_BYTES, MAX_INDEX_BYTES = 2**20, 2**26
 MAX_HEADER_BYTES = 2**25  # of 100,000 tensors; the largest models have as many, in many files
 MAX_DIMENSIONS = 8
+MAX_VALUES = 2**20  # a safetensors header has about 9 for each tensor
 READABLE = ("F32", "F16", "BF16", "F64")
 
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
@@ -33,6 +34,27 @@ _CONVERT = (
     "convert it once, where you trust it: transformers' "
     "AutoModelForCausalLM.from_pretrained(directory).save_pretrained(other) writes safetensors"
 )
+
+
+def parse_object(
+    data: bytes, name: str, *, max_bytes: int, max_values: int = MAX_VALUES
+) -> dict[str, Any]:
+    """Parse a JSON object of a checkpoint.
+
+    Args:
+        data: UTF-8.
+        name: of the file, for messages.
+        max_bytes: of the data.
+        max_values: arrays, objects and strings, and likewise commas.
+    """
+    return _json.loads(
+        data,
+        what=f"valid JSON: {name}",
+        max_bytes=max_bytes,
+        max_containers=max_values,
+        max_keys=None,
+        error_type=CheckpointError,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +143,7 @@ class Folder:
                 expected=f"at most {max_bytes}",
                 fix=_AGAIN,
             )
-        return parse(path.read_bytes(), name)
+        return parse_object(path.read_bytes(), name, max_bytes=max_bytes)
 
     def tensors(self) -> dict[str, StoredTensor]:
         """Every tensor of the checkpoint by name, each from exactly one whole file."""
@@ -215,7 +237,7 @@ class Folder:
             length = int.from_bytes(start, "little")
             if len(start) < 8 or not 2 <= length <= min(size - 8, MAX_HEADER_BYTES):
                 raise _corrupt(file, _look_of(start, size, length))
-            header = parse(opened.read(length), file)
+            header = parse_object(opened.read(length), file, max_bytes=MAX_HEADER_BYTES)
         header.pop("__metadata__", None)
         tensors = [_described(file, name, entry) for name, entry in header.items()]
         for tensor, end in tensors:

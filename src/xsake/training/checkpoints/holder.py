@@ -8,7 +8,9 @@ import socket
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
+
+from xsake._schema import Frozen
 
 MAX_BYTES = 2**12
 MAX_LEASE_SECONDS = 3600.0
@@ -18,7 +20,7 @@ _NAMESPACE = Path("/proc/self/ns/pid")
 _Name = Annotated[str, Field(max_length=100)]
 
 
-class Holder(BaseModel):
+class Holder(Frozen, strict=True):
     """The process that a folder belongs to.
 
     Attributes:
@@ -33,8 +35,6 @@ class Holder(BaseModel):
             has no beat.
         beat: how often the lock was renewed, in 12 digits so that the file keeps its size.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     pid: Annotated[int, Field(ge=1, lt=2**31)]
     host: Annotated[str, Field(max_length=255)]

@@ -16,10 +16,11 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
+from pydantic import Field, JsonValue, ValidationError
 
+from xsake import _json
+from xsake._schema import Frozen, describe_first
 from xsake.errors import ArgumentError, CheckpointError
-from xsake.hads import json_file
 from xsake.training.checkpoints.damage import DamagedError, of_system
 
 NAME = "MANIFEST.json"
@@ -36,11 +37,7 @@ Count = Annotated[int, Field(ge=0)]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
-
-class Leaf(_Strict):
+class Leaf(Frozen, strict=True):
     """An array of the saved tree."""
 
     name: str
@@ -49,7 +46,7 @@ class Leaf(_Strict):
     fingerprint: Annotated[int, Field(ge=0, lt=2**32)]
 
 
-class Placement(_Strict):
+class Placement(Frozen, strict=True):
     """The devices that the tree was on."""
 
     platform: str
@@ -58,7 +55,7 @@ class Placement(_Strict):
     axes: dict[str, Count] = Field(description="sizes of the mesh, by axis; empty without one")
 
 
-class Record(_Strict):
+class Record(Frozen, strict=True):
     """What was saved, known before the first byte is written.
 
     Attributes:
@@ -80,7 +77,7 @@ class Record(_Strict):
     extra: dict[str, JsonValue]
 
 
-class File(_Strict):
+class File(Frozen, strict=True):
     """A file as it was committed; the path is relative to the step's folder, with slashes."""
 
     path: str
@@ -101,7 +98,7 @@ def sealed(value: Record) -> str:
     """
     document = value.model_dump(mode="json")
     document["digest"] = _digest_of(_canonical(document))
-    return json_file.laid_out(document, {"files": 1, "leaves": 1})
+    return _json.dumps(document, {"files": 1, "leaves": 1})
 
 
 def unsealed[Kind: Record](kind: type[Kind], data: bytes) -> Kind:
@@ -114,14 +111,14 @@ def unsealed[Kind: Record](kind: type[Kind], data: bytes) -> Kind:
         data: the text; nothing of it is trusted.
     """
     what = "a manifest as it was written"
-    document = json_file.parse(data, what=what, most_bytes=MOST_BYTES, most_parts=MOST_PARTS)
+    document = _json.loads(data, what=what, max_bytes=MOST_BYTES, max_containers=MOST_PARTS)
     digest = document.pop("digest", None)
     try:
         text = _canonical(document)
     except ValueError as error:
-        raise json_file.refusal(what, str(error)) from error
+        raise _json.invalid_file(what, str(error)) from error
     if digest != _digest_of(text):
-        raise json_file.refusal(what, "its digest is not that of its content")
+        raise _json.invalid_file(what, "its digest is not that of its content")
     if document.get("format") != FORMAT:  # it is sound: whoever wrote it can read it
         raise CheckpointError(
             "a checkpoint has a format that this version of XSAKE does not know",
@@ -132,9 +129,7 @@ def unsealed[Kind: Record](kind: type[Kind], data: bytes) -> Kind:
     try:
         return kind.model_validate_json(text)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        where = ".".join(map(str, first["loc"])) or "the whole"
-        raise json_file.refusal(what, f"{where}: {first['msg']}") from error
+        raise _json.invalid_file(what, describe_first(error)) from error
 
 
 def sealed_and_checked(value: Record) -> str:
@@ -146,8 +141,8 @@ def sealed_and_checked(value: Record) -> str:
         raise ArgumentError(
             "this would not fit into a manifest",
             got=error.got,
-            expected=f"at most {MOST_BYTES} bytes, {json_file.MOST_KEYS} keys in an object of "
-            f"`extra`, and {json_file.MOST_DEPTH} levels",
+            expected=f"at most {MOST_BYTES} bytes, {_json.MAX_KEYS} keys in an object of "
+            f"`extra`, and {_json.MAX_DEPTH} levels",
             fix="keep less in `extra`, or large things in the tree",
         ) from error
     return text

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from xsake.bench.environment import installed_versions
+from xsake._provenance import installed_versions
 from xsake.errors import ArgumentError, CheckpointError
 from xsake.training.checkpoints import folders, leaves, orbax_io, reading, saving, together
 from xsake.training.checkpoints import manifest as manifests

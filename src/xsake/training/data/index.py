@@ -8,10 +8,10 @@ from typing import Annotated, Literal
 import pydantic
 from pydantic import Field
 
+from xsake import _json
+from xsake._schema import Count, Fraction, Frozen, Positive, Text, validate
 from xsake.errors import ArgumentError
 from xsake.evaluation.record import TextFile
-from xsake.hads import json_file
-from xsake.hads.fields import Count, Positive, Share, Strict, Text
 from xsake.model.tokenizer import TOKENIZER
 
 INDEX, UNFINISHED = "index.json", "building.jsonl"
@@ -24,14 +24,14 @@ SPLITS: tuple[Split, ...] = ("train", "validation")
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
-class Shard(Strict):
+class Shard(Frozen):
     """A file of tokens; its place in the list is its number."""
 
     tokens: Positive
     blake2b: Digest
 
 
-class SplitIndex(Strict):
+class SplitIndex(Frozen):
     """A part of the documents, one stream of tokens cut into shards of equal size."""
 
     documents: Count
@@ -39,14 +39,14 @@ class SplitIndex(Strict):
     shards: tuple[Shard, ...]
 
 
-class Splits(Strict):
+class Splits(Frozen):
     """Every document is in one of them."""
 
     train: SplitIndex
     validation: SplitIndex
 
 
-class TokenizerIdentity(Strict):
+class TokenizerIdentity(Frozen):
     """What made tokens of the texts; its file lies beside the index."""
 
     sha256: Digest = Field(description="of tokenizer.json")
@@ -58,7 +58,7 @@ class TokenizerIdentity(Strict):
     )
 
 
-class Skipped(Strict):
+class Skipped(Frozen):
     """Documents of a text file that could not be used, and were left out as asked."""
 
     name: str = Field(description="of the file")
@@ -66,7 +66,7 @@ class Skipped(Strict):
     first: Text = Field(description="where the first is, and what is wrong with it")
 
 
-class Index(Strict):
+class Index(Frozen):
     """What `xsake data build` made, and everything that it was made from."""
 
     schema_version: Literal[1] = 1
@@ -74,7 +74,7 @@ class Index(Strict):
     tokenizer: TokenizerIdentity
     dtype: Literal["uint16", "uint32"] = Field(description="of the shards, little-endian, bare")
     shard_tokens: Positive = Field(description="of every shard but the last of its split")
-    validation: Share = Field(description="share of documents, chosen by a hash of their text")
+    validation: Fraction = Field(description="share of documents, chosen by a hash of their text")
     splits: Splits
     sources: tuple[TextFile, ...]
     skipped: tuple[Skipped, ...] = ()
@@ -125,9 +125,9 @@ def read_index(folder: Path) -> Index:
     if not path.exists():
         raise _nothing_built(folder)
     what = f"an index of tokens: {path}"
-    data = json_file.read(path, most_bytes=MOST_BYTES)
-    found = json_file.parse(data, what=what, most_bytes=MOST_BYTES, most_parts=MOST_PARTS)
-    return json_file.validated(Index, found, what=what)
+    data = _json.read(path, max_bytes=MOST_BYTES)
+    found = _json.loads(data, what=what, max_bytes=MOST_BYTES, max_containers=MOST_PARTS)
+    return validate(Index, found, what=what)
 
 
 def require_tokenizer(folder: Path, index: Index) -> None:
@@ -150,7 +150,7 @@ def require_tokenizer(folder: Path, index: Index) -> None:
 
 def write_index(folder: Path, index: Index) -> None:
     """Make the folder readable: the last thing that a build does."""
-    json_file.write(folder / INDEX, index.to_json() + "\n", most_bytes=MOST_BYTES)
+    _json.write(folder / INDEX, index.to_json() + "\n", max_bytes=MOST_BYTES)
 
 
 def _nothing_built(folder: Path) -> ArgumentError:

@@ -9,8 +9,8 @@ import numpy as np
 from jaxtyping import Int32, Int64
 from pydantic import ValidationError
 
+from xsake._schema import Count, Frozen
 from xsake.errors import ArgumentError, MissingExtraError
-from xsake.hads.fields import Count, Strict
 from xsake.training.data.index import Split
 from xsake.training.data.order import places_to_windows
 from xsake.training.data.shards import Verify
@@ -31,7 +31,7 @@ class Batch(NamedTuple):
     windows: Int64[np.ndarray, " B"]
 
 
-class LoaderState(Strict):
+class LoaderState(Frozen):
     """Where a loader is, and everything that decides what comes next but the processes."""
 
     version: Literal[1] = 1

@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 from jaxtyping import UInt
 
-from xsake.bench.whole_file import write_whole
+from xsake._io import atomic_write
 from xsake.errors import ArgumentError
 from xsake.training.data.index import AGAIN, Shard, Split, shard_path
 
@@ -102,7 +102,7 @@ class ShardWriter:
     def _write(self, piece: int, offset: int) -> None:
         content = np.concatenate(self._parts).astype(self._dtype).tobytes()
         number = len(self.shards)
-        write_whole(shard_path(self._folder, self._split, number), content)
+        atomic_write(shard_path(self._folder, self._split, number), content)
         digest = hashlib.blake2b(content, digest_size=32).hexdigest()
         self.shards.append(Shard(tokens=self._held, blake2b=digest))
         self._parts, self._held = [], 0

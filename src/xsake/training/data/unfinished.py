@@ -1,31 +1,31 @@
 """What an unfinished build has done so far, a line per step, so that it can go on."""
 
-import os
 from pathlib import Path
 from typing import Literal
 
 from pydantic import TypeAdapter, ValidationError
 
-from xsake.hads.fields import Count, Strict
+from xsake._io import JsonlLog
+from xsake._schema import Count, Frozen
 from xsake.training.data.index import SPLITS, UNFINISHED, Digest, Shard, Split
 from xsake.training.data.shards import Finished
 
 
-class Started(Strict):
+class Started(Frozen):
     """The first line: what is being built."""
 
     step: Literal["start"] = "start"
     recipe: Digest
 
 
-class Installed(Strict):
+class Installed(Frozen):
     """The tokenizer is in the folder; shards that another one made do not count."""
 
     step: Literal["tokenizer"] = "tokenizer"
     sha256: Digest
 
 
-class Written(Strict):
+class Written(Frozen):
     """A shard is in the folder."""
 
     step: Literal["shard"] = "shard"
@@ -51,6 +51,7 @@ class Unfinished:
 
     def __init__(self, folder: Path):
         self._path = folder / UNFINISHED
+        self._log = JsonlLog(self._path)
         self.recipe: str | None = None
         self.tokenizer: str | None = None
         self._shards: dict[tuple[Split, int], Finished] = {}
@@ -101,14 +102,4 @@ class Unfinished:
     def _add(self, line: Line) -> None:
         """Keep a step; it is on the disk when this returns."""
         self._take(line)
-        with self._path.open("ab+") as file:
-            if file.tell() and _last_byte(file) != b"\n":
-                file.write(b"\n")
-            file.write(line.model_dump_json().encode() + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
-
-
-def _last_byte(file) -> bytes:
-    file.seek(-1, os.SEEK_END)
-    return file.read(1)
+        self._log.append(line.model_dump_json(), sync=True)

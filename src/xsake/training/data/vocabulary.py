@@ -13,7 +13,7 @@ from types import ModuleType
 import numpy as np
 from jaxtyping import UInt
 
-from xsake.bench.whole_file import write_whole
+from xsake._io import atomic_write
 from xsake.errors import ArgumentError, MissingExtraError
 from xsake.model.tokenizer import TOKENIZER, Tokenizer
 from xsake.model.tokenizer_file import library_errors
@@ -113,8 +113,8 @@ class TokenizerFile:
 
     def install(self, folder: Path) -> None:
         """Put it into a folder, as a checkpoint would have it."""
-        write_whole(folder / TOKENIZER, self.content)
-        write_whole(folder / SETTINGS, json.dumps({"eos_token": self.end_token}) + "\n")
+        atomic_write(folder / TOKENIZER, self.content)
+        atomic_write(folder / SETTINGS, json.dumps({"eos_token": self.end_token}) + "\n")
 
 
 class Vocabulary:

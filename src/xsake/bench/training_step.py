@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import jax
 import numpy as np
 
-from xsake.bench.environment import environment, own_checkout
+from xsake._provenance import environment, own_checkout
 from xsake.bench.rows import BenchmarkRow, Ratio, Shape, Timing
 from xsake.bench.runner import Side, Spread, interleave, pair_ratio
 from xsake.errors import ArgumentError
