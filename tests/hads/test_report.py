@@ -247,7 +247,7 @@ def test_bounds_are_read_from_any_shape(tmp_path):
     told = Page(page(Figures(figures().plan, None, (), found)))
     assert told.words["summary"][-1] == "rows" and {"d", "e"} <= set(told.words["th"])
     (tmp_path / "bounds.json").write_text('{"a": 1e999}')
-    with pytest.raises(ArgumentError, match="not finite"):
+    with pytest.raises(ArgumentError, match="not a finite number"):
         read_bounds(tmp_path / "bounds.json")
 
 

@@ -148,7 +148,7 @@ def _share(words: str) -> float:
     return round(number, 9)
 
 
-def _require_sound(folder: Path, index: Any, verify: Literal["size", "full"]) -> None:
+def _require_sound(folder: Path, index: Any, verify: Literal["full", "size"]) -> None:
     from xsake.training.data.index import BYTES_OF, SPLITS, require_tokenizer, shard_path
     from xsake.training.data.shards import require_sound
 

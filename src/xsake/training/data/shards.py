@@ -18,7 +18,7 @@ from xsake._io import atomic_write
 from xsake.errors import ArgumentError
 from xsake.training.data.index import AGAIN, Shard, Split, shard_path
 
-Verify = Literal["size", "full"]
+Verify = Literal["full", "size"]
 MAX_MAPS = 2**14  # of one reader: a process may have 65,530 by default
 
 
