@@ -20,6 +20,7 @@ check: lint types imports
 lint:
     ruff check
     ruff format --check
+    python .ci/words.py --check
 
 types:
     pyrefly check
@@ -41,7 +42,7 @@ test *args:
 nightly *args:
     pytest -q -m "slow or not slow" --timeout=1800 --hypothesis-profile=nightly {{ args }}
 
-# draw the source tree in ARCHITECTURE.md again
+# update the source tree in docs/tree.md
 tree:
     python .ci/tree.py
 
@@ -135,9 +136,9 @@ certify *args:
 
 # the gate's part of it: two TPUs and two GPUs, few cases, nothing is kept
 certify-smoke *args:
-    xsake certify v5e --cases smoke --no-figures --fresh --out .ci/certificates --environments .ci/environments {{ args }}
-    xsake certify v6e --cases 'smollm2_135m_4k_25_bf16_[fd]*' --no-figures --fresh --out .ci/certificates --environments .ci/environments
-    xsake certify sm_80 sm_90a_wgmma --cases 'smollm2_135m_4k_25_bf16_[fd]*' --no-figures --fresh --out .ci/certificates --environments .ci/environments
+    xsake certify v5e --cases smoke --no-figures --no-resume --out .ci/certificates --environments .ci/environments {{ args }}
+    xsake certify v6e --cases 'smollm2_135m_4k_25_bf16_[fd]*' --no-figures --no-resume --out .ci/certificates --environments .ci/environments
+    xsake certify sm_80 sm_90a_wgmma --cases 'smollm2_135m_4k_25_bf16_[fd]*' --no-figures --no-resume --out .ci/certificates --environments .ci/environments
 
 # write the table of certificates into the documentation
 hardware:

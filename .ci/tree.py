@@ -1,6 +1,6 @@
-"""Draws the source tree for ARCHITECTURE.md from the modules' own first sentences.
+"""Write the source tree of docs/tree.md from the first sentence of each module.
 
-Run it to bring the file up to date; a test compares.
+Run it to update the page; a test compares.
 """
 
 import ast
@@ -8,7 +8,7 @@ import pathlib
 import re
 
 ROOT = pathlib.Path(__file__).parents[1]
-PAGE = ROOT / "ARCHITECTURE.md"
+PAGE = ROOT / "docs" / "tree.md"
 BLOCK = re.compile(r"(?<=<!-- tree -->\n```text\n).*?(?=```)", re.DOTALL)
 INDENT, WIDTH = "  ", 30
 
@@ -19,22 +19,22 @@ def first_sentence(module: pathlib.Path) -> str:
     return re.split(r"(?<=[^.])\.(?: |$)", paragraph)[0]
 
 
-def lines(folder: pathlib.Path, depth: int = 0) -> list[str]:
+def draw_tree(folder: pathlib.Path, depth: int = 0) -> list[str]:
     label = f"{INDENT * depth}{folder.relative_to(ROOT) if not depth else folder.name}/"
-    found = [f"{label:{WIDTH}} {first_sentence(folder / '__init__.py')}"]
+    lines = [f"{label:{WIDTH}} {first_sentence(folder / '__init__.py')}"]
     for module in sorted(folder.glob("*.py")):
         if not module.name.startswith("__"):
-            found.append(f"{INDENT * (depth + 1) + module.name:{WIDTH}} {first_sentence(module)}")
+            lines.append(f"{INDENT * (depth + 1) + module.name:{WIDTH}} {first_sentence(module)}")
     for package in sorted(init.parent for init in folder.glob("*/__init__.py")):
-        found += lines(package, depth + 1)
-    return found
+        lines += draw_tree(package, depth + 1)
+    return lines
 
 
-def updated(page: str) -> str:
-    """The page with its tree as it should be."""
-    drawn = "\n".join(lines(ROOT / "src" / "xsake") + lines(ROOT / "benchmarks")) + "\n"
-    return BLOCK.sub(lambda _: drawn, page)
+def update_page(page: str) -> str:
+    """Return the page with the current tree."""
+    lines = draw_tree(ROOT / "src" / "xsake") + draw_tree(ROOT / "benchmarks")
+    return BLOCK.sub(lambda _: "\n".join(lines) + "\n", page)
 
 
 if __name__ == "__main__":
-    PAGE.write_text(updated(PAGE.read_text()))
+    PAGE.write_text(update_page(PAGE.read_text()))

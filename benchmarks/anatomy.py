@@ -17,11 +17,11 @@ from jax import lax
 
 import xsake
 from benchmarks.experiment import BLOCK, Outcome, Settings, command, draw_inputs, plain_row
-from xsake.bench import Ratio, Shape, Side, Spread, interleave, pair_ratio
-from xsake.bench.rows import Timing
+from xsake.bench import Ratio, Shape, Spread, TimedSide, interleave, pair_ratio
+from xsake.bench.rows import TimingStats
 from xsake.bench.runner import time_call
-from xsake.kernels.block_sparse import tiles
-from xsake.kernels.block_sparse.blocked import take, to_blocks
+from xsake.kernels import online_softmax
+from xsake.kernels.blocking import take, to_blocks
 from xsake.masks import Causal
 
 ROWS, BLOCKS = 12, 4
@@ -40,7 +40,7 @@ def loop(is_gathered: bool, is_softmax: bool, steps: int) -> Callable[..., jax.A
     @jax.jit
     def run(q, k, v):
         q, k, v = (to_blocks(x, BLOCK) for x in (q, k, v))
-        start = tiles.empty_softmax(ROWS, BLOCK, v.shape[-1], v.dtype)
+        start = online_softmax.init(ROWS, BLOCK, v.shape[-1], v.dtype)
         index = np.arange(ROWS * BLOCKS).reshape(ROWS, BLOCKS) * (k.shape[0] // (ROWS * BLOCKS))
         whole = (ROWS, BLOCKS * BLOCK, k.shape[-1])
         first = tuple(x[: ROWS * BLOCKS].reshape(whole) for x in (k, v))
@@ -50,16 +50,16 @@ def loop(is_gathered: bool, is_softmax: bool, steps: int) -> Callable[..., jax.A
             keys, values = first
             if is_gathered:
                 keys, values = (take(x, index).reshape(whole) for x in (k, v))
-            logits = tiles.products(queries, keys)
+            logits = online_softmax.dot_products(queries, keys)
             if is_softmax:
-                state = tiles.accumulate(state, logits, values)
+                state = online_softmax.update(state, logits, values)
             else:
-                state = state._replace(accumulator=tiles.matmul(logits, values))
+                state = state._replace(acc=online_softmax.matmul(logits, values))
             # The next step depends on this one, or the compiler would take it out of the loop.
-            return queries + 1e-9 * state.accumulator, state, (index + 1) % k.shape[0]
+            return queries + 1e-9 * state.acc, state, (index + 1) % k.shape[0]
 
         carry = q[:ROWS], start, jnp.asarray(index)
-        return lax.fori_loop(0, steps, step, carry)[1].accumulator
+        return lax.fori_loop(0, steps, step, carry)[1].acc
 
     return run
 
@@ -75,7 +75,7 @@ def measure(settings: Settings) -> Outcome:
     calls = {name: loop(*parts, steps) for name, parts in PARTS.items()}
     calls[WHOLE] = jax.jit(lambda q, k, v: xsake.attention(q, k, v, mask=Causal()))
     sides = [
-        Side(name, lambda f=f: time_call(lambda: jax.block_until_ready(f(*inputs))))
+        TimedSide(name, lambda f=f: time_call(lambda: jax.block_until_ready(f(*inputs))))
         for name, f in calls.items()
     ]
     times = interleave(sides, rounds=settings.rounds)
@@ -93,7 +93,7 @@ def measure(settings: Settings) -> Outcome:
             budget=1.0,
             block_q=BLOCK,
             block_kv=BLOCK,
-            seconds=Timing(**vars(Spread.of(times[name]))),
+            seconds=TimingStats(**vars(Spread.of(times[name]))),
             repeats=settings.rounds,
             ratios=[Ratio(baseline=WHOLE, **vars(pair_ratio(times[name], times[WHOLE])))],
         )

@@ -1,4 +1,4 @@
-"""Forward and backward at budget 25%, beside our full causal call and whoever can train on a CPU.
+"""Forward and backward at budget 25%, compared with full causal attention and CPU peers.
 
 python -m benchmarks.backward          # 4096 and 8192 tokens
 python -m benchmarks.backward --quick

@@ -1,4 +1,4 @@
-"""Full causal forward: ours beside torch SDPA, jax.nn and tokamax.
+"""Full causal forward compared with torch SDPA, jax.nn and tokamax.
 
 python -m benchmarks.causal            # 4096 and 8192 tokens
 python -m benchmarks.causal --quick

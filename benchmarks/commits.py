@@ -1,4 +1,4 @@
-"""Two commits of ours beside each other, interleaved in one run: did anything become slower?
+"""Two commits, interleaved in one run: regressions.
 
 python -m benchmarks.commits main~5 main            # 4096 tokens, forward and both passes
 python -m benchmarks.commits main HEAD --quick      # 1024 tokens, 5 rounds
@@ -19,7 +19,7 @@ from rich.table import Table
 
 from benchmarks.experiment import BLOCK, blocks_of, draw_inputs, show
 from benchmarks.peers.client import ROOT, Worker
-from xsake.bench import Shape, Side, Spread, interleave, pair_ratio
+from xsake.bench import Shape, Spread, TimedSide, interleave, pair_ratio
 from xsake.layout.synthetic import ragged_grid
 
 CASES = {
@@ -89,7 +89,7 @@ def race_commits(
             asked = {"call": "attention", "grid": grid, "block": BLOCK, "backward": is_backward}
             for worker in workers.values():
                 worker.compile(case, asked)
-            sides = [Side(x, lambda w=w, case=case: w.run(case)) for x, w in workers.items()]
+            sides = [TimedSide(x, lambda w=w, case=case: w.run(case)) for x, w in workers.items()]
             times = interleave(sides, rounds=rounds)
             found[case] = pair_ratio(times["after"], times["before"])
     return found

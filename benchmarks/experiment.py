@@ -22,25 +22,25 @@ from xsake.bench import (
     Claim,
     Ratio,
     Shape,
-    Side,
     Spread,
+    TimedSide,
     Verdict,
     append_rows,
+    check_limit,
     claims_table,
     interleave,
-    judge,
     pair_ratio,
     rows_table,
 )
-from xsake.bench.rows import Timing
+from xsake.bench.rows import TimingStats
 from xsake.layout.synthetic import causal_grid
 
 RESULTS = ROOT / "benchmarks" / "results"
 BLOCK = 128
 LONG, LONG_ROUNDS = 8192, 9
-"""Fewer rounds from so many tokens on. Such calls are warm from being compiled."""
+"""Tokens from which fewer rounds are run; such calls are warm after compilation."""
 SLOW, SLOW_ROUNDS, LONG_SLOW_ROUNDS = 4.0, 5, 3
-"""A side that takes so many times as long as the quickest leaves after a few rounds: its ratio is
+"""A side this many times slower than the fastest stops after a few rounds: its ratio is
 far from any limit, and it would take most of the time."""
 
 
@@ -118,14 +118,15 @@ def race(
         able = [c for c in contenders if c.side in facts]
         errors = _check(able, workers, arrays, grids)
         sides = [
-            Side(c.side, lambda w=workers[c.implementation], name=c.side: w.run(name)) for c in able
+            TimedSide(c.side, lambda w=workers[c.implementation], name=c.side: w.run(name))
+            for c in able
         ]
         times = take_turns(sides, settings, is_long=shape.q_tokens >= LONG)
         versions = {c.implementation: workers[c.implementation].versions for c in contenders}
     run = uuid.uuid4().hex[:12]
     measured = {
         side: {
-            "seconds": Timing(**vars(Spread.of(times[side]))),
+            "seconds": TimingStats(**vars(Spread.of(times[side]))),
             "repeats": len(times[side]),
             "ratios": _ratios(side, times, baselines),
             "compile_seconds": facts[side]["compile_seconds"],
@@ -145,7 +146,7 @@ def race(
 
 
 def take_turns(
-    sides: Sequence[Side], settings: Settings, *, is_long: bool
+    sides: Sequence[TimedSide], settings: Settings, *, is_long: bool
 ) -> dict[str, list[float]]:
     """Seconds of every side, of a slow one only of the first rounds.
 
@@ -176,16 +177,16 @@ def limit_claim(
 ) -> Claim:
     """Judge the ratio of `side` to `baseline` against `limit`; a wrong result never passes."""
     by_side = {row.side: row for row in rows}
-    told = f"{promise} (<= {limit:.3g}x)"
+    limit_text = f"{promise} (<= {limit:.3g}x)"
     if by_side[baseline].failure:
-        return Claim(topic, told, f"{baseline} failed", Verdict.UNCLEAR)
+        return Claim(topic, limit_text, f"{baseline} failed", Verdict.UNCLEAR)
     ratio = by_side[side].ratio_to(baseline)
-    verdict = judge(ratio, limit)
+    verdict = check_limit(ratio, limit)
     if by_side[baseline].is_correct is False:
         verdict = Verdict.UNCLEAR
     if by_side[side].is_correct is False:
         verdict = Verdict.FAIL
-    return Claim(topic, told, ratio.describe(), verdict)
+    return Claim(topic, limit_text, ratio.describe(), verdict)
 
 
 def limit_claims(

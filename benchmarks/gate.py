@@ -14,20 +14,20 @@ from jax import lax
 
 import xsake
 from benchmarks.experiment import show
-from xsake.bench import Claim, Side, Verdict, claims_table, interleave, judge, pair_ratio
-from xsake.bench.measure import DENSE, PRODUCT, Kind, Settings, measure
+from xsake.bench import Claim, TimedSide, Verdict, check_limit, claims_table, interleave, pair_ratio
+from xsake.bench.measure import DENSE, PRODUCT, BenchKind, BenchSettings, measure
 from xsake.bench.runner import time_warm
 from xsake.masks import Causal, Window
 
 SPARSE = "xsake, 25%"
-LIMITS: dict[tuple[Kind, str, str], float] = {
+LIMITS: dict[tuple[BenchKind, str, str], float] = {
     ("attention", DENSE, "jax.nn"): 0.6,
     ("attention", SPARSE, DENSE): 0.75,
     ("attention", DENSE, PRODUCT): 6.0,
     ("backward", SPARSE, DENSE): 0.75,
     ("backward", SPARSE, "jax.nn"): 0.4,
 }
-SETTINGS = Settings(tokens=(2048,), budgets=(0.25,), rounds=5)
+SETTINGS = BenchSettings(tokens=(2048,), budgets=(0.25,), rounds=5)
 
 WINDOW = 1024
 SHORT_LIMIT = 2.5  # 0.9 to 1.6 measured; 3 and more is a cliff
@@ -59,9 +59,9 @@ def short_ratio(*shape: int):
 
 
 def _ratio(ours: Callable, theirs: Callable, arrays: tuple):
-    def side(name: str, function: Callable) -> Side:
+    def side(name: str, function: Callable) -> TimedSide:
         compiled = jax.jit(function).lower(*arrays).compile()
-        return Side(name, lambda: time_warm(lambda: jax.block_until_ready(compiled(*arrays))))
+        return TimedSide(name, lambda: time_warm(lambda: jax.block_until_ready(compiled(*arrays))))
 
     times = interleave([side("xsake", ours), side("jax.nn", theirs)], rounds=15)
     return pair_ratio(times["xsake"], times["jax.nn"])
@@ -76,7 +76,7 @@ SHORT = {
 
 def main() -> int:
     """0 unless a ratio is above its limit by three quarters of the rounds, or a result is wrong."""
-    kinds: list[Kind] = ["attention", "backward"]
+    kinds: list[BenchKind] = ["attention", "backward"]
     rows = {
         (kind, row.side): row
         for kind in kinds
@@ -86,12 +86,12 @@ def main() -> int:
     for (kind, side, baseline), limit in LIMITS.items():
         row = rows[kind, side]
         ratio = row.ratio_to(baseline)
-        verdict = judge(ratio, limit) if row.is_correct else Verdict.FAIL
+        verdict = check_limit(ratio, limit) if row.is_correct else Verdict.FAIL
         promise = f"{side}: at most {limit}x of {baseline}"
         claims.append(Claim(f"{kind}, 2048 tokens", promise, ratio.describe(), verdict))
     for topic, measured in SHORT.items():
         ratio, promise = measured(), f"xsake: at most {SHORT_LIMIT}x of jax.nn"
-        claims.append(Claim(topic, promise, ratio.describe(), judge(ratio, SHORT_LIMIT)))
+        claims.append(Claim(topic, promise, ratio.describe(), check_limit(ratio, SHORT_LIMIT)))
     show(claims_table(claims, title="Ratios that must not become worse"))
     return 1 if any(claim.verdict is Verdict.FAIL for claim in claims) else 0
 

@@ -3,7 +3,7 @@
 python -m benchmarks.headline           # writes the tables of README.md and docs/hads.md
 python -m benchmarks.headline --draw    # the picture too: quality and time against effective cost
 
-A figure whose rows are missing is told as not measured. `tests/test_documentation.py` holds the
+A figure without rows is shown as not measured. `tests/test_documentation.py` holds the
 README against this.
 """
 
@@ -28,39 +28,39 @@ PUBLISHED = ("minference", "flexprefill", "xattention_16", "sparge", "a_shape", 
 
 
 def rows_of(name: str, results: Path = RESULTS) -> list[BenchmarkRow]:
-    """The rows of an experiment; none if it was not run."""
+    """Return the rows of an experiment."""
     path = results / f"{name}.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
     return [BenchmarkRow.model_validate_json(line) for line in lines]
 
 
-def newest(name: str, side: str, results: Path = RESULTS, **wanted: object) -> BenchmarkRow | None:
-    """The last row of a side whose tokens, direction and the like are as asked for."""
+def newest(name: str, side: str, results: Path = RESULTS, **fields: object) -> BenchmarkRow | None:
+    """Return the last row of a side with the given fields."""
     found = [
         row
         for row in rows_of(name, results)
         if row.side == side
         and all(
-            wanted[x] == (row.shape.q_tokens if x == "tokens" else getattr(row, x)) for x in wanted
+            fields[x] == (row.shape.q_tokens if x == "tokens" else getattr(row, x)) for x in fields
         )
     ]
     return found[-1] if found else None
 
 
 def ratio(row: BenchmarkRow | None, baseline: str) -> str | None:
-    """Such as `0.33x [0.31, 0.35]`, or None where nothing was measured."""
+    """Format a ratio as `0.33x [0.31, 0.35]`; None without a row."""
     if row is None or all(baseline != each.baseline for each in row.ratios):
         return None
-    return told(row.ratio_to(baseline))
+    return format_ratio(row.ratio_to(baseline))
 
 
-def told(spread: Spread) -> str:
-    """A ratio with its quartiles, which alone are told where they hide it.
+def format_ratio(spread: Spread) -> str:
+    """Format a ratio with its quartiles, or as unclear if the spread is too large.
 
     Example:
-        >>> told(Spread(0.3256, 0.3139, 0.3598))
+        >>> format_ratio(Spread(0.3256, 0.3139, 0.3598))
         '0.33x [0.31, 0.36]'
-        >>> told(Spread(0.49, 0.38, 0.66))
+        >>> format_ratio(Spread(0.49, 0.38, 0.66))
         'unclear [0.38, 0.66]'
     """
     median = f"{spread.median:.2f}x" if spread.is_clear else "unclear"
@@ -73,7 +73,7 @@ def lines_of(path: Path) -> list[dict]:
 
 
 def cost_of(rows: list[dict], rule: str, loss: float) -> float | None:
-    """The effective share of blocks at which a rule loses so much, straight between logarithms.
+    """Return the effective share of blocks of a rule at a loss, by log-linear interpolation.
 
     Example:
         >>> rows = [{"rule": "a", "effective": e, "kl": k} for e, k in ((0.2, 0.1), (0.4, 0.025))]
@@ -89,9 +89,9 @@ def cost_of(rows: list[dict], rule: str, loss: float) -> float | None:
 
 
 def figures(results: Path = RESULTS) -> list[tuple[str, str]]:
-    """All lines of the table: what was asked, and what was measured."""
-    find = lambda *asked, **wanted: newest(*asked, results=results, **wanted)
-    beside = lambda row, **names: _joined({said: ratio(row, x) for x, said in names.items()})
+    """Return all lines of the table: workload and measurement."""
+    find = lambda *asked, **fields: newest(*asked, results=results, **fields)
+    compare = lambda row, **names: _joined({said: ratio(row, x) for x, said in names.items()})
     dense = find("causal", "xsake", tokens=4096)
     backward = find("backward", "ragged_25", tokens=4096)
     sparse = [find("same_blocks", "xsake", tokens=4096, layout=f"ragged_{x}") for x in (25, 43)]
@@ -106,27 +106,27 @@ def figures(results: Path = RESULTS) -> list[tuple[str, str]]:
             for x, row in zip((25, 43), sparse, strict=True)
         })),
         *(
-            (f"25% of the blocks against all of them, {tokens} tokens, forward", beside(
+            (f"25% of the blocks against all of them, {tokens} tokens, forward", compare(
                 find("same_blocks", "xsake", tokens=tokens, layout="ragged_25"),
                 **{"torch.sdpa": "dense torch SDPA"},
             ))
             for tokens in (4096, 8192)
         ),
-        ("25% of the blocks, forward and backward, 4096 tokens", beside(backward, **{
+        ("25% of the blocks, forward and backward, 4096 tokens", compare(backward, **{
             "jax.nn": "`jax.nn`", "torch.sdpa": "dense torch SDPA", "tokamax": "tokamax",
             "ejkernel": "ejkernel on the same blocks", "full causal": "our own full causal call",
         })),
         ("temporary memory, forward and backward, 16,384 tokens", _memory(results)),
         *(
             (f"SmolLM2-135M, attention of 8192 tokens, {_plan(name)}", _speed_and_loss(
-                beside(find("hads/speed", name, tokens=8192), dense="our own dense attention"),
+                compare(find("hads/speed", name, tokens=8192), dense="our own dense attention"),
                 results, name,
             ))
             for name in TIMED
         ),
         *(
             (f"SmolLM2-135M, whole prefill of 8192 tokens, {_plan(name)}", _speed_and_loss(
-                beside(row, **{"xsake": "our own dense attention", "jax.nn": "`jax.nn`"}),
+                compare(row, **{"xsake": "our own dense attention", "jax.nn": "`jax.nn`"}),
                 results, name,
             ))
             for name in TIMED
@@ -290,7 +290,7 @@ def _draw_perplexity(axes, results: Path) -> None:
 
 
 def _draw_times(axes, results: Path) -> None:
-    """Measured time against the share of blocks, beside the line of perfect skipping."""
+    """Draw measured time against the share of blocks, and the line of equal shares."""
     axes.plot([0, 1], [0, 1], color="#999999", lw=1, ls="--", label="perfect skipping")
     series: dict[str, Callable[[], list[BenchmarkRow]]] = {
         "forward, 4096 tokens": lambda: _of_tokens("ragged", 4096, results),

@@ -15,7 +15,7 @@ from benchmarks.experiment import BLOCK, Outcome, Settings, command, plain_row
 from benchmarks.peers.client import ROOT
 from xsake._format import format_bytes, format_seconds
 from xsake.bench import Claim, Shape, Spread, Verdict
-from xsake.bench.rows import Timing
+from xsake.bench.rows import TimingStats
 from xsake.layout import BlockLayout
 from xsake.masks import (
     AbstractMask,
@@ -72,7 +72,7 @@ def measure(settings: Settings) -> Outcome:
         budget=reports[0]["budget"],
         block_q=BLOCK,
         block_kv=BLOCK,
-        seconds=Timing(**vars(seconds)),
+        seconds=TimingStats(**vars(seconds)),
         repeats=len(reports),
         peak_bytes=peak,
     )

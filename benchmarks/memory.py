@@ -1,6 +1,6 @@
 """Temporary bytes the compiler plans for forward and backward; nothing is run.
 
-python -m benchmarks.memory            # 16,384 tokens beside jax.nn; growth from 8k to 32k
+python -m benchmarks.memory            # 16,384 tokens compared with jax.nn; growth from 8k to 32k
 python -m benchmarks.memory --quick
 """
 

@@ -1,4 +1,4 @@
-"""Native sparse attention beside dense attention: time, where it begins to pay, and memory.
+"""Native sparse attention compared with dense attention: time, crossover length and memory.
 
 python -m benchmarks.native_sparse            # 1k to 16k tokens, 12 heads on 4, the paper's blocks
 python -m benchmarks.native_sparse --quick
@@ -6,7 +6,7 @@ python -m benchmarks.native_sparse --tokens 8192 --rounds 9
 
 Keys and values are each branch's own; everything is drawn, so neighbouring tokens select blocks
 independently, which is the hardest case for any kernel that computes tiles. Dense is causal
-`xsake.attention`. The side `selected` looks at summaries too, to choose. Sides run in one process,
+`xsake.attention`. The side `selected` also scores summaries, to select. Sides run in one process,
 in turns.
 """
 
@@ -25,8 +25,8 @@ from benchmarks.experiment import Outcome, Settings, command, limit_claim, plain
 from xsake import Blocks, Branches, Gates
 from xsake._format import format_bytes
 from xsake.bench import BenchmarkRow, Claim, Shape, Verdict
-from xsake.bench.rows import Ratio, Timing
-from xsake.bench.runner import Side, Spread, interleave, pair_ratio, time_call
+from xsake.bench.rows import Ratio, TimingStats
+from xsake.bench.runner import Spread, TimedSide, interleave, pair_ratio, time_call
 
 LENGTHS = (1024, 2048, 4096, 8192, 16384)
 Q_HEADS, KV_HEADS, DIM = 12, 4, 64
@@ -122,7 +122,7 @@ def _raced(tokens: int, direction: str, settings: Settings, worst: float) -> lis
         first[name] = time_call(lambda name=name, begin=begin: programs.update({name: begin()}))
     wait = lambda program: jax.block_until_ready(program(x))
     sides = [
-        Side(name, functools.partial(time_call, functools.partial(wait, program)))
+        TimedSide(name, functools.partial(time_call, functools.partial(wait, program)))
         for name, program in programs.items()
     ]
     seconds = interleave(sides, rounds=settings.rounds, warmup=1)
@@ -145,7 +145,7 @@ def _raced(tokens: int, direction: str, settings: Settings, worst: float) -> lis
                 implementation=f"xsake.{'attention' if is_dense else 'native_sparse_attention'}",
                 layout="causal" if is_dense else "selected by each token",
                 compile_seconds=first[name],
-                seconds=Timing(**vars(Spread.of(seconds[name]))),
+                seconds=TimingStats(**vars(Spread.of(seconds[name]))),
                 repeats=settings.rounds,
                 ratios=ratio,
                 temp_bytes=int(program.memory_analysis().temp_size_in_bytes),
@@ -167,10 +167,10 @@ def _crossover(rows: list[BenchmarkRow]) -> list[Claim]:
         mine = [row for row in rows if row.side == "native" and row.direction == direction]
         slower = [row.shape.q_tokens for row in mine if row.ratio_to("dense").median >= 1]
         faster = [row.shape.q_tokens for row in mine if row.shape.q_tokens > max(slower, default=0)]
-        told = f"from {min(faster)} tokens on" if faster else "at no measured length"
+        text = f"from {min(faster)} tokens on" if faster else "at no measured length"
         topic = f"native sparse attention faster than dense, {direction}"
         verdict = Verdict.PASS if faster else Verdict.FAIL
-        claims.append(Claim(topic, "stated, not promised", told, verdict))
+        claims.append(Claim(topic, "stated, not promised", text, verdict))
     return claims
 
 
@@ -183,10 +183,10 @@ def _growth(rows: list[BenchmarkRow]) -> list[Claim]:
     small, large = by_length.get(4096), by_length.get(16384)
     if not small or not large:
         return []
-    told = f"{large / small:.2f} ({format_bytes(small)} to {format_bytes(large)})"
+    text = f"{large / small:.2f} ({format_bytes(small)} to {format_bytes(large)})"
     verdict = Verdict.PASS if large / small <= GROWTH_LIMIT else Verdict.FAIL
     topic = "temporary memory of native sparse attention, forward+backward, 4k to 16k tokens"
-    return [Claim(topic, f"linear: factor <= {GROWTH_LIMIT}", told, verdict)]
+    return [Claim(topic, f"linear: factor <= {GROWTH_LIMIT}", text, verdict)]
 
 
 if __name__ == "__main__":

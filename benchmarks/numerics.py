@@ -3,7 +3,7 @@
     python -m benchmarks.numerics          measure, write results/numerics.jsonl, print the table
     python -m benchmarks.numerics --show   print the table of the rows already written
 
-Each row compares one array of one case with the float64 oracle, beside naive attention in the same
+Each row compares one array of one case with the float64 oracle, and naive attention in the same
 dtype. The numbers depend on the code and the processor, not on the clock, so a new run replaces
 the file.
 """
@@ -21,8 +21,8 @@ from rich.table import Table
 
 import xsake
 from xsake._provenance import Environment, environment
-from xsake.kernels.select import implementations
-from xsake.testing.budget import Report
+from xsake.kernels.block_sparse.api import OP
+from xsake.testing.budget import ErrorReport
 from xsake.testing.case_table import CASES
 from xsake.testing.cases import Case
 from xsake.testing.conformance import check_case
@@ -58,7 +58,7 @@ class NumericsRow(BaseModel):
     versions: dict[str, str]
 
 
-def row_of(implementation: str, case: Case, report: Report, where: Environment) -> NumericsRow:
+def row_of(implementation: str, case: Case, report: ErrorReport, where: Environment) -> NumericsRow:
     """The published form of one verdict."""
     return NumericsRow(
         implementation=implementation,
@@ -91,7 +91,7 @@ def _finite(ratio: float) -> float | None:
 def measure(cases: Iterable[Case] = CASES) -> list[NumericsRow]:
     """Every implementation that runs here, through every case."""
     where, rows = environment(ROOT), []
-    names = [name for name, declined in implementations().items() if declined is None]
+    names = [name for name, declined in OP.implementations().items() if declined is None]
     for name in names:
         for case in cases:
             reports = check_case(xsake.attention, case, name)

@@ -20,8 +20,17 @@ from benchmarks.peers.recipes import interpreter
 from benchmarks.smollm2 import directory
 from xsake._format import format_bytes
 from xsake._provenance import environment as facts_of_this_run
-from xsake.bench import BenchmarkRow, Claim, Shape, Side, Spread, Verdict, interleave, judge
-from xsake.bench.rows import Ratio, Timing
+from xsake.bench import (
+    BenchmarkRow,
+    Claim,
+    Shape,
+    Spread,
+    TimedSide,
+    Verdict,
+    check_limit,
+    interleave,
+)
+from xsake.bench.rows import Ratio, TimingStats
 from xsake.bench.runner import pair_ratio
 from xsake.hads import SparsityPlan
 from xsake.masks import Causal
@@ -33,7 +42,7 @@ OURS, THEIRS = "xsake", "jax.nn"
 PLANS = {name: RESULTS / "hads" / f"{name}.json" for name in ("plan_8192_128", "plan_4096_64")}
 TITLES = {
     OURS: "xsake.attention",
-    **dict.fromkeys(PLANS, "xsake.hads.Planned"),
+    **dict.fromkeys(PLANS, "xsake.hads.PlanAttention"),
     THEIRS: "jax.nn.dot_product_attention",
 }
 SPEED_LIMIT = 1 / 1.5
@@ -58,7 +67,7 @@ def measure(settings: Settings) -> Outcome:
     read, run = text.tokens[None, :tokens], uuid.uuid4().hex[:12]
     rows = _race(run, model, read, shape, settings)
     ratio = rows[0].ratio_to(THEIRS)
-    verdict = judge(ratio, SPEED_LIMIT) if rows[0].is_correct else Verdict.FAIL
+    verdict = check_limit(ratio, SPEED_LIMIT) if rows[0].is_correct else Verdict.FAIL
     speed = Claim(
         f"prefill of {tokens} tokens, dense",
         f"<= {SPEED_LIMIT:.2f}x of jax.nn's time",
@@ -99,7 +108,7 @@ def _race(
                 case |= {"call": "plan", "plan": str(PLANS[side])}
             facts[side] = worker.compile(side, case)
             logits[side] = worker.check(side)["logits"]
-        sides = [Side(side, lambda side=side: workers[side].run(side)) for side in TITLES]
+        sides = [TimedSide(side, lambda side=side: workers[side].run(side)) for side in TITLES]
         times = interleave(sides, rounds=rounds, warmup=0)
     gap = np.abs(logits[OURS] - logits[THEIRS]).max() / np.abs(logits[THEIRS]).max()
     assert all(np.isfinite(x).all() for x in logits.values()), "a side returned what is no number"
@@ -124,7 +133,7 @@ def _timed(row: BenchmarkRow, side: str, times: dict[str, list[float]], rounds: 
         for other in times
         if other != side
     )
-    seconds = Timing(**vars(Spread.of(times[side])))
+    seconds = TimingStats(**vars(Spread.of(times[side])))
     return row.model_copy(update={"seconds": seconds, "repeats": rounds, "ratios": ratios})
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 from benchmarks import backward, causal, ragged, same_blocks
 from benchmarks.experiment import RESULTS, ROOT
-from benchmarks.headline import newest, told
+from benchmarks.headline import format_ratio, newest
 from benchmarks.marked_page import filled
 from benchmarks.peers.recipes import IMPLEMENTATIONS
 from xsake._io import atomic_write
-from xsake.bench import BenchmarkRow, Verdict, judge
+from xsake.bench import BenchmarkRow, Verdict, check_limit
 
 PAGE = ROOT / "docs" / "benchmarks.md"
 LENGTHS = (4096, 8192)
@@ -48,7 +48,7 @@ def lines(results: Path) -> Iterator[Line]:
 
 def table(results: Path = RESULTS) -> str:
     """The table in Markdown."""
-    made = ["| asked | beside | our time is | our limit | |", "|---|---|---|---|---|"]
+    made = ["| workload | compared with | our time | our limit | |", "|---|---|---|---|---|"]
     for asked, row, peer, limit in lines(results):
         known = IMPLEMENTATIONS.get(peer)
         name = f"`{known.title}`" if known else f"our own {peer} call"
@@ -62,7 +62,7 @@ def _found(row: BenchmarkRow | None, peer: str, results: Path) -> str:
     if row is None:
         return "not measured"
     if _has(row, peer):
-        return told(row.ratio_to(peer))
+        return format_ratio(row.ratio_to(peer))
     other = newest(row.experiment, peer, results, run=row.run)
     return f"failed: {other.failure}" if other and other.failure else "not measured"
 
@@ -72,7 +72,7 @@ def _verdict(row: BenchmarkRow | None, peer: str, limit: float | None) -> str:
         return ""
     found = row.ratio_to(peer)
     # A spread may hide how far away the limit is, and still say on which side of it we are.
-    return WORDS[Verdict.FAIL if found.q25 > limit else judge(found, limit)]
+    return WORDS[Verdict.FAIL if found.q25 > limit else check_limit(found, limit)]
 
 
 def _has(row: BenchmarkRow, peer: str) -> bool:

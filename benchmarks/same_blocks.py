@@ -1,4 +1,4 @@
-"""The same ragged block grids through our kernel and through whoever takes one on a CPU.
+"""The same ragged block grids through our kernel and through CPU peers.
 
 python -m benchmarks.same_blocks              # mean 25% and 43%, 4096 and 8192 tokens
 python -m benchmarks.same_blocks --quick

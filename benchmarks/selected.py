@@ -1,4 +1,4 @@
-"""The selected branch of native sparse attention beside ejkernel's, on the same blocks.
+"""The selected branch of native sparse attention compared with ejkernel's, on the same blocks.
 
 python -m benchmarks.peers build ejkernel         # once
 python -m benchmarks.selected                     # 1024 and 2048 tokens, forward and backward
@@ -27,8 +27,8 @@ from benchmarks.experiment import (
 )
 from benchmarks.peers.client import Worker, WorkerError
 from benchmarks.peers.recipes import interpreter
-from xsake.bench import BenchmarkRow, Claim, Ratio, Shape, Side, Spread, Verdict, interleave
-from xsake.bench.rows import Timing
+from xsake.bench import BenchmarkRow, Claim, Ratio, Shape, Spread, TimedSide, Verdict, interleave
+from xsake.bench.rows import TimingStats
 from xsake.bench.runner import pair_ratio
 
 BLOCK, COUNT = 64, 16
@@ -89,20 +89,20 @@ def measure(settings: Settings) -> Outcome:
         for is_backward in (False, True):
             found = _race(tokens, settings, is_backward=is_backward)
             rows += found
-            told = f"selected blocks, {found[0].direction}, {tokens} tokens"
+            text = f"selected blocks, {found[0].direction}, {tokens} tokens"
             failure = next(row.failure for row in found if row.side == PEER)
             if failure is not None:
-                claims.append(Claim(told, "faster", f"{PEER}: {failure}", Verdict.UNCLEAR))
+                claims.append(Claim(text, "faster", f"{PEER}: {failure}", Verdict.UNCLEAR))
                 continue
-            claims.append(limit_claim(told, "faster", found, side=OURS, baseline=PEER, limit=1.0))
-            claims.append(_less_memory(told, found))
+            claims.append(limit_claim(text, "faster", found, side=OURS, baseline=PEER, limit=1.0))
+            claims.append(_less_memory(text, found))
     found = _race(settings.choose(LENGTHS, quick=512)[0], settings, is_doubled=True)
     rows += found
     for row in found:
         verdict = Verdict.PASS if row.is_correct else Verdict.FAIL
-        told = f"largest error {row.max_error:.1e}"
+        text = f"largest error {row.max_error:.1e}"
         claims.append(
-            Claim(f"a block listed twice counts once: {row.side}", "exact", told, verdict)
+            Claim(f"a block listed twice counts once: {row.side}", "exact", text, verdict)
         )
     return rows, claims
 
@@ -138,7 +138,7 @@ def _race(
                 failures[side] = str(failure).strip().splitlines()[-1]
                 continue
             workers[side] = worker
-        sides = [Side(x, lambda w=w: w.run("timed")) for x, w in workers.items()]
+        sides = [TimedSide(x, lambda w=w: w.run("timed")) for x, w in workers.items()]
         times = interleave(sides, rounds=settings.rounds)
     run = uuid.uuid4().hex[:12]
     ratios: tuple[Ratio, ...] = ()
@@ -146,7 +146,7 @@ def _race(
         ratios = (Ratio(baseline=PEER, **vars(pair_ratio(times[OURS], times[PEER]))),)
     timed = {
         side: {
-            "seconds": Timing(**vars(Spread.of(times[side]))), "repeats": settings.rounds,
+            "seconds": TimingStats(**vars(Spread.of(times[side]))), "repeats": settings.rounds,
             "compile_seconds": facts[side]["compile_seconds"],
             "temp_bytes": facts[side]["temp_bytes"],
         }
@@ -166,10 +166,10 @@ def _race(
     ]  # fmt: skip
 
 
-def _less_memory(told: str, rows: list[BenchmarkRow]) -> Claim:
+def _less_memory(text: str, rows: list[BenchmarkRow]) -> Claim:
     ours, peers = (next(x.temp_bytes for x in rows if x.side == side) for side in (OURS, PEER))
     verdict = Verdict.PASS if ours < peers else Verdict.FAIL
-    return Claim(told, "less temporary memory", f"{ours / peers:.4f}x", verdict)
+    return Claim(text, "less temporary memory", f"{ours / peers:.4f}x", verdict)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Our TPU kernels beside JAX's own splash attention, by what libtpu makes of both; nothing is run.
+"""TPU kernels compared with JAX's splash attention, by libtpu's compiled programs; nothing is run.
 
 python -m benchmarks.splash            # v5e and v6e; in an environment with libtpu, or builds one
 python -m benchmarks.splash --quick    # v5e, one shape, nothing saved
 
 Same target, same shape, same mask. Where splash can express the mask: vector memory, spills, and
 VLIW bundles per 128 x 128 block, from the final schedule. On ragged heads: iterations, where splash
-pads every row of every head to the widest one; what an iteration is and how it is counted is told
+pads every row of every head to the widest one; iterations are defined
 in `benchmarks.splash_sides`. Bundles are counted as scheduled: waiting for memory, which no
 compiler knows, is not in them, so no speed follows from them.
 """
@@ -75,8 +75,8 @@ def counted_jobs(tokens: int, seed: int) -> list[Job]:
 
 def ask(target: str, jobs: Sequence[Job]) -> tuple[dict[str, str], Iterator[dict]]:
     """The versions in the family's environment, and its answer to every job, as they come."""
-    python = environments.interpreter(
-        family.load("xsake.certify.tpu"),
+    python = environments.find_interpreter(
+        family.load_family("xsake.certify.tpu"),
         environments.default_folder(),
         lambda words: print(words, file=sys.stderr),
     )

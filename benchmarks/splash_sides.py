@@ -29,7 +29,7 @@ from benchmarks.splash_job import Job
 from xsake._provenance import installed_versions
 from xsake.certify import llo, tpu
 from xsake.kernels.block_sparse import mosaic_tpu
-from xsake.kernels.block_sparse.problem import Cotangents, Operands, Problem
+from xsake.kernels.block_sparse.types import BlockSparseConfig, BlockSparseInputs
 from xsake.layout import BlockLayout
 from xsake.layout.synthetic import ragged_grid
 from xsake.masks import AbstractMask, Causal, PerHead, Window
@@ -40,7 +40,7 @@ WINDOW = 1024
 
 
 class GridMask(splash_mask.Mask):
-    """Causal attention in the listed blocks of one head, told by slices of whole blocks."""
+    """Causal attention in the listed blocks of one head, by slices of whole blocks."""
 
     def __init__(self, grid: np.ndarray, tokens: int):
         self.grid, self.tokens = grid, tokens
@@ -159,7 +159,7 @@ def _live(block_mask, heads: int, blocks: int) -> int:
 
 def our_side(job: Job) -> Side:
     """A function per pass."""
-    layout, problem = our_layout(job), Problem(scale=job.head_dim**-0.5)
+    layout, problem = our_layout(job), BlockSparseConfig(scale=job.head_dim**-0.5)
     q, k = (
         jax.ShapeDtypeStruct((1, job.tokens, heads, job.head_dim), jnp.bfloat16)
         for heads in (job.q_heads, job.kv_heads)
@@ -168,20 +168,20 @@ def our_side(job: Job) -> Side:
 
     def of(gradient):
         def run(q, k, v, d_out, out, lse, d_lse):
-            given = Operands(q, k, v, layout=layout)
-            return gradient(given, problem, out, lse, Cotangents(d_out, d_lse))
+            given = BlockSparseInputs(q, k, v, layout=layout)
+            return gradient(given, problem, out, lse, d_out, d_lse)
 
         return run
 
     def forward(q, k, v, *_):
-        return mosaic_tpu.forward(Operands(q, k, v, layout=layout), problem)
+        return mosaic_tpu.forward(BlockSparseInputs(q, k, v, layout=layout), problem, "tpu")
 
     functions = {
         "forward": forward,
-        "dq": of(mosaic_tpu.query_gradient),
-        "dkv": of(mosaic_tpu.key_value_gradient),
+        "dq": of(mosaic_tpu.dq_pass),
+        "dkv": of(mosaic_tpu.dkv_pass),
     }
-    counted = mosaic_tpu.passes(Operands(q, k, k, layout=layout), problem, "tpu")
+    counted = mosaic_tpu.count_passes(BlockSparseInputs(q, k, k, layout=layout), problem, "tpu")
     blocks = {
         name: (one.listed, one.computed, one.tiles.blocks)
         for name, one in zip(PASSES, counted, strict=True)
@@ -243,9 +243,9 @@ def answer(job: Job, target: str, dump: Path) -> dict[str, dict[str, int]]:
     return counts
 
 
-def _schedule(kernel: llo.Kernel) -> dict[str, int]:
+def _schedule(kernel: llo.LloKernel) -> dict[str, int]:
     """What the final schedule says about a kernel; names as in `xsake.certify.tpu`."""
-    facts = tpu.facts_of([kernel], 0.0, None)
+    facts = tpu.collect_facts([kernel], 0.0, None)
     names = ("vmem_bytes", "smem_bytes", "spills", "bundles", "loop_bundles")
     found = {name: getattr(facts, name) for name in names} | facts.details
     if kernel.inner_loops:

@@ -64,7 +64,7 @@ def older_config(config: Config) -> Config:
         "rope_theta": theta, "rope_scaling": scaling,
         "torch_dtype": config["dtype"], "transformers_version": "4.51.0",
     }  # fmt: skip
-    # Layers were told apart by a count or by a pattern.
+    # Older configs distinguish layers by a count or by a pattern.
     newer = {"rope_parameters", "dtype", "layer_types"}
     return {key: older[key] for key in sorted(older.keys() - newer)}
 
@@ -79,7 +79,7 @@ def oldest_config(config: Config) -> Config:
 
 
 def older_gemma3_config(config: Config) -> Config:
-    """As older Gemma 3 checkpoints had it: a pattern of layers, and two bases beside a scaling."""
+    """As older Gemma 3 checkpoints had it: a pattern of layers, two bases and a scaling."""
     rope = config["rope_parameters"]
     older = older_config(config | {"rope_parameters": rope["full_attention"]}) | {
         "rope_local_base_freq": rope["sliding_attention"]["rope_theta"],

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from xsake.kernels.select import implementations
+from xsake.kernels.block_sparse.api import OP
 
-RUNNABLE = [name for name, declined in implementations().items() if declined is None]
+RUNNABLE = [name for name, declined in OP.implementations().items() if declined is None]
 
 
 def gate(names: Collection[str], rows: Iterable[Any]) -> list[Any]:

@@ -14,7 +14,7 @@ import xsake.errors
 
 ROOT = pathlib.Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "src").rglob("*.py"))
-MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_POSITIONAL = 400, 60, 8
+MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_POSITIONAL = 600, 60, 8
 
 LIGHT_IMPORT = """
 import sys
@@ -64,12 +64,12 @@ def test_files_and_functions_stay_readable(path):
         assert required <= MAX_POSITIONAL, f"{node.name} takes too many parameters"
 
 
-def test_architecture_draws_the_tree_that_exists():
+def test_the_source_tree_page_is_current():
     spec = importlib.util.spec_from_file_location("tree", ROOT / ".ci" / "tree.py")
     tree = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tree)
     page = tree.PAGE.read_text()
-    assert page == tree.updated(page), "run `just tree`"
+    assert page == tree.update_page(page), "run `just tree`"
 
 
 def test_every_error_code_is_explained():

@@ -45,7 +45,7 @@ def measure(number: str, ground: Ground, *, is_quick: bool = False) -> Fault:
 
     Args:
         number: such as F7.
-        ground: where runs live.
+        ground: folder of the runs.
         is_quick: fewer trials.
     """
     begin = time.monotonic()
@@ -80,8 +80,8 @@ def _measured(numbers: list[str], folder: Path, out: Path | None, *, is_quick: b
     for fault in _in_lanes(numbers, ground, is_quick=is_quick):
         done.append(fault)
         word = "met" if fault.is_met else "NOT MET"
-        told = f"{fault.number} {fault.name}: {fault.passes}/{len(fault.trials)}, {word}"
-        console.print(f"{told}, {fault.wall_seconds:.0f} s", highlight=False)
+        summary = f"{fault.number} {fault.name}: {fault.passes}/{len(fault.trials)}, {word}"
+        console.print(f"{summary}, {fault.wall_seconds:.0f} s", highlight=False)
         for trial in fault.trials:
             for problem in trial.problems:
                 console.print(f"  {trial.label}: {problem}", style="red", markup=False)
@@ -98,7 +98,7 @@ def notices(name: str, ground: Ground) -> bool:
 
     Args:
         name: of the bug.
-        ground: where runs live.
+        ground: folder of the runs.
     """
     assert ground.straight, "made without the bug"
     with planted(name):

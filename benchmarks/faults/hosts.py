@@ -139,7 +139,7 @@ def locks_across_hosts(ground: Ground, is_quick: bool) -> Fault:
         trial.require((run.folder / "run.lock").exists(), "no lock was left")
         begin = time.monotonic()
         with run.started(command=on("node-b", run.command())) as second:
-            second.until(lambda: "taken over" in second.text, "the lock")
+            second.until(lambda: "taking over" in second.text, "the lock")
             trial.seconds = time.monotonic() - begin
             second.ended(0)
         is_exact = run.saved().digest == ground.straight.saved(40).digest

@@ -3,11 +3,11 @@
 python -m benchmarks.faults.injected JSON train ...
 
 The JSON object says what:
-- `poison`: `{"37": "nan"}` gives the batch of a step a token that nobody has, which makes its loss
+- `poison`: `{"37": "nan"}` gives the batch of a step an invalid token, which makes its loss
   NaN; `"spike"` makes its loss, and so its gradients, 50 times as large.
 - `flip`: `{"step": 7, "process": 1}` flips one bit of a parameter after a step, in one process, in
   its first life only: the file `marker` says that it was done.
-- `slow`: `{"process": 1, "ratio": 3}` makes a process's steps so many times as long.
+- `slow`: `{"process": 1, "ratio": 3}` makes a process's steps `ratio` times as long.
 - `pace`: seconds that every batch takes to come, so that steps are longer than saves.
 - `clock`: seconds by which the wall clock jumps after every tenth batch.
 - `times`: a file for the moments at which steps begin and end, by devices.
@@ -31,26 +31,26 @@ SPIKE = 50.0
 
 def main() -> None:
     """Inject what the first argument says, then be `xsake`."""
-    wanted = json.loads(sys.argv.pop(1))
-    if where := wanted.pop("alone", None):
+    injections = json.loads(sys.argv.pop(1))
+    if where := injections.pop("alone", None):
         leave(where)
-    if "clock" in wanted:
-        jump(wanted["clock"])  # before anything keeps the clock for itself
+    if "clock" in injections:
+        jump(injections["clock"])  # before anything keeps the clock for itself
     from benchmarks.faults.planted import planted
     from xsake.cli import app
 
-    with planted(wanted.pop("bug", None)):
-        for name, value in wanted.items():
+    with planted(injections.pop("bug", None)):
+        for name, value in injections.items():
             INJECTIONS[name](value)
         app(prog_name="xsake")
 
 
 @contextlib.contextmanager
-def for_a_while(wanted: dict[str, Any]) -> Iterator[None]:
-    """The same inside of a process that goes on afterwards as if nothing had been.
+def for_a_while(injections: dict[str, Any]) -> Iterator[None]:
+    """Inject faults into this process and undo them afterwards.
 
     Args:
-        wanted: what goes wrong; nothing that changes the whole process.
+        injections: faults by name; none that changes the whole process.
     """
     from xsake.training import step as steps
     from xsake.training import train
@@ -59,7 +59,7 @@ def for_a_while(wanted: dict[str, Any]) -> Iterator[None]:
     places = (TokenLoader, "__next__"), (train._Loop, "_step"), (steps, "make_loss")
     before = [getattr(*place) for place in places]
     try:
-        for name, value in wanted.items():
+        for name, value in injections.items():
             INJECTIONS[name](value)
         yield
     finally:
@@ -68,7 +68,7 @@ def for_a_while(wanted: dict[str, Any]) -> Iterator[None]:
 
 
 def leave(where: str) -> None:
-    """Into a namespace of the system without a network, or where root is nobody."""
+    """Enter a namespace without a network, or without the rights of root."""
     kinds = {"root": os.CLONE_NEWUSER, "network": os.CLONE_NEWUSER | os.CLONE_NEWNET}
     os.unshare(kinds[where])
 
@@ -80,7 +80,7 @@ def jump(seconds: float) -> None:
 
 
 class _Read:
-    """What loaders of this process have read; those that train read ahead of nobody."""
+    """Number of batches that the loaders of this process have read."""
 
     batches = 0
 
@@ -149,14 +149,14 @@ def poison(kinds: dict[str, str]) -> None:
     _around_batches(change)
 
 
-def flip(wanted: dict[str, Any]) -> None:
+def flip(injections: dict[str, Any]) -> None:
     """One bit of one parameter, on the devices of one process."""
     import dataclasses
 
     import jax
     import numpy as np
 
-    marker = Path(wanted["marker"])
+    marker = Path(injections["marker"])
 
     def flipped(leaf):
         pieces = []
@@ -168,7 +168,7 @@ def flip(wanted: dict[str, Any]) -> None:
 
     def change(number, call, state, tokens):
         new, found = call(state, tokens)
-        is_here = (number, jax.process_index()) == (wanted["step"], wanted["process"])
+        is_here = (number, jax.process_index()) == (injections["step"], injections["process"])
         if is_here and not marker.exists():
             marker.write_text(str(number))
             parameters = dict(new.parameters)
@@ -179,7 +179,7 @@ def flip(wanted: dict[str, Any]) -> None:
     _around_steps(change)
 
 
-def slow(wanted: dict[str, Any]) -> None:
+def slow(injections: dict[str, Any]) -> None:
     """A process that takes several times as long for everything between its steps."""
     import jax
 
@@ -187,9 +187,9 @@ def slow(wanted: dict[str, Any]) -> None:
 
     def change(step, batch):
         now = time.monotonic()
-        if jax.process_index() == wanted["process"] and last:
+        if jax.process_index() == injections["process"] and last:
             # What came since the last sleep was a step at its own speed.
-            time.sleep((wanted["ratio"] - 1) * min(now - last[0], 1.0))
+            time.sleep((injections["ratio"] - 1) * min(now - last[0], 1.0))
         last[:] = [time.monotonic()]
         return batch
 

@@ -44,7 +44,7 @@ def bad_batches(ground: Ground, is_quick: bool) -> Fault:
         "record of what to replay that reproduces it",
     )  # fmt: skip
     for kind in ("nan",) if is_quick else ("nan", "spike"):
-        run = ground.run(f"f13-{kind}", "checkpoint.every=1", "guard.window=16")
+        run = ground.run(f"f13-{kind}", "checkpoint.save_interval=1", "guard.window=16")
         with fault.trial(kind) as trial:
             run.train(inject={"poison": {str(POISONED): kind}})
             before, after = run.saved(POISONED).state, run.saved(POISONED + 1).state
@@ -63,16 +63,16 @@ def bad_batches(ground: Ground, is_quick: bool) -> Fault:
     run = ground.run("f13-hopeless")
     with fault.trial("three of NaN in a row") as trial:
         ended = run.train(code=2, inject=poison)
-        trial.require("updates in a row were refused" in ended.text, ended.text[-500:])
-        told = _replay(run)
-        trial.require(told["step"] == POISONED + 2, f"replay: {told}")
+        trial.require("consecutive updates were skipped" in ended.text, ended.text[-500:])
+        replay = _replay(run)
+        trial.require(replay["step"] == POISONED + 2, f"replay: {replay}")
         windows = ground.straight.windows[POISONED : POISONED + 3]
-        trial.require(told["windows"] == windows, f"windows {told['windows']}")
-        trial.require(run.steps[-1] == 30 == told["checkpoint"], f"checkpoints {run.steps}")
+        trial.require(replay["windows"] == windows, f"windows {replay['windows']}")
+        trial.require(run.steps[-1] == 30 == replay["checkpoint"], f"checkpoints {run.steps}")
         if is_quick:
             return fault
         run.train(code=2, inject=poison)
-        trial.require(_replay(run) == told, f"another end the second time: {_replay(run)}")
+        trial.require(_replay(run) == replay, f"another end the second time: {_replay(run)}")
         run.train()  # without the poison
         is_exact = run.saved().digest == ground.straight.saved(40).digest
         trial.require(is_exact, "the run cannot be saved")
@@ -83,17 +83,17 @@ def flipped_parameter(ground: Ground, is_quick: bool) -> Fault:
     """F14: one bit of a parameter of which three processes have a copy."""
     fault = Fault(
         "F14", "a bit of one copy of a parameter flips",
-        "found at the next comparison, with process and leaf; the run goes on from before",
+        "found at the next comparison, with process and leaf; the run resumes from before",
     )  # fmt: skip
-    settings = ("mesh.data=3", f"run.check_replicas_every={CHECKED_EVERY}", "run.steps=20")
+    settings = ("mesh.data=3", f"run.replica_check_interval={CHECKED_EVERY}", "run.steps=20")
     clean, run = ground.run("f14-clean", *settings), ground.run("f14", *settings)
     marker = ground.folder / "f14-flipped"
     marker.unlink(missing_ok=True)
-    wanted = {"step": FLIPPED_AFTER, "process": 1, "marker": str(marker)}
+    flip = {"step": FLIPPED_AFTER, "process": 1, "marker": str(marker)}
     with fault.trial("process 1 of 3") as trial:
         with clean.launched(3) as started:
             started.ended(0)
-        with run.launched(3, inject={"flip": wanted}) as started:
+        with run.launched(3, inject={"flip": flip}) as started:
             started.ended(0)
         trial.require(marker.exists(), "nothing was flipped")
         named = r"embedding: process 1 \(device \d+\) against 2 copies that agree"
@@ -108,12 +108,17 @@ def flipped_parameter(ground: Ground, is_quick: bool) -> Fault:
 
 
 def straggler(ground: Ground, is_quick: bool) -> Fault:
-    """F15: one of two processes takes three times as long; and nobody does."""
+    """F15: one of two processes takes three times as long; and neither does."""
     fault = Fault(
         "F15", "one of two processes is slow",
-        f"named within 150 steps; nobody is named in {CLEAN_STEPS} steps without one",
+        f"named within 150 steps; none is named in {CLEAN_STEPS} steps without one",
     )  # fmt: skip
-    long = ("mesh.data=2", "checkpoint.every=500", "run.log_every=50", "optimizer.total_steps=2000")
+    long = (
+        "mesh.data=2",
+        "checkpoint.save_interval=500",
+        "run.log_interval=50",
+        "optimizer.total_steps=2000",
+    )
     with fault.trial("process 1 takes three times as long") as trial:
         run = ground.run("f15-slow", *long, f"run.steps={SLOW_STEPS}")
         with run.launched(inject={"slow": {"process": 1, "ratio": 3}}) as started:
@@ -126,7 +131,7 @@ def straggler(ground: Ground, is_quick: bool) -> Fault:
         trial.require(all("process 1 takes" in note for _, note in notes), f"notes {notes[:3]}")
         trial.require(not any("process 0 takes" in note for _, note in notes), "process 0 is named")
         fault.figures["named at step"] = first
-    with fault.trial("nobody is slow") as trial:
+    with fault.trial("none is slow") as trial:
         run = ground.run("f15-clean", *long, f"run.steps={CLEAN_STEPS}")
         with run.launched() as started:
             started.ended(0)

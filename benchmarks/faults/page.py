@@ -22,11 +22,11 @@ def table() -> str:
     met = sum(fault["is_met"] for fault in faults)
     busiest = max(fault["load_average"] for fault in faults)
     missing = sorted({f"F{x}" for x in range(1, 25)} - {x["fault"] for x in faults})
-    told = f" Not measured: {', '.join(missing)}." if missing else ""
+    unmeasured = f" Not measured: {', '.join(missing)}." if missing else ""
     rows = [
         f"{met} of {len(faults)} gates met, in {document['wall_seconds'] / 60:.0f} minutes on "
         f"{where['cores']} cores (load average up to {busiest:.0f}; every row of "
-        f"`benchmarks/results/faults.json` has its date and commit).{told}",
+        f"`benchmarks/results/faults.json` has its date and commit).{unmeasured}",
         "",
         "| | fault | survived when | passed | median | 95% | what is timed | also measured |",
         "|---|---|---|---|---|---|---|---|",

@@ -61,7 +61,7 @@ def updates_unfiltered():
 
     from xsake.training import step
 
-    return step, "judge", lambda *_: jnp.ones((), bool)
+    return step, "should_update", lambda *_: jnp.ones((), bool)
 
 
 def resumed_one_batch_late():

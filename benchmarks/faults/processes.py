@@ -23,7 +23,7 @@ def asked_to_stop(ground: Ground, is_quick: bool) -> Fault:
     """F6: SIGTERM to one of two processes."""
     fault = Fault(
         "F6", "SIGTERM to one of two processes",
-        f"both save the same step and end with code 75 in {STOP_SECONDS:g} s; the run goes on",
+        f"both save the same step and end with code 75 in {STOP_SECONDS:g} s; the run resumes",
         timed="from the signal to the end of both",
     )  # fmt: skip
     for rank in (0, 1):
@@ -36,12 +36,12 @@ def asked_to_stop(ground: Ground, is_quick: bool) -> Fault:
             trial.seconds = time.monotonic() - begin
             trial.require(trial.seconds <= STOP_SECONDS, f"{trial.seconds:.1f} s")
             stopped = run.last_step + 1
-            trial.require(run.steps[-1] == stopped, f"saved {run.steps}, told {stopped} steps")
+            trial.require(run.steps[-1] == stopped, f"saved {run.steps}, stopped at {stopped}")
             started.ended(0)
-            codes = started.text.count("asks for a restart, code 75")
+            codes = started.text.count("requests a restart, code 75")
             trial.require(codes == 2, f"{codes} of 2 ended with code 75")
             _is_straight(run, trial, ground)
-            lost = goodput.report(run.folder / "goodput.jsonl").lost_steps
+            lost = goodput.read_goodput(run.folder / "goodput.jsonl").lost_steps
             trial.require(lost == 0, f"{lost} steps were done again")
     return fault
 
@@ -66,7 +66,7 @@ def _killed(number: str, name: str, rank: int, limit: float, ground: Ground) -> 
     )  # fmt: skip
     draw = random.Random(rank)
     run = ground.run(f"{number}-alone".lower(), "mesh.data=2")
-    with fault.trial("nobody watches over them") as trial:
+    with fault.trial("without a launcher") as trial:
         target = draw.randrange(13, 19)
         with run.pair(inject=PACE) as both:
             both[0].until(lambda: run.last_step >= target, "steps")
@@ -103,7 +103,7 @@ def hangs(ground: Ground, is_quick: bool) -> Fault:
         f"the other ends in {limit:g} s and has written where it hung; same end, bit by bit",
         timed="from the stop to the end of the other",
     )  # fmt: skip
-    run = ground.run("f9", "mesh.data=2", "run.hang_seconds=2.0")
+    run = ground.run("f9", "mesh.data=2", "run.step_timeout_s=2.0")
     with fault.trial("SIGSTOP to process 1") as trial, run.launched(inject=PACE) as started:
         first = started.all_ranks(2)
         started.until(lambda: run.last_step >= 13, "steps")
@@ -128,12 +128,12 @@ def kill_storm(ground: Ground, is_quick: bool) -> Fault:
     )  # fmt: skip
     # A batch that is large enough for a step to take longer than what is around it.
     settings = f"run.steps={STORM_STEPS}", "data.batch=96"
-    straight = ground.run("f10-straight", *settings, "checkpoint.every=100")
+    straight = ground.run("f10-straight", *settings, "checkpoint.save_interval=100")
     if not straight.steps:
         straight.train()
     run, times = ground.run("f10", *settings), ground.folder / "f10-times.txt"
     targets = sorted(random.Random(10).sample(range(5, STORM_STEPS - 5), STORM_KILLS))
-    options = "--most-restarts", str(STORM_KILLS), "--healthy-seconds", "1"
+    options = "--max-restarts", str(STORM_KILLS), "--reset-failures-after", "1"
     inject = {"times": str(times)}
     with fault.trial("the storm") as trial, run.launched(1, *options, inject=inject) as started:
         wasted, recoveries = _storm(run, started, targets)
@@ -146,15 +146,15 @@ def kill_storm(ground: Ground, is_quick: bool) -> Fault:
         trial.require(found.digest == expected.digest, "other bits at the end")
         trial.require(run.windows == straight.windows, "other batches")
         trial.require(wasted <= STORM_KILLS * INTERVAL, f"{wasted} wasted steps")
-        told = goodput.report(run.folder / "goodput.jsonl")
-        trial.require(told.lives == STORM_KILLS + 1, f"{told.lives} lives")
+        report = goodput.read_goodput(run.folder / "goodput.jsonl")
+        trial.require(report.attempts == STORM_KILLS + 1, f"{report.attempts} attempts")
         counted = _productive(times) / (end - begin)
-        trial.require(abs(told.share - counted) <= 0.02, f"{told.share:.4f}, not {counted:.4f}")
+        trial.require(abs(report.share - counted) <= 0.02, f"{report.share:.4f}, not {counted:.4f}")
         fault.figures |= {
             "kills": len(recoveries), "wasted steps": wasted,
-            "goodput by the recorder": round(told.share, 4),
+            "goodput by the recorder": round(report.share, 4),
             "goodput by our count": round(counted, 4),
-            "relative difference": round(abs(told.share / counted - 1), 4),
+            "relative difference": round(abs(report.share / counted - 1), 4),
             "recovery p50 s": round(trial.seconds, 2), "recovery max s": round(max(recoveries), 2),
         }  # fmt: skip
     return fault
@@ -182,7 +182,7 @@ def _begun(run: Run) -> float:
 
 
 def _productive(times: Path) -> float:
-    """Seconds that devices spent on steps which nobody had done before; a step counts once."""
+    """Return the seconds that devices spent on new steps; a step counts once."""
     done, total = -1, 0.0
     for line in times.read_text().splitlines():
         words = line.split()
@@ -192,7 +192,7 @@ def _productive(times: Path) -> float:
 
 
 def other_topology(ground: Ground, is_quick: bool) -> Fault:
-    """F12: a run of two processes goes on in one, with two devices and with one."""
+    """F12: a run of two processes is resumed by one, with two devices and with one."""
     fault = Fault(
         "F12", "two processes become one",
         f"with two devices the same bits; with one the same losses to {SAME_LOSS:g} for 20 steps",

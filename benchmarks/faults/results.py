@@ -41,7 +41,7 @@ class Trial:
 
         Args:
             is_so: whether it is so.
-            otherwise: what to tell if it is not.
+            otherwise: message if it is not.
         """
         if not is_so:
             self.problems.append(str(otherwise))
@@ -139,7 +139,7 @@ def save(
         path: the file.
         faults: measured so far.
         where: and with what.
-        seconds: that it took so far; less than the sum, where some run beside others.
+        seconds: so far; less than the sum if some run in parallel.
         earlier: seconds of the command that measured the rows that are kept.
         is_quick: fewer trials than what is published.
     """

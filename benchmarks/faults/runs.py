@@ -19,11 +19,11 @@ from benchmarks.faults.results import FaultError
 from benchmarks.faults.watching import Ended, Started, end
 from benchmarks.peers.client import ROOT
 from xsake.observability import read_metrics
-from xsake.observability.metrics_file import parsed
-from xsake.training.checkpoints import CheckpointStore, Notice
+from xsake.observability.metrics_file import parse_line
+from xsake.training.checkpoints import CheckpointEvent, CheckpointStore
 from xsake.training.config import TrainingConfig
-from xsake.training.data import NewTokenizer, Settings, TokenLoader, build
-from xsake.training.placing import Devices
+from xsake.training.data import BuildSettings, NewTokenizer, TokenLoader, build
+from xsake.training.placing import DeviceSetup
 from xsake.training.processes import BIND, COORDINATOR, LOOPBACK, PROCESS, PROCESSES
 from xsake.training.state import TrainState, digest
 
@@ -36,7 +36,7 @@ STEPS = 60  # of the straight run; most others have 40
 SETTINGS = """\
 [model]
 preset = "tiny"
-compute = "float32"
+compute_dtype = "float32"
 decoder = {{ vocab_size = 320, layers = 2, context = 64 }}
 
 [data]
@@ -51,12 +51,12 @@ total_steps = 200
 
 [checkpoint]
 folder = "unused"
-every = {interval}
-keep = 1000
+save_interval = {interval}
+max_to_keep = 1000
 
 [run]
 steps = 40
-log_every = 0
+log_interval = 0
 """
 
 
@@ -125,7 +125,7 @@ class Ground:
     @functools.cached_property
     def straight(self) -> "Run":
         """What nothing happens to: 60 steps, all of them kept."""
-        run = self.run("straight", f"run.steps={STEPS}", "checkpoint.every=1")
+        run = self.run("straight", f"run.steps={STEPS}", "checkpoint.save_interval=1")
         return self._whole(run, 1, STEPS)
 
     @functools.cached_property
@@ -163,7 +163,7 @@ def prepare(folder: Path, *, is_inside: bool = False) -> Ground:
     words = ["".join(draw.choices("abcdefghijklmnop", k=draw.randint(2, 7))) for _ in range(300)]
     texts = [" ".join(draw.choices(words, k=draw.randint(50, 300))) for _ in range(36)]
     (folder / "texts.txt").write_text("\n<|endoftext|>\n".join(texts), encoding="utf-8")
-    build(NewTokenizer(300), [folder / "texts.txt"], data, Settings(validation=0.0))
+    build(NewTokenizer(300), [folder / "texts.txt"], data, BuildSettings(validation=0.0))
     return ground
 
 
@@ -200,20 +200,20 @@ class Run:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """A line for every step that is told."""
+        """Lines of all logged steps."""
         path = self.folder / "metrics.jsonl"
         return read_metrics(path) if path.exists() else []
 
     @property
     def last_step(self) -> int:
-        """The last step that is told; -1: none."""
+        """Last logged step; -1: none."""
         try:
             with (self.folder / "metrics.jsonl").open("rb") as file:
                 file.seek(max(0, file.seek(0, os.SEEK_END) - 2**14))
                 whole = file.read().rpartition(b"\n")[0]
         except OSError:
             return -1
-        lines = (parsed(line) for line in reversed(whole.splitlines()[1:]))
+        lines = (parse_line(line) for line in reversed(whole.splitlines()[1:]))
         return next((line["step"] for line in lines if line and "step" in line), -1)
 
     @property
@@ -227,7 +227,7 @@ class Run:
             )
         ) as loader:
             return [
-                loader.numbers(line["step"]).tolist() for line in self.metrics if "loss" in line
+                loader.window_ids(line["step"]).tolist() for line in self.metrics if "loss" in line
             ]
 
     def different(self, *settings: str) -> "Run":
@@ -384,15 +384,17 @@ class Run:
             raise FaultError(f"exit code {ended.code}, not {code}\n{ended.text[-1500:]}")
         return ended
 
-    def saved(self, step: int | None = None, *, notices: list[Notice] | None = None) -> Saved:
+    def saved(
+        self, step: int | None = None, *, notices: list[CheckpointEvent] | None = None
+    ) -> Saved:
         """What a checkpoint restores to, by default the newest sound one; changes nothing.
 
         Args:
             step: its number.
-            notices: gets what the store tells.
+            notices: receives the events of the store.
         """
-        told = [] if notices is None else notices
-        store = CheckpointStore(self.saves, is_read_only=True, watch=told.append)
+        events = [] if notices is None else notices
+        store = CheckpointStore(self.saves, is_read_only=True, on_event=events.append)
         found = store.restore(_like(self.ground.settings, self.settings), step)
         store.close()
         return Saved(found.step, digest(found.tree), found.tree)
@@ -402,7 +404,7 @@ class Run:
 def _like(path: Path, settings: tuple[str, ...]) -> TrainState:
     """The state of a run on one device, whatever its mesh is."""
     config = TrainingConfig.read(path, [word for word in settings if not word.startswith("mesh.")])
-    return Devices.of(config).like(config)
+    return DeviceSetup.from_config(config).abstract_state(config)
 
 
 def _program(name: str) -> str:

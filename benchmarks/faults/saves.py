@@ -19,7 +19,7 @@ from benchmarks.faults.watching import is_gone, kill
 from xsake.training.checkpoints import CheckpointStore
 from xsake.training.checkpoints import manifest as manifests
 
-REAL_RUNS = 2  # damaged checkpoints that a real run goes on from, beside those read directly
+REAL_RUNS = 2  # damaged checkpoints that a real run resumes from, besides those read directly
 
 
 def killed_while_saving(ground: Ground, is_quick: bool) -> Fault:
@@ -29,7 +29,9 @@ def killed_while_saving(ground: Ground, is_quick: bool) -> Fault:
         "every restore gives the newest committed step, exactly", timed="restore",
     )  # fmt: skip
     draw, unfinished = random.Random(1), 0
-    run = ground.run("f1", f"run.steps={STEPS}", "checkpoint.every=1", "checkpoint.keep=3")
+    run = ground.run(
+        "f1", f"run.steps={STEPS}", "checkpoint.save_interval=1", "checkpoint.max_to_keep=3"
+    )
     for number in range(3 if is_quick else 20):
         delay, before = draw.uniform(0.0, 0.15), max(run.steps, default=0)
         if before > STEPS - 8:  # it must be killed before its end
@@ -49,7 +51,7 @@ def killed_while_saving(ground: Ground, is_quick: bool) -> Fault:
             trial.require(found.step == newest, f"step {found.step}, newest {newest}")
             is_exact = found.digest == ground.straight.saved(found.step).digest
             trial.require(is_exact, f"step {found.step} has other bits")
-            bad = [str(notice) for notice in notices if notice.kind != "adopted"]
+            bad = [str(notice) for notice in notices if notice.kind != "repaired"]
             trial.require(not bad, bad)
     fault.figures["saves cut in two"] = unfinished
     return fault
@@ -118,8 +120,8 @@ def damaged_files(ground: Ground, is_quick: bool) -> Fault:
             is_sound = name == manifests.NAME and harm == "deleted"
             trial.require(found.step == (20 if is_sound else 19), f"restored {found.step}")
             trial.require(found.digest == expected.get(found.step), "other numbers")
-            told = " ".join(str(notice) for notice in notices)
-            trial.require(is_sound or name in told, f"{name} is not named: {told}")
+            events = " ".join(str(notice) for notice in notices)
+            trial.require(is_sound or name in events, f"{name} is not named: {events}")
     for file, harm in real[: 1 if is_quick else None]:
         name = file.relative_to(source.saves / "20").as_posix()
         with fault.trial(f"a run: {name} {harm}") as trial:
@@ -215,7 +217,7 @@ def _limited_files(run: Run, room: int | None, process: int) -> Iterator[None]:
 
 
 def one_folder_twice(ground: Ground, is_quick: bool) -> Fault:
-    """F16: a second run in the folder of one that lives, and then of one that was killed."""
+    """F16: a second run in the folder of a running one, and then of one that was killed."""
     fault = Fault(
         "F16", "two runs, one folder",
         "the second refuses and names the first; the lock of a dead one is taken over",
@@ -223,7 +225,7 @@ def one_folder_twice(ground: Ground, is_quick: bool) -> Fault:
     )  # fmt: skip
     run = ground.run("f16")
     with run.started(inject={"pace": 0.05}) as first:
-        with fault.trial("the first lives") as trial:
+        with fault.trial("the first is running") as trial:
             first.until(lambda: run.last_step >= 2, "steps")
             # It stands still, so that it cannot end before the second is there.
             kill(first.process.pid, signal.SIGSTOP)
@@ -234,7 +236,7 @@ def one_folder_twice(ground: Ground, is_quick: bool) -> Fault:
         with fault.trial("the first was killed") as trial:
             kill(first.process.pid)
             first.process.wait()
-            trial.require(is_gone(first.process.pid), "it lives")
+            trial.require(is_gone(first.process.pid), "it is still running")
             trial.require((run.folder / "run.lock").exists(), "no lock was left")
             run.train()
             is_exact = run.saved().digest == ground.straight.saved(40).digest
@@ -309,7 +311,7 @@ def _contents(run: Run, only: list[int] | None = None) -> dict[tuple[str, str], 
 
 
 def _finishes(run: Run, trial, ground: Ground, names: str | None = None) -> None:
-    """The run goes on to step 40 and is what the straight run is there."""
+    """Resume the run to step 40 and compare it with the straight run."""
     ended = run.train()
     trial.require(run.saved().digest == ground.straight.saved(40).digest, "the run ends elsewhere")
     trial.require(run.windows == ground.straight.windows[:40], "other batches")
@@ -320,7 +322,7 @@ def _rewritten(run: Run, step: int, **changes) -> None:
     path = run.saves / str(step)
     found = manifests.read(path)
     assert found is not None
-    text = manifests.sealed(found.model_copy(update=changes))
+    text = manifests.seal(found.model_copy(update=changes))
     (path / manifests.NAME).write_text(text)
 
 
@@ -329,7 +331,7 @@ def _resealed(text: str, **changes) -> str:
     document = json.loads(text)
     document.pop("digest")
     document |= changes
-    document["digest"] = manifests._digest_of(manifests._canonical(document))
+    document["digest"] = manifests._hash_text(manifests._canonical(document))
     return json.dumps(document)
 
 

@@ -81,7 +81,7 @@ class Started:
         return ranks_of(self.process.pid)
 
     def all_ranks(self, processes: int, other_than: Mapping[int, int] | None = None):
-        """Wait until so many processes train.
+        """Wait until this many processes train.
 
         Args:
             processes: how many.
@@ -114,7 +114,7 @@ def ranks_of(launcher: int) -> dict[int, int]:
 
 
 def is_gone(pid: int) -> bool:
-    """Whether a process has ended; one that nobody has buried yet counts as ended."""
+    """Return whether a process has ended; a zombie counts as ended."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -139,7 +139,7 @@ def kill(pid: int, number: signal.Signals = signal.SIGKILL) -> float:
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """A launcher takes its processes along when it is asked; nobody else is asked twice."""
+    """Terminate a process; kill its group after 40 s."""
     if process.poll() is not None:
         return
     process.terminate()

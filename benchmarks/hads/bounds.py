@@ -23,11 +23,11 @@ from benchmarks.smollm2 import directory
 from xsake._io import atomic_write
 from xsake._provenance import environment, own_checkout
 from xsake.hads.audit import audit, audited_choice
-from xsake.hads.bounds import BlockBounds, Kind, bounded_choice, dropped_bound
-from xsake.hads.budget import AlwaysOn, row_counts, total_blocks, visible_blocks
-from xsake.hads.choose import Scope, choose
-from xsake.hads.dropped import Promise, reach_of, rounding
-from xsake.hads.selectors import Look, Sampled
+from xsake.hads.bounds import BlockBounds, BoundKind, bounded_choice, dropped_bound
+from xsake.hads.budget import ForcedBlocks, row_counts, total_blocks, visible_blocks
+from xsake.hads.choose import BudgetScope, choose
+from xsake.hads.dropped import BoundScope, key_reach, rounding
+from xsake.hads.selectors import Sampled, ScoringContext
 from xsake.kernels.statistics import block_statistics
 from xsake.model.tokenizer import Tokenizer
 
@@ -36,7 +36,7 @@ LAYERS = (0, 5, 10, 15, 20, 25, 29)
 CONTEXT, BLOCK, BUDGET, EPS = 4096, 64, 0.3, 0.1
 RUNS = (64, 16, 8)
 EVERY = 16
-ALWAYS = AlwaysOn()
+FORCED = ForcedBlocks()
 SELECTOR = Sampled(queries=2, dims=64)
 
 
@@ -94,31 +94,31 @@ def measured(q: np.ndarray, k: np.ndarray) -> Tally:
     """One layer `q [T, Hq, D]`, `k [T, Hk, D]`."""
     q, k = jnp.asarray(q)[None], jnp.asarray(k)[None]
     heads, n = q.shape[2], q.shape[1] // BLOCK
-    total = total_blocks(BUDGET, heads=1, n=n, always=ALWAYS)
-    counts = np.tile(row_counts(total, n, ALWAYS), (heads, 1))
-    masses = SELECTOR.masses(q, k, Look(BLOCK, SCALE))
-    chosen = choose(masses, counts, always=ALWAYS, scope=Scope.ROW)
+    total = total_blocks(BUDGET, heads=1, n=n, forced=FORCED)
+    counts = np.tile(row_counts(total, n, FORCED), (heads, 1))
+    masses = SELECTOR.masses(q, k, ScoringContext(BLOCK, SCALE))
+    chosen = choose(masses, counts, forced=FORCED, scope=BudgetScope.ROW)
     settings = {"block": BLOCK, "scale": SCALE}
     audited = audit(q, k, chosen, **settings)
     drops = np.asarray(audited.odds > -jnp.inf)
     found = Tally([np.asarray(audited.mass)[drops]])
     for run in RUNS:
-        for kind in Kind:
+        for kind in BoundKind:
             bound = dropped_bound(q, k, chosen, run=run, kind=kind, **settings)
             found.bounds[run, kind.value] = [np.asarray(bound)[drops]]
             found.excess[run, kind.value] = [_excess(q, k, run, kind)]
     given, rules = (q, k, chosen, EPS), {"given": chosen}
     for run in RUNS:
         rules[f"bounded, run {run}"] = bounded_choice(*given, run=run, **settings)
-    for promise in Promise:
-        rules[f"audited, {promise}"] = audited_choice(*given, promise=promise, **settings)
+    for promise in BoundScope:
+        rules[f"audited, {promise}"] = audited_choice(*given, scope=promise, **settings)
     for name, grid in rules.items():
         found.blocks[name] = [float(grid.sum()) / (heads * visible_blocks(n))]
         found.worst[name] = [float(audit(q, k, grid, **settings).worst_mass)]
     return found
 
 
-def _excess(q, k, run: int, kind: Kind) -> np.ndarray:
+def _excess(q, k, run: int, kind: BoundKind) -> np.ndarray:
     """Log of each block's bound less that of its weight, rounding allowed; one query in `EVERY`.
 
     A share saturates at 1, and a bound of 1 proves nothing and cannot be broken; this can.
@@ -129,7 +129,7 @@ def _excess(q, k, run: int, kind: Kind) -> np.ndarray:
     exact = block_statistics(asked, k, block_kv=BLOCK, scale=SCALE, q_positions=position).block_lse
     upper = BlockBounds.of(k, run).upper(SCALE * asked, kind)
     upper = jax.nn.logsumexp(upper.reshape(*upper.shape[:3], n, -1), axis=-1) + np.log(run)
-    slack = rounding(SCALE * asked, reach_of(k), block=BLOCK, tokens=tokens)
+    slack = rounding(SCALE * asked, key_reach(k), block=BLOCK, tokens=tokens)
     whole = np.arange(n) < (position // BLOCK)[:, None]  # blocks that the query sees all of
     return np.asarray(upper - exact + slack[..., None])[0].swapaxes(1, 2)[whole].ravel()
 
@@ -141,9 +141,7 @@ def _digits(value) -> float:
 def main() -> None:
     """Measure and write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--documents", type=int, default=4, help="test documents, the first so many"
-    )
+    parser.add_argument("--documents", type=int, default=4, help="maximum number of test documents")
     asked = parser.parse_args()
     tests = [x for x in documents(Tokenizer.load(directory())) if x.split == "test"]
     folder = RESULTS / "hads"

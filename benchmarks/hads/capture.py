@@ -38,7 +38,7 @@ def captured(document: Document) -> tuple[np.ndarray, np.ndarray]:
 
 
 class Replay:
-    """An `Observe` that shows what was captured; gradients are the model's own.
+    """An `ObserveFn` that shows what was captured; gradients are the model's own.
 
     Args:
         documents: that may be asked for, by their first tokens.
@@ -59,9 +59,9 @@ class Replay:
         return jax.tree.map(lambda *x: np.stack(x), *seen)
 
     @functools.cached_property
-    def slopes(self) -> Callable:
-        """See `xsake.hads.effect.Slopes`."""
-        return Observer(load(directory()).model).slopes
+    def grads(self) -> Callable:
+        """See `xsake.hads.effect.GradsFn`."""
+        return Observer(load(directory()).model).grads
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -78,15 +78,15 @@ def main() -> None:
     """Read what has not been read yet."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--context", type=int, default=LONGEST)
-    parser.add_argument("--tests", type=int, default=24, help="test documents, the first so many")
+    parser.add_argument("--tests", type=int, default=24, help="maximum number of test documents")
     asked = parser.parse_args()
     folder = directory()
     corpus = documents(Tokenizer.load(folder))
     observer = Observer(load(folder).model)
     keep = lambda q, k, v, call: (q[0], k[0])
     CACHE.mkdir(parents=True, exist_ok=True)
-    wanted = corpus[: len(corpus) - 24 + asked.tests]
-    for number, document in enumerate(wanted, start=1):
+    documents_to_run = corpus[: len(corpus) - 24 + asked.tests]
+    for number, document in enumerate(documents_to_run, start=1):
         paths = _paths(document)
         if all(path.exists() for path in paths) and captured(document)[1].shape[1] >= asked.context:
             continue
@@ -97,7 +97,7 @@ def main() -> None:
             np.save(unfinished, np.asarray(array))
             unfinished.replace(path)
         seconds = time.monotonic() - begin
-        print(f"{number} of {len(wanted)}: {document.name}: {seconds:.0f} s", flush=True)
+        print(f"{number} of {len(documents_to_run)}: {document.name}: {seconds:.0f} s", flush=True)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ python -m benchmarks.hads.end_to_end --context 8192 --block 128 --tests 4 --no-f
     --rules 'hads, by effect;sliding_window;a_shape;flexprefill'
 
 Every layer sees what the sparse layers before it left: errors propagate. Answers are kept, so that
-a run that is stopped goes on; rows go to results/hads/end_to_end_<context>_<block>.jsonl.
+an interrupted run resumes; rows go to results/hads/end_to_end_<context>_<block>.jsonl.
 """
 
 import argparse
@@ -13,8 +13,8 @@ import dataclasses
 import json
 from pathlib import Path
 
-from benchmarks.hads.beside import Asked, Beside, of_copies, of_windows, questions
 from benchmarks.hads.capture import CACHE
+from benchmarks.hads.compare import Asked, ModelComparison, of_copies, of_windows, questions
 from benchmarks.hads.corpus import documents
 from benchmarks.hads.ladder import ENTRIES, RESULTS, Ladder
 from benchmarks.hads.ladder import Entry as Rung
@@ -23,10 +23,10 @@ from benchmarks.smollm2 import directory
 from xsake._io import atomic_write
 from xsake._provenance import environment, own_checkout
 from xsake.cli.calibrate import COPIED_DOCUMENTS, EFFECT_DOCUMENTS
-from xsake.evaluation.journal import Entry, Journal
+from xsake.evaluation.journal import CachedResult, ResultCache
 from xsake.evaluation.trial import Trial
-from xsake.hads.attend import Planned
-from xsake.hads.making import make_plan, policy_named
+from xsake.hads.attend import PlanAttention
+from xsake.hads.making import make_plan, make_policy
 from xsake.hads.rules import RULES
 from xsake.hads.selectors import Sampled
 from xsake.model import Decoder
@@ -43,8 +43,8 @@ SKIPPED = ("oracle_rows", "entropy_original_literal", "xattention_8_top_k", "xat
            "xattention_16_top_k", "xattention_16_top_p")  # fmt: skip
 
 
-class Course(Beside):
-    """The model with every rule, beside itself with dense attention.
+class Course(ModelComparison):
+    """The model with every rule, compared with dense attention.
 
     Args:
         ladder: prepared: its rules have watched the calibration documents.
@@ -56,14 +56,14 @@ class Course(Beside):
         self.ladder = ladder
         self.plans = {entry.name: self._plan(entry) for entry in OURS}
         for name, plan in self.plans.items():
-            self.add(name, Planned(plan))
+            self.add(name, PlanAttention(plan))
         layers = model.config.layers
         for name, rule in ladder.rules.items():
             self.add_rule(name, Ruled(rule, EFFECTIVE, block=ladder.block, layers=layers))
 
     def _plan(self, entry: Rung):
         """Our plan: its blocks and its selector together cost what is asked."""
-        profile, policy = self.ladder.profile, policy_named(entry.policy)
+        profile, policy = self.ladder.profile, make_policy(entry.policy)
         cost = make_plan(profile, policy, EFFECTIVE, Sampled()).selector.cost
         return make_plan(profile, policy, EFFECTIVE - cost, Sampled())
 
@@ -73,7 +73,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--context", type=int, default=4096)
     parser.add_argument("--block", type=int, default=64)
-    parser.add_argument("--tests", type=int, default=12, help="test documents, the first so many")
+    parser.add_argument("--tests", type=int, default=12, help="maximum number of test documents")
     parser.add_argument("--far-copy", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--rules", help="names with semicolons; default: all but variants")
     parser.add_argument("--effects", type=int, default=EFFECT_DOCUMENTS, help="documents")
@@ -90,8 +90,8 @@ def main() -> None:
     ladder.prepare()
     course = Course(ladder, load(folder).model)
     trials = questions(corpus, asked.context, asked.tests, has_copies=asked.far_copy)
-    journal = Journal(CACHE / "end_to_end.jsonl")
-    answers: dict[str, list[tuple[Asked, Entry]]] = {}
+    journal = ResultCache(CACHE / "end_to_end.jsonl")
+    answers: dict[str, list[tuple[Asked, CachedResult]]] = {}
     plan_file = RESULTS / "hads" / f"plan_{asked.context}_{asked.block}.json"
     atomic_write(plan_file, course.plans[BEST].to_json())
     for group in groups:
@@ -102,7 +102,7 @@ def main() -> None:
             _write(ladder, answers)
 
 
-def _answered(course: Course, side: str, trial: Trial, journal: Journal) -> Entry:
+def _answered(course: Course, side: str, trial: Trial, journal: ResultCache) -> CachedResult:
     rules = course.ladder
     # A plan's file has a date; what it chooses does not.
     plan = course.plans[side].model_dump(mode="json") if side in course.plans else {}
@@ -112,7 +112,7 @@ def _answered(course: Course, side: str, trial: Trial, journal: Journal) -> Entr
 
 
 def _write(ladder: Ladder, answers: dict[str, list]) -> None:
-    """The rows of these rules, beside those that earlier runs left of others."""
+    """Return the rows of these rules, and earlier rows of others."""
     here = environment(own_checkout())
     path = RESULTS / "hads" / f"end_to_end_{ladder.context}_{ladder.block}.jsonl"
     rows = []

@@ -23,11 +23,11 @@ from benchmarks.hads.explored import WHOLE, Choices, Packed
 from benchmarks.smollm2 import directory
 from xsake._io import atomic_write
 from xsake._provenance import environment, own_checkout
-from xsake.hads.budget import AlwaysOn
-from xsake.hads.calibrate import COPIED, Reading, document_of, with_copy
-from xsake.hads.fit import corrected
-from xsake.hads.making import policy_named
-from xsake.hads.measure import watch_masses
+from xsake.hads.budget import ForcedBlocks
+from xsake.hads.calibrate import COPY_DIVISOR, CalibrationDocument, append_copy, document_masses
+from xsake.hads.fit import correct_estimates
+from xsake.hads.making import make_policy
+from xsake.hads.measure import make_mass_hook
 from xsake.hads.profile import Profile
 from xsake.hads.selectors import Sampled
 from xsake.hads.shelf import DocumentMasses
@@ -64,27 +64,34 @@ def main() -> None:
     folder = directory()
     tokenizer = Tokenizer.load(folder)
     document = next(x for x in documents(tokenizer) if x.split == "test")
-    reading = Reading(f"{document.kind}: {document.name}", document.tokens[: profile.context])
+    reading = CalibrationDocument(
+        f"{document.kind}: {document.name}", document.tokens[: profile.context]
+    )
     observer = Observer(load(folder).model)
-    look = watch_masses(profile.block, {"sampled": Sampled()}, profile.components)
+    look = make_mass_hook(profile.block, {"sampled": Sampled()}, profile.components)
     plain, copied = (
         _seen(observer(jnp.asarray(each.tokens)[None], look), profile)
-        for each in (reading, with_copy(reading))
+        for each in (reading, append_copy(reading))
     )
-    passage = tokenizer.decode(reading.tokens[: profile.context // COPIED].tolist())
+    passage = tokenizer.decode(reading.tokens[: profile.context // COPY_DIVISOR].tolist())
     write(RESULTS / f"explore_{profile.context}_{profile.block}", profile, reading, plain, copied,
           passage)  # fmt: skip
 
 
 def _seen(found, profile: Profile) -> Seen:
-    masses = document_of(found, 0)
+    masses = document_masses(found, 0)
     weights = profile.selector_weights["sampled"].reshape(profile.model.heads, -1)
-    order = corrected(masses.estimates["sampled"], weights)
-    return Seen(masses, Packed.of(masses.true, order, profile.always))
+    order = correct_estimates(masses.estimates["sampled"], weights)
+    return Seen(masses, Packed.of(masses.true, order, profile.forced))
 
 
 def write(
-    folder: Path, profile: Profile, reading: Reading, plain: Seen, copied: Seen, passage: str
+    folder: Path,
+    profile: Profile,
+    reading: CalibrationDocument,
+    plain: Seen,
+    copied: Seen,
+    passage: str,
 ) -> None:
     """All files of the folder.
 
@@ -108,25 +115,25 @@ def write(
     best = np.argsort(-(carried[1] - carried[0]), kind="stable")[:CARRIERS]
     part = Packed(copied.packed.codes[best], copied.packed.places[best])
     atomic_write(folder / "copy.bin.gz", part.to_bytes())
-    choices = Choices(plain.packed, profile.always)
+    choices = Choices(plain.packed, profile.forced)
     text = {
         **_origin(profile, reading),
         "entropy": _rounded(plain.masses.entropy.reshape(layers, heads)),
         "whole": whole_model(choices, totals),
         "reference": reference(choices, totals),
         "copy": {
-            "tokens": profile.context // COPIED,
+            "tokens": profile.context // COPY_DIVISOR,
             "passage": " ".join(passage.split())[:600],
             "without": _rounded(carried[0].reshape(layers, heads)),
             "with": _rounded(carried[1].reshape(layers, heads)),
             "heads": best.tolist(),
         },
-        "largest_error": float(_largest_error(plain, profile.always)),
+        "largest_error": float(_largest_error(plain, profile.forced)),
     }
     atomic_write(folder / "explore.json", json.dumps(text, ensure_ascii=False) + "\n")
 
 
-def _origin(profile: Profile, reading: Reading) -> dict[str, Any]:
+def _origin(profile: Profile, reading: CalibrationDocument) -> dict[str, Any]:
     return {
         "schema_version": 1,
         "model": profile.model.model_dump(),
@@ -136,7 +143,7 @@ def _origin(profile: Profile, reading: Reading) -> dict[str, Any]:
         "context": profile.context,
         "block": profile.block,
         "n": profile.n,
-        "always": {"sinks": profile.always.sinks, "locals": profile.always.locals},
+        "always": {"sinks": profile.forced.num_sink, "locals": profile.forced.num_local},
         "selector": "sampled",
         "policies": list(POLICIES),
         "percents": list(PERCENTS),
@@ -164,7 +171,7 @@ def spent(profile: Profile) -> Int[np.ndarray, "policies budgets X"]:
 
 def _policy(name: str):
     needs_curve = name in ("effect", "kl", "mass")
-    return policy_named(name, **({"curve": "sampled"} if needs_curve else {}))
+    return make_policy(name, **({"curve": "sampled"} if needs_curve else {}))
 
 
 def _shrunk(totals: Int[np.ndarray, "policies budgets X"]) -> bytes:
@@ -182,7 +189,7 @@ def carry(
     next one; the first row is left out because its block holds the sink.
     """
     n = plain.shape[-1]
-    first = n - n // COPIED
+    first = n - n // COPY_DIVISOR
     rows = np.arange(first + 1, n)
     both = [masses[:, rows, rows - first] + masses[:, rows, rows - first + 1] for masses in
             (plain, copied)]  # fmt: skip
@@ -222,7 +229,7 @@ def reference(
     return rows
 
 
-def _largest_error(seen: Seen, always: AlwaysOn) -> float:
+def _largest_error(seen: Seen, forced: ForcedBlocks) -> float:
     """Between masses and what is written of them."""
     codes, _ = seen.packed.unpacked()
     shares = seen.masses.true / seen.masses.true.sum(-1, keepdims=True)

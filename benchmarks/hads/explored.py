@@ -12,7 +12,7 @@ import gzip
 import numpy as np
 from jaxtyping import Float, Int, UInt
 
-from xsake.hads.budget import AlwaysOn, row_counts_of_heads, row_places
+from xsake.hads.budget import ForcedBlocks, head_row_counts, row_ranks
 
 WHOLE = 2**16 - 1  # the code of a mass of 1
 
@@ -34,19 +34,19 @@ class Packed:
         cls,
         true: Float[np.ndarray, "X n n"],
         order: Float[np.ndarray, "X n n"],
-        always: AlwaysOn,
+        forced: ForcedBlocks,
     ) -> "Packed":
         """What is packed of heads.
 
         Args:
             true: masses of blocks, rows of which add up to 1.
             order: what a selector thinks they weigh.
-            always: blocks that come first.
+            forced: blocks that come first.
         """
         rows, columns = np.tril_indices(true.shape[-1])
         shares = true.astype(np.float64) / true.sum(-1, keepdims=True, dtype=np.float64)
         codes = np.rint(WHOLE * shares).astype(np.uint16)
-        places = row_places(order, always).astype(np.uint8)
+        places = row_ranks(order, forced).astype(np.uint8)
         return cls(codes[:, rows, columns], places[:, rows, columns])
 
     @property
@@ -79,7 +79,7 @@ class Packed:
 
 @dataclasses.dataclass(frozen=True)
 class Kept:
-    """What heads keep when they compute so many blocks.
+    """Kept mass of heads at given numbers of blocks.
 
     Args:
         kl: mean over rows of -log(kept mass), nats.
@@ -97,20 +97,20 @@ class Choices:
 
     Args:
         packed: the heads.
-        always: as they were packed.
+        forced: as they were packed.
     """
 
-    def __init__(self, packed: Packed, always: AlwaysOn):
+    def __init__(self, packed: Packed, forced: ForcedBlocks):
         codes, places = packed.unpacked()
-        self.n, self.always = packed.n, always
+        self.n, self.forced = packed.n, forced
         self._kept = _running_sums(codes, places, self.n)
-        heaviest = row_places(codes, AlwaysOn(0, 0))
+        heaviest = row_ranks(codes, ForcedBlocks(0, 0))
         later = np.maximum(places, np.where(np.tri(self.n, dtype=bool), heaviest, self.n))
         self._agreed = _running_sums(np.ones_like(codes), later, self.n)
 
     def kept(self, totals: Int[np.ndarray, " X"]) -> Kept:
         """What is kept with `totals` blocks of each head, spread over rows as plans do."""
-        counts = row_counts_of_heads(totals, self.n, self.always)
+        counts = head_row_counts(totals, self.n, self.forced)
         asked = counts[..., None].astype(np.int64)
         kept = np.take_along_axis(self._kept, asked, -1)[..., 0] / self._kept[..., -1]
         agreed = np.take_along_axis(self._agreed, asked, -1)[..., 0]

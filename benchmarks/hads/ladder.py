@@ -5,7 +5,7 @@ python -m benchmarks.hads.ladder --context 8192 --block 32 --tests 8
 
 Inputs of every layer are those of the dense model: the error of attention alone. Rows go to
 results/hads/ladder_<context>_<block>.jsonl, one per (rule, budget), means over the test documents;
-a run that is stopped goes on at the document where it stopped.
+an interrupted run resumes at its last document.
 """
 
 import argparse
@@ -27,33 +27,33 @@ from benchmarks.smollm2 import directory
 from xsake._io import atomic_write
 from xsake._provenance import environment, own_checkout
 from xsake.cli.calibrate import COPIED_DOCUMENTS, EFFECT_DOCUMENTS
-from xsake.hads.attend import Planned
+from xsake.hads.attend import PlanAttention
 from xsake.hads.budget import (
-    AlwaysOn,
-    row_counts_of_heads,
-    row_places,
-    shared_out,
+    ForcedBlocks,
+    apportion,
+    head_row_counts,
+    row_ranks,
     take_pool,
     visible_blocks,
 )
 from xsake.hads.budget import total_blocks as blocks_for
-from xsake.hads.calibrate import Reading, Settings, calibrate
-from xsake.hads.choose import Scope as Spread
+from xsake.hads.calibrate import CalibrationDocument, CalibrationSettings, calibrate
+from xsake.hads.choose import BudgetScope as Spread
 from xsake.hads.choose import choose
-from xsake.hads.making import make_plan, policy_named
+from xsake.hads.making import make_plan, make_policy
 from xsake.hads.plan import SparsityPlan
 from xsake.hads.profile import CalibratedModel, Profile
-from xsake.hads.rules import RULES, Rule, Scene, Scope
-from xsake.hads.rules.rule import LearnsNothing
+from xsake.hads.rules import RULES, LayerSample, RuleScope, SelectionRule
+from xsake.hads.rules.rule import Uncalibrated
 from xsake.hads.selectors import Antidiagonal, Cumulant, Pooled, Sampled, Selector
-from xsake.hads.shelf import Shelf
+from xsake.hads.shelf import MassCache
 from xsake.masks import Causal
 from xsake.model import LayerCall
 from xsake.model.tokenizer import Tokenizer
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 BUDGETS = (0.05, 0.075, 0.092, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5)
-ALWAYS = AlwaysOn()
+FORCED = ForcedBlocks()
 SELECTORS = (Sampled(), Cumulant(), Antidiagonal(), Pooled())
 
 
@@ -100,8 +100,8 @@ class Ladder:
         entries: ours; only their selectors are calibrated.
         budgets: shares of the blocks; those that do not buy what is always on are left out.
         selectors: one of each name.
-        effects: documents that tell what heads do to predictions.
-        copies: so many of those end with a copy of their beginning.
+        effects: number of documents for effects on predictions.
+        copies: number of those that end with a copy of their beginning.
     """
 
     def __init__(
@@ -122,13 +122,13 @@ class Ladder:
         self.entries, self.effects, self.copies = entries, effects, copies
         named = {entry.selector or "sampled" for entry in entries}
         self.selectors = tuple(x for x in selectors if x.name in named)
-        least = ALWAYS.total(self.n) / visible_blocks(self.n)
+        least = FORCED.total(self.n) / visible_blocks(self.n)
         self.budgets = [budget for budget in budgets if budget > least]
 
     def prepare(self) -> None:
         """Calibrate our policies and the rules that learn."""
         self.profile = self._profiled()
-        learners = [rule for rule in self.rules.values() if not isinstance(rule, LearnsNothing)]
+        learners = [rule for rule in self.rules.values() if not isinstance(rule, Uncalibrated)]
         for document in self.calibration if learners else ():
             begin = time.monotonic()
             self._watch(document)
@@ -142,7 +142,7 @@ class Ladder:
         }
         spreads = {entry.name: entry.spread for entry in self.entries}
         self.planned = {
-            key: Planned(plan, scope=spreads[key[0]] or Spread.LAYER)
+            key: PlanAttention(plan, scope=spreads[key[0]] or Spread.LAYER)
             for key, plan in self.plans.items()
         }
         self._masses = {s.name: self._masses_of(s.name) for s in self.selectors}
@@ -155,22 +155,22 @@ class Ladder:
         return jax.jit(lambda q, k, layer: planned.masses(q, k, look(layer)))
 
     def _profiled(self) -> Profile:
-        readings = [Reading(d.name, d.tokens[: self.context]) for d in self.calibration]
+        readings = [CalibrationDocument(d.name, d.tokens[: self.context]) for d in self.calibration]
         q, k = captured(self.calibration[0])
         model = CalibratedModel(
             name="smollm2-135m-instruct", digest="captured", layers=len(q),
             q_heads=q.shape[2], kv_heads=k.shape[2], head_dim=k.shape[3],
         )  # fmt: skip
         asks = any(entry.policy == "effect" for entry in self.entries)
-        settings = Settings(self.block, ALWAYS, self.selectors)
+        settings = CalibrationSettings(self.block, FORCED, self.selectors)
         if asks:
             settings = dataclasses.replace(
                 settings, effect_documents=self.effects, copied_documents=self.copies
             )
         return calibrate(
             Replay(self.calibration, self.context), model, readings, settings,
-            shelf=Shelf(CACHE / "masses"),
-            watch=lambda p: print(f"calibrated {p.done} of {p.total}", flush=True),
+            cache=MassCache(CACHE / "masses"),
+            on_progress=lambda p: print(f"calibrated {p.done} of {p.total}", flush=True),
         )  # fmt: skip
 
     def _scenes(self, document: Document, masses: Masses):
@@ -178,7 +178,7 @@ class Ladder:
         heads = q.shape[2]
         for layer in range(len(q)):
             own = slice(layer * heads, (layer + 1) * heads)
-            yield Scene(
+            yield LayerSample(
                 np.asarray(q[layer, : self.context]), np.asarray(k[layer, : self.context]),
                 SCALE, self.block, layer, 0, masses.by_row[own], masses.entropy[own],
             )  # fmt: skip
@@ -187,11 +187,11 @@ class Ladder:
         masses = Masses(*captured(document), tokens=self.context, block=self.block)
         for scene in self._scenes(document, masses):
             for rule in self.rules.values():
-                rule.watch(scene)
+                rule.observe(scene)
 
     def _plan(self, entry: Entry, budget: float) -> SparsityPlan:
         made = next(x for x in self.selectors if x.name == (entry.selector or "sampled"))
-        return make_plan(self.profile, policy_named(entry.policy), budget, made)
+        return make_plan(self.profile, make_policy(entry.policy), budget, made)
 
     def cost(self, name: str) -> float:
         """Flops of choosing as a share of dense attention's."""
@@ -231,12 +231,12 @@ class Ladder:
             found.setdefault(name, {})[budget] = loss
         return found
 
-    def _estimates(self, scene: Scene) -> dict[str, jax.Array]:
+    def _estimates(self, scene: LayerSample) -> dict[str, jax.Array]:
         """What our selectors think of one layer's blocks; the same at every budget."""
         q, k = jnp.asarray(scene.q)[None], jnp.asarray(scene.k)[None]
         return {name: masses(q, k, scene.layer) for name, masses in self._masses.items()}
 
-    def _chosen(self, scene: Scene, estimates: dict[str, list]):
+    def _chosen(self, scene: LayerSample, estimates: dict[str, list]):
         """What our plans choose in one layer, by the code that the model runs."""
         call = LayerCall(layer=scene.layer, mask=Causal(), scale=SCALE)
         q, k = jnp.asarray(scene.q)[None], jnp.asarray(scene.k)[None]
@@ -263,29 +263,29 @@ class Ladder:
                     keys, np.asarray(_choices(masses, counts, Spread.LAYER)), strict=True
                 )
 
-    def _taken(self, rule: Rule, priority: np.ndarray) -> Iterator[np.ndarray]:
+    def _taken(self, rule: SelectionRule, priority: np.ndarray) -> Iterator[np.ndarray]:
         """For each budget exactly as many blocks as it buys, in the rule's order."""
         heads, n = len(priority), self.n
-        none = AlwaysOn(0, 0)  # a ranking forces its own blocks
-        totals = [blocks_for(budget, heads=heads, n=n, always=ALWAYS) for budget in self.budgets]
-        if rule.scope is Scope.MODEL:
+        none = ForcedBlocks(0, 0)  # a ranking forces its own blocks
+        totals = [blocks_for(budget, heads=heads, n=n, forced=FORCED) for budget in self.budgets]
+        if rule.scope is RuleScope.MODEL:
             yield from (take_pool(priority, total, none) for total in totals)
             return
         weights = np.ones(heads)
-        if rule.scope is Scope.HEADS:
+        if rule.scope is RuleScope.HEADS:
             layers = heads // self.profile.model.q_heads
             weights = np.concatenate([rule.shares(layer) for layer in range(layers)])
-        least, most = np.full(heads, ALWAYS.total(n)), np.full(heads, visible_blocks(n))
-        places = row_places(priority, none)
+        least, most = np.full(heads, FORCED.total(n)), np.full(heads, visible_blocks(n))
+        places = row_ranks(priority, none)
         for total in totals:
-            of_heads = shared_out(weights, total, least, most)
-            yield places < row_counts_of_heads(of_heads[None], n, ALWAYS)[0][..., None]
+            of_heads = apportion(weights, total, least, most)
+            yield places < head_row_counts(of_heads[None], n, FORCED)[0][..., None]
 
 
 @functools.partial(jax.jit, static_argnames="spread")
 def _choices(masses, counts, spread: Spread):
     """`choose` at several budgets: `[budgets, Hq, Nq, Nk]`."""
-    return jax.vmap(lambda own: choose(masses, own, always=ALWAYS, scope=spread)[0])(counts)
+    return jax.vmap(lambda own: choose(masses, own, forced=FORCED, scope=spread)[0])(counts)
 
 
 def main() -> None:
@@ -293,7 +293,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--context", type=int, default=4096)
     parser.add_argument("--block", type=int, default=64)
-    parser.add_argument("--tests", type=int, default=24, help="test documents, the first so many")
+    parser.add_argument("--tests", type=int, default=24, help="maximum number of test documents")
     parser.add_argument("--rules", help="names of published rules, with commas; default: all")
     parser.add_argument("--entries", help="names of ours, with semicolons; default: all")
     parser.add_argument("--budgets", help="shares of the blocks, with commas; default: ten of them")
@@ -318,9 +318,9 @@ def main() -> None:
         begin = time.monotonic()
         found.append(ladder.losses(document))
         name, budget = entries[0].name, ladder.budgets[-1]
-        told = f"{name} at {budget:.0%} KL {found[-1][name][budget].kl:.4f}"
+        text = f"{name} at {budget:.0%} KL {found[-1][name][budget].kl:.4f}"
         taken = time.monotonic() - begin
-        print(f"{number} of {len(tests)}: {document.name}: {told}, {taken:.0f} s", flush=True)
+        print(f"{number} of {len(tests)}: {document.name}: {text}, {taken:.0f} s", flush=True)
         path = folder / f"ladder_{asked.context}_{asked.block}{suffix}.jsonl"
         _write(ladder, tests[:number], found, path)
 

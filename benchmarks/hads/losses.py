@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float
 from benchmarks.hads.capture import SCALE
 from xsake.kernels.statistics import block_statistics
 
-SAMPLE = 8  # one query in so many is asked for the 95th percentile
+SAMPLE = 8  # every 8th query counts for the 95th percentile
 LEAST_MASS = 1e-7
 
 

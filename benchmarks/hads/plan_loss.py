@@ -15,15 +15,15 @@ import json
 from pathlib import Path
 
 from benchmarks.experiment import RESULTS
-from benchmarks.hads.beside import Beside, of_windows, questions
 from benchmarks.hads.capture import CACHE
+from benchmarks.hads.compare import ModelComparison, of_windows, questions
 from benchmarks.hads.corpus import COUNTS, documents
 from benchmarks.hads.ruled import Ruled
 from benchmarks.smollm2 import directory
 from xsake._io import atomic_write
 from xsake._provenance import environment, own_checkout
-from xsake.evaluation.journal import Journal
-from xsake.hads import Planned, SparsityPlan
+from xsake.evaluation.journal import ResultCache
+from xsake.hads import PlanAttention, SparsityPlan
 from xsake.hads.rules import RULES
 from xsake.model.huggingface import load
 from xsake.model.tokenizer import Tokenizer
@@ -49,11 +49,11 @@ def main() -> None:
     given = parser.parse_args()
     folder = directory()
     model = load(folder).model
-    side = Beside(model)
+    side = ModelComparison(model)
     plans = {x: SparsityPlan.load(RESULTS / "hads" / f"{x}.json") for x in given.plans.split(",")}
     candidates = {}
     for name, plan in plans.items():
-        side.add(name, Planned(plan))
+        side.add(name, PlanAttention(plan))
         chosen = plan.model_dump(mode="json")  # without the date of its file
         chosen = [chosen[part] for part in ("heads", "scope", "components", "selector")]
         candidates[name] = [name, "plan", _effective(plan), chosen]
@@ -68,7 +68,7 @@ def main() -> None:
         documents(Tokenizer.load(folder)), given.context, given.documents,
         has_copies=False, split=given.split,
     )  # fmt: skip
-    journal, answers = Journal(CACHE / "plan_loss.jsonl"), {}
+    journal, answers = ResultCache(CACHE / "plan_loss.jsonl"), {}
     for question in trials:
         for label, known in candidates.items():
             entry = side.answer(label, question.trial, known, journal)

@@ -9,22 +9,22 @@ import numpy as np
 from benchmarks.hads.losses import measured_rows
 from xsake.attention import BlockSparseAttention
 from xsake.hads.budget import (
-    AlwaysOn,
-    row_counts_of_heads,
-    shared_out,
+    ForcedBlocks,
+    apportion,
+    head_row_counts,
     take_pool,
     take_rows,
     total_blocks,
     visible_blocks,
 )
-from xsake.hads.rules import Rule, Scene, Scope
+from xsake.hads.rules import LayerSample, RuleScope, SelectionRule
 from xsake.layout import BlockLayout
 from xsake.layout.grid import blocks_of
 from xsake.masks import Causal
 from xsake.model import LayerCall
 
-ALWAYS = AlwaysOn()
-NONE = AlwaysOn(0, 0)  # a ranking forces its own blocks
+FORCED = ForcedBlocks()
+NONE = ForcedBlocks(0, 0)  # a ranking forces its own blocks
 
 
 class Ruled:
@@ -42,7 +42,7 @@ class Ruled:
 
     needs_layer_number = True
 
-    def __init__(self, rule: Rule, effective: float, *, block: int, layers: int):
+    def __init__(self, rule: SelectionRule, effective: float, *, block: int, layers: int):
         self.rule, self.effective, self.block, self.layers = rule, effective, block, layers
         self._compiled = functools.cache(_attention)
 
@@ -60,30 +60,30 @@ class Ruled:
         masses = None
         if self.rule.name.startswith("oracle"):
             masses = np.asarray(measured_rows(q, k, block=self.block))
-        scene = Scene(
+        scene = LayerSample(
             np.asarray(q[0]), np.asarray(k[0]), call.scale, self.block, int(call.layer), 0, masses
         )
         priority = self.rule.rank(scene).priority
         n = priority.shape[-1]
         totals = self._totals(q)[int(call.layer)]
-        if self.rule.scope is Scope.MODEL:
+        if self.rule.scope is RuleScope.MODEL:
             return take_pool(priority, int(totals.sum()), NONE)
-        return take_rows(priority, row_counts_of_heads(totals[None], n, ALWAYS)[0], NONE)
+        return take_rows(priority, head_row_counts(totals[None], n, FORCED)[0], NONE)
 
     def _totals(self, q) -> np.ndarray:
         """Blocks of every head of every layer."""
         _, tokens, q_heads, head_dim = q.shape
         heads, n = q_heads * self.layers, blocks_of(tokens, self.block)
-        total = total_blocks(self.budget(tokens, head_dim), heads=heads, n=n, always=ALWAYS)
+        total = total_blocks(self.budget(tokens, head_dim), heads=heads, n=n, forced=FORCED)
         weights = np.ones(heads)
-        if self.rule.scope is Scope.HEADS:
+        if self.rule.scope is RuleScope.HEADS:
             weights = np.concatenate([self.rule.shares(layer) for layer in range(self.layers)])
-        least, most = np.full(heads, ALWAYS.total(n)), np.full(heads, visible_blocks(n))
-        return shared_out(weights, total, least, most).reshape(self.layers, q_heads)
+        minimum, maximum = np.full(heads, FORCED.total(n)), np.full(heads, visible_blocks(n))
+        return apportion(weights, total, minimum, maximum).reshape(self.layers, q_heads)
 
 
-def _attention(scale: float, block: int, most: int):
-    """Compiled attention over chosen blocks, at most so many."""
+def _attention(scale: float, block: int, capacity: int):
+    """Compiled attention over chosen blocks, at most `capacity`."""
     operator = BlockSparseAttention(scale=scale)
 
     @jax.jit
@@ -91,7 +91,7 @@ def _attention(scale: float, block: int, most: int):
         tokens = q.shape[1]
         layout = BlockLayout.from_block_mask(
             jnp.asarray(chosen)[None], q_tokens=tokens, kv_tokens=tokens, block_q=block,
-            block_kv=block, mask=Causal(), capacity=most,
+            block_kv=block, mask=Causal(), capacity=capacity,
         )  # fmt: skip
         return operator(q, k, v, mask=Causal(), layout=layout).out
 

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 from benchmarks.experiment import RESULTS, Outcome, Settings, command, plain_row
 from benchmarks.hads.corpus import documents
 from benchmarks.smollm2 import directory
-from xsake.bench import Claim, Ratio, Shape, Side, Spread, interleave, judge, pair_ratio
-from xsake.bench.rows import Timing
-from xsake.hads import Planned, SparsityPlan
+from xsake.bench import Claim, Ratio, Shape, Spread, TimedSide, check_limit, interleave, pair_ratio
+from xsake.bench.rows import TimingStats
+from xsake.hads import PlanAttention, SparsityPlan
 from xsake.masks import Causal
-from xsake.model import Attend, Dense, LayerCall
+from xsake.model import AttentionFn, DenseAttention, LayerCall
 from xsake.model.huggingface import load
 from xsake.model.observer import Observer
 from xsake.model.tokenizer import Tokenizer
@@ -35,10 +35,10 @@ def measure(settings: Settings) -> Outcome:
     text = next(x for x in documents(Tokenizer.load(folder)) if x.split == "test")
     keep = lambda q, k, v, call: (q, k, v)
     seen = Observer(load(folder).model)(jnp.asarray(text.tokens[None, :tokens]), keep)
-    attends: dict[str, Attend] = {DENSE: Dense()}
-    attends |= {name: Planned(plan) for name, plan in plans.items()}
+    attends: dict[str, AttentionFn] = {DENSE: DenseAttention()}
+    attends |= {name: PlanAttention(plan) for name, plan in plans.items()}
     runs = {name: _attention_of_all(attend, seen) for name, attend in attends.items()}
-    sides = [Side(name, run) for name, run in runs.items()]
+    sides = [TimedSide(name, run) for name, run in runs.items()]
     times = interleave(sides, rounds=settings.rounds, warmup=1)
     q, k = seen[0], seen[1]
     shape = Shape(q_tokens=tokens, kv_tokens=tokens, q_heads=q.shape[3], kv_heads=k.shape[3],
@@ -51,19 +51,19 @@ def measure(settings: Settings) -> Outcome:
             ratios = (Ratio(baseline=DENSE, **vars(ratio)),)
             topic = f"attention of {len(q)} layers, {tokens} tokens, {name}: {plan.policy.name}"
             promise = f"<= {LIMIT:.2f}x of dense XSAKE's time"
-            claims.append(Claim(topic, promise, ratio.describe(), judge(ratio, LIMIT)))
+            claims.append(Claim(topic, promise, ratio.describe(), check_limit(ratio, LIMIT)))
         rows.append(plain_row(
             "attention by a plan", run, shape, settings, side=name,
             implementation=f"{type(attends[name]).__name__}, {len(q)} layers", mask="causal",
             layout="causal" if plan is None else plan.summary,
             budget=1.0 if plan is None else plan.budget,
             block_q=plan and plan.block, block_kv=plan and plan.block, repeats=settings.rounds,
-            seconds=Timing(**vars(Spread.of(times[name]))), ratios=ratios,
+            seconds=TimingStats(**vars(Spread.of(times[name]))), ratios=ratios,
         ))  # fmt: skip
     return rows, claims
 
 
-def _attention_of_all(attend: Attend, seen):
+def _attention_of_all(attend: AttentionFn, seen):
     """A function that runs every layer's attention once and returns the seconds."""
 
     @jax.jit

@@ -39,18 +39,18 @@ class Page:
         self._number += 1
         self._line.send(json.dumps({"id": self._number, "method": method, "params": given}))
         while True:
-            told = json.loads(self._line.recv(timeout=120))
-            self._note(told)
-            if told.get("id") == self._number:
-                assert "error" not in told, told
-                return told["result"]
+            message = json.loads(self._line.recv(timeout=120))
+            self._note(message)
+            if message.get("id") == self._number:
+                assert "error" not in message, message
+                return message["result"]
 
-    def _note(self, told: Any) -> None:
-        match told.get("method"):
+    def _note(self, message: Any) -> None:
+        match message.get("method"):
             case "Runtime.exceptionThrown":
-                self.problems.append(json.dumps(told["params"])[:500])
-            case "Log.entryAdded" if told["params"]["entry"]["level"] == "error":
-                self.problems.append(json.dumps(told["params"]["entry"])[:500])
+                self.problems.append(json.dumps(message["params"])[:500])
+            case "Log.entryAdded" if message["params"]["entry"]["level"] == "error":
+                self.problems.append(json.dumps(message["params"]["entry"])[:500])
 
     def open(self, address: str) -> None:
         """Go somewhere."""

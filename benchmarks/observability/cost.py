@@ -1,4 +1,4 @@
-"""What watching costs a run: everything on beside everything off, in turns, segment by segment.
+"""Cost of observability: a run with everything on compared with everything off, per segment.
 
 python -m benchmarks.observability.cost
 python -m benchmarks.observability.cost --quick    # to see that it works; not kept
@@ -36,7 +36,7 @@ def measure(folder: Path, steps: int, pairs: int) -> dict[str, Any]:
         pairs: segments of each side.
     """
     ground = prepare(folder)
-    on = (*LARGER, *ALL_ON, f"attention.probe_every={steps}")
+    on = (*LARGER, *ALL_ON, f"attention.probe_interval={steps}")
     with (
         segmented(ground, "on", on, steps) as one,
         segmented(ground, "off", (*LARGER, *ALL_OFF), steps, is_bare=True) as other,

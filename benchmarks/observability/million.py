@@ -27,7 +27,7 @@ from xsake._io import atomic_write
 from xsake._provenance import environment
 
 STEPS, LAYERS, HEADS = 1_000_000, 6, 12
-MATRICES = ("entropy", "kept_mass", "kl", "budget_spent")
+MATRICES = ("entropy", "attn_mass_recall", "kl", "block_density")
 SINGLE = 12  # other series of a line
 VARIANTS = 499
 OPEN_SECONDS = 1.0
@@ -55,7 +55,7 @@ def write(path: Path, steps: int) -> int:
             file.write(
                 f'{{"step": {step}, "wall": {1e9 + step}, "loss": {loss:.5f}, '
                 f'"gradient_norm": {1 + loss / 9:.5f}, "learning_rate": 0.0003, "budget": 0.5, '
-                f'"is_skipped": false, "skips": 0, "tokens": 4096, "failed_saves": 0, '
+                f'"is_skipped": false, "consecutive_skips": 0, "tokens": 4096, "failed_saves": 0, '
                 f'"step_seconds": 0.51234, "tokens_per_second": {8000 + loss:.2f}, '
                 f'"drift": {1 + loss / 50:.4f}, "work_excess": 1.0123, '
                 f"{texts[step % VARIANTS]}}}\n"

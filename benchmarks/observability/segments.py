@@ -24,8 +24,8 @@ LARGER = (
 )  # fmt: skip
 """A model whose step is long enough to be a step: a plan, four layers, 256 tokens."""
 
-ALL_OFF = ("attention.probe_every=0",)
-ALL_ON = ("attention.probe_every=100", 'track.trackers=["wandb", "tensorboard"]')
+ALL_OFF = ("attention.probe_interval=0",)
+ALL_ON = ("attention.probe_interval=100", 'track.trackers=["wandb", "tensorboard"]')
 
 
 class Segmented:
@@ -66,7 +66,7 @@ def segmented(
         steps: of a segment.
         is_bare: whether it writes no metrics at all.
     """
-    words = {"settings": [*settings, f"run.log_every={steps}"], "is_bare": is_bare}
+    words = {"settings": [*settings, f"run.log_interval={steps}"], "is_bare": is_bare}
     command = [sys.executable, "-m", "benchmarks.observability.segments", str(ground.folder), name]
     path = ground.folder / f"{name}.log"
     log = path.open("wb")
@@ -119,7 +119,7 @@ def main() -> None:
     from xsake.training.config import TrainingConfig
 
     ground = prepare(given.folder)
-    own = [f'checkpoint.folder="{given.folder / given.name}"', "checkpoint.every=0"]
+    own = [f'checkpoint.folder="{given.folder / given.name}"', "checkpoint.save_interval=0"]
     long = ["run.steps=1000000", "optimizer.total_steps=1000000"]
     config = TrainingConfig.read(ground.settings, [*given.words["settings"], *own, *long])
     if given.words["is_bare"]:
@@ -128,13 +128,13 @@ def main() -> None:
 
     def pause(progress: Any) -> None:
         nonlocal begin
-        seconds = (time.perf_counter() - begin) / config.run.log_every
+        seconds = (time.perf_counter() - begin) / config.run.log_interval
         print(json.dumps({"step": progress.step, "seconds": seconds}), flush=True)
         if not sys.stdin.readline():
             sys.exit(0)
         begin = time.perf_counter()
 
-    loop.train(config, watch=pause)
+    loop.train(config, on_progress=pause)
 
 
 if __name__ == "__main__":

@@ -94,7 +94,7 @@ def served(
         folders: to look in.
         token: that requests need; None: none.
         options: of the command.
-        token_folder: where the token is written; by default beside the first folder.
+        token_folder: where the token is written; by default next to the first folder.
         patience: seconds until the index of every run must be there; 0 waits for none.
     """
     given = ["--no-token"]

@@ -31,7 +31,7 @@ class SlowClients:
         text += f"Authorization: Bearer {self._server.token}\r\n\r\n"
         for _ in range(self._count):
             line = socket.socket()
-            # A small window, so that the server feels soon that nobody reads.
+            # A small receive window: the server notices early that the client does not read.
             line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             line.settimeout(60)
             line.connect((host, int(port)))

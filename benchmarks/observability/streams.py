@@ -45,7 +45,9 @@ def measure(
     with (
         segmented(ground, name, settings, steps) as run,
         served(
-            ground.folder / name, token_folder=ground.folder, options=("--clients", str(clients))
+            ground.folder / name,
+            token_folder=ground.folder,
+            options=("--max-clients", str(clients)),
         ) as server,
     ):
         run.segment()
@@ -64,7 +66,7 @@ def measure(
             "ratio": round(statistics.median(ratios), 4),
             "ratios": [round(ratio, 4) for ratio in ratios],
             "memory_megabytes": memory,
-            # The first time pays for the buffers of so many connections; after that it stays.
+            # The first time includes the buffers of all connections; after that it stays.
             "growth_megabytes": round(max(memory[1:]) - memory[1], 1),
             "dropped_events": _dropped(server),
         }

@@ -8,9 +8,9 @@ import numpy as np
 from flax import nnx
 
 from benchmarks.peers.protocol import Prepared
-from xsake.hads import Planned, SparsityPlan
+from xsake.hads import PlanAttention, SparsityPlan
 from xsake.masks import Causal
-from xsake.model import Attend, Decoder, Dense, LayerCall
+from xsake.model import AttentionFn, Decoder, DenseAttention, LayerCall
 from xsake.model.huggingface import load
 
 
@@ -20,16 +20,16 @@ def dense_by_jax(q, k, v, call: LayerCall):
     return jax.nn.dot_product_attention(q, k, v, scale=call.scale, is_causal=True)
 
 
-def attention_of(call: str, plan: str | Path | None = None) -> Attend:
+def attention_of(call: str, plan: str | Path | None = None) -> AttentionFn:
     """The attention that a side runs with; only `plan` reads a plan."""
     match call:
         case "xsake":
-            return Dense()
+            return DenseAttention()
         case "jax.nn":
             return dense_by_jax
         case "plan":
             assert plan is not None
-            return Planned(SparsityPlan.load(Path(plan)))
+            return PlanAttention(SparsityPlan.load(Path(plan)))
     raise ValueError(call)
 
 
@@ -51,7 +51,7 @@ def prepare(arrays: dict[str, np.ndarray], case: dict) -> Prepared:
     def prefill(weights, tokens):
         model: Decoder = nnx.merge(graph, weights)
         lengths = jnp.full((tokens.shape[0],), tokens.shape[1])
-        hidden, cache = model.prefill(tokens, lengths, room=tokens.shape[1], attend=attend)
+        hidden, cache = model.prefill(tokens, lengths, capacity=tokens.shape[1], attend=attend)
         return {"logits": model.logits(hidden[:, -1]), "keys": cache.keys, "values": cache.values}
 
     compiled = jax.jit(prefill).lower(weights, tokens).compile()

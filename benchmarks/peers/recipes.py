@@ -14,7 +14,7 @@ DEFAULT_PEERS_DIR = Path.home() / ".cache" / "xsake" / "peers"
 class Recipe:
     """An environment of its own: the Python it needs and the packages that go in.
 
-    `alone`: packages wanted for the files in them, installed without what they depend on.
+    `alone`: packages installed without dependencies, for their files.
     """
 
     python: str

@@ -1,1 +1,1 @@
-"""The train step at scale, on paper: what a compiler says about 256 chips that nobody here has."""
+"""The training step at scale: compiler analysis for 256 chips, without hardware."""

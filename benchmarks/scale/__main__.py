@@ -2,7 +2,7 @@
 
 python -m benchmarks.scale --target h100-64 --fsdp 8 --batch 8
 
-Needs the compiler beside jax (libtpu, or the CUDA plugin) and no chip. One case is one process.
+Needs libtpu or the CUDA plugin in addition to jax, and no chip. One case is one process.
 """
 
 import argparse

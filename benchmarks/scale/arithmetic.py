@@ -92,7 +92,7 @@ def planned_keys(context: int, block: int, budget: float) -> float:
 
 
 def attention_flops(decoder: DecoderConfig, keys: float) -> float:
-    """Flops of a token's attention in one update, if its queries meet so many keys on average."""
+    """Flops of a token's attention in one update, with `keys` keys per query on average."""
     products = 2 * FORWARD + BACKWARD
     return products * 2.0 * decoder.layers * decoder.q_heads * decoder.head_dim * keys
 

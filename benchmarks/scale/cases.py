@@ -99,15 +99,15 @@ class ScaleCase(BaseModel):
         attention: dict[str, Any] = {"kind": self.attention}
         if self.attention == "mask":
             attention["mask"] = MASK
-        return TrainingConfig.of({
+        return TrainingConfig.from_dict({
             "model": {
                 "decoder": self.decoder.model_dump(),
-                "compute": "bfloat16",
-                "is_rematerialised": True,
-                "logit_positions": self.logit_positions,
+                "compute_dtype": "bfloat16",
+                "remat": True,
+                "loss_chunk_size": self.logit_positions,
             },
             "data": {"folder": "corpus", "context": self.context, "batch": self.batch},
-            "optimizer": {"peak_learning_rate": 3e-4, "accumulation": self.accumulation},
+            "optimizer": {"peak_learning_rate": 3e-4, "grad_accum_steps": self.accumulation},
             "attention": attention,
             "mesh": self.mesh.model_dump(),
             "checkpoint": {"folder": "checkpoints"},

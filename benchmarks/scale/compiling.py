@@ -1,4 +1,4 @@
-"""Compiles the train step of a case, no chip at hand, and writes down what the compiler says."""
+"""Compiles the train step of a case, without a chip, and records the compiler's figures."""
 
 import contextlib
 import dataclasses
@@ -27,12 +27,18 @@ from xsake.distributed import (
     MeshShape,
     NamedShape,
     batch_sharding,
+    logical_sharding,
     make_mesh,
-    sharding_of,
 )
 from xsake.errors import ArgumentError
 from xsake.training.attention import make_attention
-from xsake.training.state import Shardings, abstract_state, define, optimizer_of, state_shardings
+from xsake.training.state import (
+    Shardings,
+    abstract_state,
+    build_optimizer,
+    define_model,
+    state_shardings,
+)
 from xsake.training.step import make_step
 
 RESULTS = Path(__file__).parents[1] / "results" / "scale"
@@ -108,14 +114,14 @@ def topology_mesh(case: ScaleCase) -> Mesh:
 def traced_step(case: ScaleCase, mesh: Mesh):
     """The step of `xsake.training` on abstract arrays, placed as `xsake.training.placing` does."""
     config = case.config
-    place = lambda path, names, shape: sharding_of(NamedShape(path, names, shape), mesh)
+    place = lambda path, names, shape: logical_sharding(NamedShape(path, names, shape), mesh)
     placed = state_shardings(config, place, NamedSharding(mesh, PartitionSpec()))
     shardings = Shardings(placed, batch_sharding(mesh))
-    definition = define(config)
+    definition = define_model(config)
     attention = make_attention(
         config.attention, config.model.decoder, operator=_operator(case, mesh)
     )
-    optimizer = optimizer_of(config, definition)
+    optimizer = build_optimizer(config, definition)
     step = make_step(config, definition, optimizer, attention.attend(0), shardings)
     state = jax.tree.map(
         lambda x, own: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=own),
@@ -168,8 +174,8 @@ def memory_of(compiled: Any, case: ScaleCase) -> dict[str, int | bool]:
 
 def _cost(compiled: Any) -> dict[str, float]:
     said = compiled.cost_analysis() or {}
-    wanted = {"flops": "flops", "bytes accessed": "bytes"}
-    return {name: float(said[key]) for key, name in wanted.items() if key in said}
+    keys = {"flops": "flops", "bytes accessed": "bytes"}
+    return {name: float(said[key]) for key, name in keys.items() if key in said}
 
 
 def record(case: ScaleCase, outcome: dict[str, Any], command: str) -> dict[str, Any]:

@@ -19,7 +19,7 @@ _CALLED_LIST = re.compile(r"\b(?:branch_computations|called_computations)=\{([^}
 _CHAINED = re.compile(r"channel_id=(\d+),.*\bchain_id=")
 _LISTED_GROUPS = re.compile(r"replica_groups=\{\{([\d,]+)\}")
 _COUNTED_GROUPS = re.compile(r"replica_groups=\[\d+,(\d+)\]")
-_TOLD_ROUNDS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+_TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _NAMED_GROUPS = re.compile(r"replica_groups=mesh\[([^\]]*)\]\s*\{([^}]*)\}")
 
 
@@ -60,7 +60,7 @@ class Collectives:
 def collectives(text: str) -> list[Collectives]:
     """What a compiled program says about its collectives; loops count as often as they run.
 
-    A loop runs as often as the compiler notes beside it, or counts from 0 to the constant that its
+    The trip count of a loop is the compiler's annotation, or it counts from 0 to the constant its
     condition compares with; any other counts once, and `loop_rounds` has None for it. What is
     spread over several fusions to overlap with them is one collective.
 
@@ -174,8 +174,8 @@ def _runs(computations: dict[str, list[Instruction]], entry: str | None) -> dict
 
 
 def _rounds(loop: Instruction, computations: dict[str, list[Instruction]]) -> int | None:
-    if told := _TOLD_ROUNDS.search(loop.attributes):
-        return int(told[1])
+    if match := _TRIP_COUNT.search(loop.attributes):
+        return int(match[1])
     condition = re.search(r"condition=%?([\w.\-]+)", loop.attributes)
     lines = computations.get(condition[1], []) if condition else []
     if not lines or lines[-1].opcode != "compare" or "direction=LT" not in lines[-1].attributes:

@@ -25,7 +25,13 @@ from xsake._io import atomic_write
 from xsake._provenance import environment, own_checkout
 from xsake.training.attention import make_attention
 from xsake.training.config import TrainingConfig
-from xsake.training.state import Definition, TrainState, define, first_state, optimizer_of
+from xsake.training.state import (
+    ModelDefinition,
+    TrainState,
+    build_optimizer,
+    define_model,
+    init_state,
+)
 from xsake.training.step import make_step
 
 CONTEXT, PASSAGE, FREE = 128, 40, 8  # the first copy begins within the first FREE tokens
@@ -67,8 +73,8 @@ def config_of(side: str, seed: int, steps: int) -> TrainingConfig:
         decoder["native_sparse"], attention = NATIVE, {"kind": "native_sparse"}
     if side == "window":
         attention = {"kind": "mask", "mask": f"window({WINDOW - 1}, 0)"}
-    return TrainingConfig.of({
-        "model": {"decoder": decoder, "compute": "float32"},
+    return TrainingConfig.from_dict({
+        "model": {"decoder": decoder, "compute_dtype": "float32"},
         "data": {"folder": "drawn", "context": CONTEXT, "batch": BATCH},
         "optimizer": {"peak_learning_rate": 3e-3, "warmup_steps": min(50, steps // 2)},
         "attention": attention,
@@ -80,10 +86,10 @@ def config_of(side: str, seed: int, steps: int) -> TrainingConfig:
 def trained(side: str, seed: int, steps: int) -> dict[str, Any]:
     """The row of one run: accuracy of the second copy as it was learnt, and the last loss."""
     config = config_of(side, seed, steps)
-    definition = define(config)
+    definition = define_model(config)
     attend = make_attention(config.attention, config.model.decoder).attends[0]
-    step = make_step(config, definition, optimizer_of(config, definition), attend)
-    state: TrainState = first_state(config)
+    step = make_step(config, definition, build_optimizer(config, definition), attend)
+    state: TrainState = init_state(config)
     batches, tests = np.random.default_rng(seed), drawn(np.random.default_rng(10**6), TESTED)
 
     @jax.jit
@@ -111,7 +117,7 @@ def trained(side: str, seed: int, steps: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _accuracy(definition: Definition, parameters, tokens, attend):
+def _accuracy(definition: ModelDefinition, parameters, tokens, attend):
     model = definition.merge(parameters)
     logits = model.logits(model.hidden(tokens[:, :-1], attend=attend))
     is_right = logits.argmax(-1) == tokens[:, 1:]

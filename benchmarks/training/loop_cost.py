@@ -1,8 +1,8 @@
-"""What the training loop costs beside its bare compiled step: data, metrics, guards, progress.
+"""Cost of the training loop relative to its bare compiled step: data, metrics, progress.
 
 python -m benchmarks.training.loop_cost --data TOKENS
 
-The loop runs as `xsake train` does. Whenever it tells its progress, the bare step runs as often on
+The loop runs as `xsake train` does. After every progress event, the bare step runs as often on
 tokens that lie on the device already: both sides alternate in one process. No segment contains a
 save or an evaluation. Rows go to results/training/loop_cost.jsonl.
 """
@@ -19,7 +19,7 @@ import numpy as np
 from benchmarks.training.openwebtext import RESULTS, build_corpus, config_of
 from xsake._io import atomic_write
 from xsake._provenance import environment, own_checkout
-from xsake.bench.training_step import BareStep
+from xsake.bench.training_step import TimedStep
 from xsake.training.config import TrainingConfig
 from xsake.training.train import train
 
@@ -34,7 +34,7 @@ def main() -> None:
     build_corpus(asked.data)
     with tempfile.TemporaryDirectory() as name:
         config = _config(asked.data, Path(name))
-        bare = BareStep(config)
+        bare = TimedStep(config)
         loop_side: list[float] = []
         bare_side: list[float] = []
         left = [0.0]
@@ -49,7 +49,7 @@ def main() -> None:
             print(f"step {progress.step}: bare / loop {ratio:.4f}", flush=True)
             left[0] = time.perf_counter()
 
-        train(config, watch=show)
+        train(config, on_progress=show)
     _write(config, np.array(loop_side[1:]), np.array(bare_side[1:]))
 
 
@@ -57,9 +57,9 @@ def _config(data: Path, folder: Path) -> TrainingConfig:
     steps = SEGMENT * SEGMENTS
     config = config_of(folder, "dense", 0, steps, 8).model_dump()
     config["data"]["folder"] = data
-    config["checkpoint"]["every"] = 0
-    config["run"] |= {"log_every": SEGMENT, "evaluate_every": 0}
-    return TrainingConfig.of(config)
+    config["checkpoint"]["save_interval"] = 0
+    config["run"] |= {"log_interval": SEGMENT, "eval_interval": 0}
+    return TrainingConfig.from_dict(config)
 
 
 def _write(config: TrainingConfig, loop: np.ndarray, bare: np.ndarray) -> None:

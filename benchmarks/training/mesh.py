@@ -24,11 +24,11 @@ from xsake.hads import Profile
 from xsake.model.observer import Observer
 from xsake.observability import read_metrics
 from xsake.training.attention import make_attention
-from xsake.training.balanced import order_of, placement_of, with_heads_in
-from xsake.training.beginning import profiled
+from xsake.training.balanced import choose_placement, reorder_heads, to_kv_order
+from xsake.training.beginning import recalibrate
 from xsake.training.config import TrainingConfig
-from xsake.training.placing import Devices
-from xsake.training.state import define
+from xsake.training.placing import DeviceSetup
+from xsake.training.state import define_model
 from xsake.training.train import train
 
 STEPS, CONTEXT, BLOCK = 20, 512, 16
@@ -93,14 +93,14 @@ def _config(
     name = "-".join([attention, *(f"{axis}{size}" for axis, size in mesh.items())])
     decoder = DECODER | {"q_heads": kv_heads, "kv_heads": kv_heads}
     decoder |= {"native_sparse": NATIVE} if attention == "native_sparse" else {}
-    return TrainingConfig.of({
-        "model": {"preset": "tiny", "compute": "float32", "decoder": decoder},
+    return TrainingConfig.from_dict({
+        "model": {"preset": "tiny", "compute_dtype": "float32", "decoder": decoder},
         "data": {"folder": str(data), "context": CONTEXT, "batch": 8},
         "optimizer": {"peak_learning_rate": 1e-3, "warmup_steps": 2},
         "attention": section,
         "mesh": mesh,
-        "checkpoint": {"folder": str(folder / name), "every": 0},
-        "run": {"steps": STEPS, "log_every": 0},
+        "checkpoint": {"folder": str(folder / name), "save_interval": 0},
+        "run": {"steps": STEPS, "log_interval": 0},
     })  # fmt: skip
 
 
@@ -118,25 +118,25 @@ def _balance(config: TrainingConfig, folder: Path) -> list[dict[str, Any]]:
     The first weights of a model look at everything alike, so the heads of their profile are made
     unequal: what each would lose is multiplied by 1/16 to 16, drawn for every head.
     """
-    section = TrainingConfig.of(config.model_dump() | {
+    section = TrainingConfig.from_dict(config.model_dump() | {
         "attention": {"kind": "plan", "budget": 0.6, "block": BLOCK}
     }).attention  # fmt: skip
-    devices = Devices.of(config)
-    state = devices.first_state(config)
-    found = profiled(config.model_copy(update={"attention": section}), devices, state)
+    devices = DeviceSetup.from_config(config)
+    state = devices.init_state(config)
+    found = recalibrate(config.model_copy(update={"attention": section}), devices, state)
     drawn = 16.0 ** np.random.default_rng(0).uniform(-1, 1, found.entropy.shape)
     curves = {name: curve * drawn[..., None] for name, curve in found.curves.items()}
     profile: Profile = found.model_copy(update={"curves": curves})
     profile.save(folder / "profile.json")
-    definition, rows = define(config), []
+    definition, rows = define_model(config), []
     tokens = np.random.default_rng(1).integers(0, DECODER["vocab_size"], (2, CONTEXT))
     for shards in (2, 4):
         attention = make_attention(section, config.model.decoder, profile=profile)
-        placement = placement_of(attention, shards=shards)
+        placement = choose_placement(attention, shards=shards)
         assert placement is not None
-        order = order_of(placement)
+        order = to_kv_order(placement)
         placed = make_attention(section, config.model.decoder, profile=profile, kv_order=order)
-        moved = with_heads_in(order, state.parameters, definition.names)
+        moved = reorder_heads(order, state.parameters, definition.names)
         counted = {
             "given": _counted(attention, definition.merge(state.parameters), tokens, shards),
             "balanced": _counted(placed, definition.merge(moved), tokens, shards),

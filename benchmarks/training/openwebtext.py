@@ -1,6 +1,6 @@
 """A small GPT on OpenWebText: dense attention, HADS plans and a window at equal cost, and NSA.
 
-python -m benchmarks.training.openwebtext --folder RUNS         # twelve runs; a stopped one goes on
+python -m benchmarks.training.openwebtext --folder RUNS         # twelve runs; stopped ones resume
 python -m benchmarks.training.openwebtext --folder RUNS --draw  # rows and plot of what is there
 python -m benchmarks.training.openwebtext --folder RUNS --only dense-0 hads-0   # one of two lanes
 
@@ -25,9 +25,9 @@ from xsake.hads.budget import visible_blocks
 from xsake.hads.selectors import Sampled
 from xsake.observability import read_metrics
 from xsake.training.config import TrainingConfig
-from xsake.training.data.building import Settings, build
+from xsake.training.data.building import BuildSettings, build
 from xsake.training.data.vocabulary import NewTokenizer
-from xsake.training.train import Ending, train
+from xsake.training.train import RunStatus, train
 
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "training"
 CONTEXT, BLOCK, HEAD_DIM = 1024, 32, 32
@@ -64,22 +64,24 @@ def attention_of(side: str, steps: int) -> dict[str, Any]:
     budget = window_share() - Sampled().cost(CONTEXT, BLOCK, HEAD_DIM)
     return {
         "kind": "plan", "budget": round(budget, 6), "block": BLOCK, "policy": "kl",
-        "recalibrate_every": steps // 4, "calibration_windows": 4,
+        "recalibration_interval": steps // 4, "calibration_windows": 4,
     }  # fmt: skip
 
 
 def config_of(folder: Path, side: str, seed: int, steps: int, batch: int) -> TrainingConfig:
     """One run; native sparse attention is part of the model, with keys of its own by branch."""
     decoder = DECODER | ({"native_sparse": NATIVE} if side == "native" else {})
-    return TrainingConfig.of({
-        "model": {"decoder": decoder, "compute": "float32"},
+    return TrainingConfig.from_dict({
+        "model": {"decoder": decoder, "compute_dtype": "float32"},
         "data": {"folder": str(folder / "data"), "context": CONTEXT, "batch": batch, "seed": seed},
         "optimizer": {"peak_learning_rate": 3e-3, "warmup_steps": steps // 20},
         "attention": attention_of(side, steps),
-        "checkpoint": {"folder": str(folder / f"{side}-{seed}"), "every": steps // 4, "keep": 1},
+        "checkpoint": {
+            "folder": str(folder / f"{side}-{seed}"), "save_interval": steps // 4, "max_to_keep": 1,
+        },
         "run": {
-            "name": f"{side}-{seed}", "steps": steps, "seed": seed, "log_every": 20,
-            "evaluate_every": steps // 10, "evaluation_batches": VALIDATION_WINDOWS // batch,
+            "name": f"{side}-{seed}", "steps": steps, "seed": seed, "log_interval": 20,
+            "eval_interval": steps // 10, "eval_batches": VALIDATION_WINDOWS // batch,
         },
     })  # fmt: skip
 
@@ -110,7 +112,7 @@ def main() -> None:
 def build_corpus(folder: Path) -> None:
     """Tokens of OpenWebText in a vocabulary of its own; an earlier build is kept."""
     text = TEXTS / "openwebtext_train_1000docs.txt"
-    build(NewTokenizer(DECODER["vocab_size"]), [text], folder, Settings(validation=0.05))
+    build(NewTokenizer(DECODER["vocab_size"]), [text], folder, BuildSettings(validation=0.05))
 
 
 def _run(config: TrainingConfig) -> None:
@@ -127,7 +129,7 @@ def _run(config: TrainingConfig) -> None:
             flush=True,
         )
 
-    if train(config, watch=show) is Ending.STOPPED:
+    if train(config, on_progress=show) is RunStatus.STOPPED:
         raise SystemExit(75)
     atomic_write(done, json.dumps(time.monotonic() - begin))
 
@@ -171,7 +173,7 @@ def _read(folder: Path) -> dict[str, Any]:
 
 
 def _gap(side: str, runs: dict) -> dict[str, Any]:
-    """Perplexity beside dense attention at the last step, paired by seed, with a t interval."""
+    """Return perplexity relative to dense at the last step, paired by seed, with a t interval."""
     pairs = [seed for seed in SEEDS if (side, seed) in runs and ("dense", seed) in runs]
     last = lambda name, seed: runs[name, seed]["validation"][-1][1]
     gaps = np.array([np.expm1(last(side, seed) - last("dense", seed)) for seed in pairs])

@@ -61,7 +61,7 @@ place = NamedSharding(Mesh(np.array(jax.devices()), ("data",)), P("data"))
 values = np.random.default_rng(process).integers(0, 2**32, (size // 4 // processes,), np.uint32)
 tree = {f"leaf{i}": jax.make_array_from_process_local_data(place, values + np.uint32(i))
         for i in range(LEAVES)}
-store = CheckpointStore(pathlib.Path(folder), keep=1)
+store = CheckpointStore(pathlib.Path(folder), max_to_keep=1)
 rows = []
 for step in range(saves):
     multihost_utils.sync_global_devices(f"step {step}")  # the first one may still delete old steps

@@ -28,9 +28,9 @@ export function Benchmarks({ rows, ladders, endToEnd, planLosses }: Measured) {
     ...[...endToEnd, ...planLosses].map((row) => [row.id, row] as const),
   ]), [rows, ladders, endToEnd, planLosses]);
   useEffect(() => {
-    const wanted = asked.get("row"), named = asked.get("room");
-    if (wanted && known.has(wanted)) setOpen(wanted);
-    if (/^hads\/(end_to_end|ladder|plan_loss)/.test(wanted ?? "")) setRoom("quality");
+    const rowId = asked.get("row"), named = asked.get("room");
+    if (rowId && known.has(rowId)) setOpen(rowId);
+    if (/^hads\/(end_to_end|ladder|plan_loss)/.test(rowId ?? "")) setRoom("quality");
     else if (ROOMS.some(([name]) => name === named)) setRoom(named as Room);
   }, [asked, known]);
   return (

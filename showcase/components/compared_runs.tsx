@@ -13,8 +13,8 @@ export function ComparedRuns({ found }: { found: Comparison }) {
   const ticks = Array.from({ length: Math.round((most - least) * 2) + 1 }, (_, i) => least + i / 2);
   const last = Math.max(...runs.flatMap(({ validation }) => validation.map(([step]) => step)));
   return (
-    <section className="mt-16" aria-label="Runs beside each other">
-      <h2 className="text-2xl">Sides beside each other</h2>
+    <section className="mt-16" aria-label="Comparison of runs">
+      <h2 className="text-2xl">Comparison of variants</h2>
       <p className="mt-1 mb-4 max-w-2xl text-sm text-muted">
         {runs.length} runs of {count(about.steps)} steps at {count(about.context)} tokens; a seed has the same first weights and the same
         texts on every side. Validation loss is that of the attention that was trained.
@@ -42,7 +42,7 @@ export function ComparedRuns({ found }: { found: Comparison }) {
       <ul className="mt-3 text-sm text-muted">
         {gaps.map((gap) => (
           <li key={gap.gap_of}>
-            {gap.gap_of}: perplexity {gap.gaps.map((x) => `${x < 0 ? "" : "+"}${percent(x, 1)}`).join(", ")} beside dense
+            {gap.gap_of}: perplexity {gap.gaps.map((x) => `${x < 0 ? "" : "+"}${percent(x, 1)}`).join(", ")} compared with dense
             {gap.mean !== undefined && gap.half_width_95 !== undefined && `, mean ${percent(gap.mean, 1)} ± ${percent(gap.half_width_95, 1)} (95%, over seeds)`}
           </li>
         ))}

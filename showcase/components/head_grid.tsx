@@ -27,14 +27,14 @@ export const HeadGrid = memo(function HeadGrid({ layers, heads, value, shown, ch
     const { head } = (event.target as HTMLElement).dataset;
     if (head !== undefined) onChoose(Number(head));
   };
-  const tell = ({ target }: React.MouseEvent) => {
+  const report = ({ target }: React.MouseEvent) => {
     const cell = target as HTMLElement;
     if (cell.dataset.head !== undefined) cell.title = cell.ariaLabel ?? "";
   };
   const columns = { gridTemplateColumns: `1.1rem repeat(${layers}, minmax(0, 1fr))` };
   return (
     <>
-      <div ref={grid} role="grid" aria-label={label} onKeyDown={walk} onClick={choose} onMouseOver={tell} className="space-y-px">
+      <div ref={grid} role="grid" aria-label={label} onKeyDown={walk} onClick={choose} onMouseOver={report} className="space-y-px">
         {Array.from({ length: heads }, (_, row) => (
           <div key={row} role="row" className="grid gap-px" style={columns}>
             <span role="rowheader" aria-label={`Head ${row}`} className="flex items-center text-[0.625rem] text-muted">{row}</span>

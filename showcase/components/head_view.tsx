@@ -6,7 +6,7 @@ import { BlocksCanvas } from "./blocks_canvas";
 import { Figure, POLICY_WORDS } from "./explore";
 import { Lines } from "./lines";
 
-/** One head: its blocks, what it keeps, its mass curve, and all policies beside each other. */
+/** One head: its blocks, what it keeps, its mass curve, and a comparison of policies. */
 export function HeadView({ head, number, heads, always, block, entropy, budget, policy, setPolicy, options }: {
   head: Head;
   number: number;
@@ -33,7 +33,7 @@ export function HeadView({ head, number, heads, always, block, entropy, budget, 
             label={`Blocks of ${name.toLowerCase()}: ${count(total)} of ${count(start(head.n))} computed`}
             onPoint={(row, column) => setCell(row === null ? null : [row, column])} />
           <p className="number mt-2 flex min-h-10 flex-wrap content-start items-center gap-x-4 text-xs text-muted">
-            {cell ? <Told head={head} cell={cell} total={total} always={always} block={block} /> : (
+            {cell ? <CellDetails head={head} cell={cell} total={total} always={always} block={block} /> : (
               <>
                 <Key colour="var(--accent)" words="computed" /><Key colour="var(--faint)" words="skipped" />
                 <span>ink: attention mass, logarithmic. Queries down, keys across.</span>
@@ -59,7 +59,7 @@ export function HeadView({ head, number, heads, always, block, entropy, budget, 
               { name: "as the selector takes them", colour: "var(--accent)", isStrong: true, points: curve.map((p) => ({ x: p.share, y: p.selected })) },
             ]} />
           <p className="flex flex-wrap gap-x-4 text-xs text-muted">
-            <Key colour="var(--accent)" words="as the selector takes them" /><Key colour="var(--faint)" words="heaviest first, which nobody knows beforehand" />
+            <Key colour="var(--accent)" words="selector order" /><Key colour="var(--faint)" words="by true mass (oracle)" />
           </p>
         </div>
       </div>
@@ -89,7 +89,7 @@ function Key({ colour, words }: { colour: string; words: string }) {
   return <span className="inline-flex items-center gap-1.5"><span className="inline-block size-2.5 rounded-[1px]" style={{ background: colour }} />{words}</span>;
 }
 
-function Told({ head, cell: [row, column], total, always, block }: { head: Head; cell: [number, number]; total: number; always: number; block: number }) {
+function CellDetails({ head, cell: [row, column], total, always, block }: { head: Head; cell: [number, number]; total: number; always: number; block: number }) {
   const place = start(row) + column, mass = head.codes[place] / 65535;
   const isKept = head.places[place] < rowCounts(total, head.n, always)[row];
   return (

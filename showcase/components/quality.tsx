@@ -74,8 +74,8 @@ export function Quality({ rows, ladders, endToEnd, planLosses, onOpen }: Measure
       <section className="mt-16">
         <h2 className="text-2xl">The whole model at 30% of the cost of attention</h2>
         <p className="mt-1 mb-4 max-w-2xl text-sm text-muted">
-          Every layer sees what the sparse layers before it left; the cost of choosing is counted. Far copies: loss on a passage
-          that stood so many tokens earlier.
+          Errors of sparse layers propagate through the model; the cost of selection is included. Far copy: loss on a passage
+          that occurred this number of tokens earlier.
         </p>
         <div className="relative overflow-x-auto" tabIndex={0} role="region" aria-label="End to end">
           <table className="table number">

@@ -11,14 +11,14 @@ interface Series<T> {
   values: T[];
 }
 
-interface Told {
+interface RunMetrics {
   single: Record<string, Series<number>>;
   heads: Record<string, Series<number[][]>>;
 }
 
-const HEAD_WORDS: Record<string, string> = { entropy: "entropy", kept_mass: "kept mass", budget_spent: "budget", kl: "KL" };
+const HEAD_WORDS: Record<string, string> = { entropy: "entropy", attn_mass_recall: "attention mass recall", block_density: "block density", kl: "KL" };
 
-/** The last value told at or before a step. */
+/** The last value at or before a step. */
 function latest<T>(series: Series<T> | undefined, step: number): T | null {
   if (!series || series.steps[0] > step) return null;
   let low = 0, high = series.steps.length - 1;
@@ -30,23 +30,23 @@ function latest<T>(series: Series<T> | undefined, step: number): T | null {
   return series.values[low];
 }
 
-function ticks(least: number, most: number): number[] {
-  const rough = (most - least) / 4 || 1, power = 10 ** Math.floor(Math.log10(rough));
+function ticks(min: number, max: number): number[] {
+  const rough = (max - min) / 4 || 1, power = 10 ** Math.floor(Math.log10(rough));
   const size = [1, 2, 5, 10].map((x) => x * power).find((x) => x >= rough)!;
-  const found = [];
-  for (let tick = Math.floor(least / size) * size; tick <= most + size / 2; tick += size) found.push(Number(tick.toPrecision(6)));
-  return found;
+  const ticks = [];
+  for (let tick = Math.floor(min / size) * size; tick <= max + size / 2; tick += size) ticks.push(Number(tick.toPrecision(6)));
+  return ticks;
 }
 
 export function Replay({ runs }: { runs: RunAbout[] }) {
   const [name, setName] = useState(runs[0].name);
   const about = runs.find((run) => run.name === name)!;
-  const [told, setTold] = useState<Told | null>(null);
+  const [metrics, setMetrics] = useState<RunMetrics | null>(null);
   useEffect(() => {
-    let isWanted = true;
-    setTold(null);
-    fetch(address(`/data/runs/${name}.json`)).then((answer) => answer.json()).then(({ series }) => isWanted && setTold(series));
-    return () => { isWanted = false; };
+    let isCurrent = true;
+    setMetrics(null);
+    fetch(address(`/data/runs/${name}.json`)).then((answer) => answer.json()).then(({ series }) => isCurrent && setMetrics(series));
+    return () => { isCurrent = false; };
   }, [name]);
   return (
     <>
@@ -56,12 +56,12 @@ export function Replay({ runs }: { runs: RunAbout[] }) {
         {about.note?.description && <p className="mt-1 max-w-2xl text-muted">{about.note.description}</p>}
         {about.note?.command && <p className="mt-1 text-xs text-muted"><code>{about.note.command}</code></p>}
       </div>
-      <div className="min-h-[44rem]">{told && <Player key={name} about={about} told={told} />}</div>
+      <div className="min-h-[44rem]">{metrics && <Player key={name} about={about} metrics={metrics} />}</div>
     </>
   );
 }
 
-function Player({ about, told }: { about: RunAbout; told: Told }) {
+function Player({ about, metrics }: { about: RunAbout; metrics: RunMetrics }) {
   const last = about.steps - 1;
   const [step, setStep] = useState(last);
   const [isPlaying, setPlaying] = useState(false);
@@ -81,13 +81,13 @@ function Player({ about, told }: { about: RunAbout; told: Told }) {
   const lines = useMemo(() => {
     const upTo = (series?: Series<number>) => series ? series.steps.map((x, i) => ({ x, y: series.values[i] })).filter(({ x }) => x <= step) : [];
     return [
-      { name: "loss", colour: "var(--faint)", points: upTo(told.single.loss) },
-      { name: "validation loss", colour: "var(--accent)", isStrong: true, points: upTo(told.single.validation_loss) },
+      { name: "loss", colour: "var(--faint)", points: upTo(metrics.single.loss) },
+      { name: "validation loss", colour: "var(--accent)", isStrong: true, points: upTo(metrics.single.validation_loss) },
     ].filter(({ points }) => points.length);
-  }, [told, step]);
-  const values = told.single.loss?.values ?? [0, 1];
-  const number = (name: string, digits: number) => latest(told.single[name], step)?.toFixed(digits) ?? "–";
-  const budget = latest(told.single.budget, step);
+  }, [metrics, step]);
+  const values = metrics.single.loss?.values ?? [0, 1];
+  const number = (name: string, digits: number) => latest(metrics.single[name], step)?.toFixed(digits) ?? "–";
+  const budget = latest(metrics.single.budget, step);
   return (
     <>
       <div className="mt-4 flex items-center gap-4">
@@ -96,13 +96,13 @@ function Player({ about, told }: { about: RunAbout; told: Told }) {
           style={{ "--at": `${(100 * step) / (last || 1)}%` } as React.CSSProperties} onChange={(event) => { setPlaying(false); setStep(Number(event.target.value)); }} />
       </div>
       <dl className="mt-4 grid grid-cols-2 gap-x-8 gap-y-4 sm:grid-cols-5">
-        {[["step", `${count(step + 1)}`, step], ["loss", number("loss", 3), latest(told.single.loss, step)],
-          ["validation loss", number("validation_loss", 3), latest(told.single.validation_loss, step)],
-          ["blocks computed", budget === null ? "all" : percent(budget, 1), budget], ["gradient norm", number("gradient_norm", 2), latest(told.single.gradient_norm, step)],
+        {[["step", `${count(step + 1)}`, step], ["loss", number("loss", 3), latest(metrics.single.loss, step)],
+          ["validation loss", number("validation_loss", 3), latest(metrics.single.validation_loss, step)],
+          ["blocks computed", budget === null ? "all" : percent(budget, 1), budget], ["gradient norm", number("gradient_norm", 2), latest(metrics.single.gradient_norm, step)],
         ].map(([words, shown, raw]) => (
           <div key={words}>
             <dt className="text-xs text-muted">{words}</dt>
-            <dd className="figure text-3xl" data-told={words} data-value={raw ?? ""}>{shown}</dd>
+            <dd className="figure text-3xl" data-metric={words} data-value={raw ?? ""}>{shown}</dd>
           </div>
         ))}
       </dl>
@@ -113,33 +113,33 @@ function Player({ about, told }: { about: RunAbout; told: Told }) {
           y={{ label: "loss, nats per token", ticks: ticks(Math.min(...values), Math.max(...values)), shown: (v) => String(v) }} />
       </div>
       <Marks about={about} />
-      <Heads told={told} step={step} />
+      <Heads metrics={metrics} step={step} />
     </>
   );
 }
 
 function Marks({ about }: { about: RunAbout }) {
-  if (!about.marks.length) return <p className="text-sm text-muted">The run met no fault: {about.lives === 1 ? "one life, nothing refused" : `${about.lives} lives`}.</p>;
+  if (!about.marks.length) return <p className="text-sm text-muted">No faults: {about.lives === 1 ? "one attempt, no skipped updates" : `${about.lives} attempts`}.</p>;
   return (
     <ul className="number text-sm text-muted">
       {about.marks.map((mark) => (
-        <li key={`${mark.step} ${mark.kind}`}><span className="text-accent">step {count(mark.step)}</span>: {mark.kind}{mark.kind === "resumed" ? `, ${count(mark.lost)} steps done again` : ""}</li>
+        <li key={`${mark.step} ${mark.kind}`}><span className="text-accent">step {count(mark.step)}</span>: {mark.kind}{mark.kind === "resumed" ? `, ${count(mark.lost)} steps recomputed` : ""}</li>
       ))}
     </ul>
   );
 }
 
-function Heads({ told, step }: { told: Told; step: number }) {
-  const names = Object.keys(told.heads);
-  const [metric, setMetric] = useState(names.includes("kept_mass") ? "kept_mass" : names[0]);
+function Heads({ metrics, step }: { metrics: RunMetrics; step: number }) {
+  const names = Object.keys(metrics.heads);
+  const [metric, setMetric] = useState(names.includes("attn_mass_recall") ? "attn_mass_recall" : names[0]);
   const [chosen, setChosen] = useState(0);
   if (!names.length) return null;
-  const matrix = latest(told.heads[metric], step);
-  const most = metric === "entropy" || metric === "kl" ? Math.max(1e-9, ...told.heads[metric].values.flat(2)) : 1;
-  const layers = told.heads[metric].values[0].length, heads = told.heads[metric].values[0][0].length;
+  const matrix = latest(metrics.heads[metric], step);
+  const max = metric === "entropy" || metric === "kl" ? Math.max(1e-9, ...metrics.heads[metric].values.flat(2)) : 1;
+  const layers = metrics.heads[metric].values[0].length, heads = metrics.heads[metric].values[0][0].length;
   const at = (head: number) => matrix?.[Math.floor(head / heads)]?.[head % heads] ?? null;
-  const shown = (head: number) => { const value = at(head); return value === null ? "not probed yet" : most === 1 ? percent(value, 1) : `${nats(value)} nats`; };
-  const series = told.heads[metric];
+  const shown = (head: number) => { const value = at(head); return value === null ? "not probed yet" : max === 1 ? percent(value, 1) : `${nats(value)} nats`; };
+  const series = metrics.heads[metric];
   return (
     <section aria-labelledby="probe" className="mt-12">
       <div className="mb-3 flex flex-wrap items-end gap-x-8 gap-y-3">
@@ -149,7 +149,7 @@ function Heads({ told, step }: { told: Told; step: number }) {
       <div className="grid gap-8 lg:grid-cols-2">
         <div>
           <HeadGrid layers={layers} heads={heads} chosen={chosen} onChoose={setChosen} label={`${HEAD_WORDS[metric]} by layer and head`}
-            value={(head) => { const value = at(head); return value === null ? null : value / most; }} shown={shown} />
+            value={(head) => { const value = at(head); return value === null ? null : value / max; }} shown={shown} />
           <p className="mt-2 text-xs text-muted">Layers across, heads down. Layer {Math.floor(chosen / heads)}, head {chosen % heads}: {shown(chosen)}.</p>
         </div>
         <Lines label={`${HEAD_WORDS[metric]} of all heads by step`} height={260} marker={step}

@@ -35,7 +35,7 @@ function runsOf(rows: Row[]): Run[] {
   });
 }
 
-/** What tells two runs of one experiment apart. */
+/** Distinguishing fields of two runs of one experiment. */
 function experimentDetail(row: Row["row"]): string {
   const tokens = `${count(row.shape.q_tokens)} tokens`;
   return row.experiment === "same_blocks" ? `${bucket(row.budget)}% of them, ${tokens}` : tokens;
@@ -72,7 +72,7 @@ export function Speed({ rows, onOpen }: { rows: Row[]; onOpen: (id: string) => v
       </div>
       <div className="mt-8 grid gap-x-12 gap-y-12 lg:grid-cols-2">
         {shown.map((run) => <RunChart key={run.key} run={run} peer={peer} onOpen={onOpen} />)}
-        {!shown.length && <p className="text-muted">Nobody has measured that. <code>xsake bench attention --help</code> measures it.</p>}
+        {!shown.length && <p className="text-muted">No measurement. Use <code>xsake bench attention --help</code>.</p>}
       </div>
     </>
   );

@@ -4,12 +4,14 @@ import { join } from "node:path";
 
 const SINGLE = ["loss", "validation_loss", "gradient_norm", "learning_rate", "tokens_per_second", "step_seconds",
   "budget", "is_skipped", "drift", "failed_saves"];
-const BY_HEAD = ["entropy", "kept_mass", "budget_spent", "kl"];
+const BY_HEAD = ["entropy", "attn_mass_recall", "block_density", "kl"];
+const RENAMED = { kept_mass: "attn_mass_recall", budget_spent: "block_density" }; // in runs of 0.1.0
 
 function parsed(line) {
   try {
     const value = JSON.parse(line);
-    return value && typeof value === "object" && !Array.isArray(value) ? value : null;
+    if (!value || typeof value !== "object" || Array.isArray(value)) return null;
+    return Object.fromEntries(Object.entries(value).map(([name, each]) => [RENAMED[name] ?? name, each]));
   } catch {
     return null; // a line that a crash left unfinished is no line
   }
@@ -51,9 +53,9 @@ export function readRun(folder, name) {
       heads[metric].values.push(line[metric]);
     }
   }
-  const told = (file) => existsSync(join(folder, file)) ? JSON.parse(readFileSync(join(folder, file), "utf8")) : null;
+  const readJson = (file) => existsSync(join(folder, file)) ? JSON.parse(readFileSync(join(folder, file), "utf8")) : null;
   const about = {
-    name, config: told("config.json"), note: told("about.json"), lives, marks,
+    name, config: readJson("config.json"), note: readJson("about.json"), lives, marks,
     steps: steps.length ? steps.at(-1).step + 1 : 0,
     first_loss: series.loss?.values[0] ?? null, last_loss: series.loss?.values.at(-1) ?? null,
   };

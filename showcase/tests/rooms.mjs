@@ -155,25 +155,25 @@ async function training(page) {
     assert.match(await page.locator("[data-missing]").textContent(), /xsake train/);
     return;
   }
-  await page.waitForSelector("[data-told=loss]");
-  const told = readFileSync(join(folder, runs[0], "metrics.jsonl"), "utf8").split("\n").filter(Boolean).map((line) => JSON.parse(line));
-  const losses = new Map(told.filter((line) => "loss" in line).map((line) => [line.step, line.loss]));
+  await page.waitForSelector("[data-metric=loss]");
+  const metrics = readFileSync(join(folder, runs[0], "metrics.jsonl"), "utf8").split("\n").filter(Boolean).map((line) => JSON.parse(line));
+  const losses = new Map(metrics.filter((line) => "loss" in line).map((line) => [line.step, line.loss]));
   const last = Math.max(...losses.keys());
   for (const step of [last, Math.floor(last / 2), 0]) {
     await page.locator("input[aria-label=Step]").fill(String(step));
-    await page.waitForFunction((value) => document.querySelector("[data-told=step]").dataset.value === String(value), step);
-    near(Number(await page.locator("[data-told=loss]").getAttribute("data-value")), losses.get(step), `loss of step ${step}`);
+    await page.waitForFunction((value) => document.querySelector("[data-metric=step]").dataset.value === String(value), step);
+    near(Number(await page.locator("[data-metric=loss]").getAttribute("data-value")), losses.get(step), `loss of step ${step}`);
   }
   await page.getByRole("button", { name: "Play" }).click();
-  await page.waitForFunction(() => Number(document.querySelector("[data-told=step]").dataset.value) > 0);
+  await page.waitForFunction(() => Number(document.querySelector("[data-metric=step]").dataset.value) > 0);
 }
 
 async function proof(page) {
   for (const name of readdirSync(join(root, "certificates"))) {
     const { target, outcomes } = JSON.parse(readFileSync(join(root, "certificates", name), "utf8"));
-    const wanted = outcomes.filter((each) => each.case.expects === "compiles");
-    const took = wanted.filter(({ verdict }) => verdict === "compiled");
-    assert.equal(await page.locator(`[data-target="${target}"] [data-compiled]`).textContent(), `${took.length} of ${wanted.length}`);
+    const expected = outcomes.filter((each) => each.case.expects === "compiles");
+    const took = expected.filter(({ verdict }) => verdict === "compiled");
+    assert.equal(await page.locator(`[data-target="${target}"] [data-compiled]`).textContent(), `${took.length} of ${expected.length}`);
   }
   if (existsSync(join(results, "faults.json"))) {
     const { faults } = JSON.parse(readFileSync(join(results, "faults.json"), "utf8"));

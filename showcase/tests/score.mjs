@@ -20,12 +20,12 @@ for (const [room, screen] of ROOMS.flatMap((room) => Object.keys(SCREENS).map((s
     if (status) process.exit(status);
     found.push(JSON.parse(readFileSync(file, "utf8")).categories);
   }
-  const told = Object.keys(found[0]).map((name) => {
+  const scores = Object.keys(found[0]).map((name) => {
     const scores = found.map((each) => each[name].score).sort((one, other) => one - other), middle = scores[RUNS >> 1];
     isLow ||= middle < LEAST;
     return `${found[0][name].title} ${Math.round(100 * middle)} [${Math.round(100 * scores[0])}, ${Math.round(100 * scores.at(-1))}]`;
   });
-  console.log(`/${room} on a ${screen}: ${told.join(", ")}`);
+  console.log(`/${room} on a ${screen}: ${scores.join(", ")}`);
 }
 site.close();
 process.exit(isLow ? 1 : 0);

@@ -26,8 +26,8 @@ if (!program()) {
 async function accessible(page, where) {
   await page.evaluate(AXE);
   const { violations } = await page.evaluate(() => globalThis.axe.run(document, { resultTypes: ["violations"] }));
-  const told = violations.map(({ id, nodes }) => `${id}: ${nodes.slice(0, 3).map(({ html, any }) => `${html.slice(0, 160)} ${any[0]?.message ?? ""}`).join(" | ")}`);
-  assert.deepEqual(told, [], `${where} is not readable by all`);
+  const messages = violations.map(({ id, nodes }) => `${id}: ${nodes.slice(0, 3).map(({ html, any }) => `${html.slice(0, 160)} ${any[0]?.message ?? ""}`).join(" | ")}`);
+  assert.deepEqual(messages, [], `${where} is not readable by all`);
 }
 
 /** Bytes of script that a first visit loads, compressed. */
@@ -57,13 +57,13 @@ for (const [size, viewport] of Object.entries(SIZES)) {
       await page.waitForLoadState("networkidle");
       const scripts = (await Promise.all(seen.scripts)).reduce((a, b) => a + b, 0);
       assert.ok(scripts > 0 && scripts < MOST_SCRIPT, `${scripts} bytes of script`);
-      const told = await walk(page, { size, mostRepaint: MOST_REPAINT });
+      const messages = await walk(page, { size, mostRepaint: MOST_REPAINT });
       await accessible(page, `${room || "home"} (${size})`);
       const isWide = await page.evaluate(() => document.documentElement.scrollWidth > innerWidth + 1);
       assert.equal(isWide, false, "the page scrolls sideways");
       assert.deepEqual(seen.foreign, [], "requests to other hosts");
-      assert.deepEqual(seen.problems, [], "problems told by the browser");
-      console.log(`${size} /${room}: well, ${(scripts / 1024).toFixed(0)} kB of script${told ? `, ${told}` : ""}`);
+      assert.deepEqual(seen.problems, [], "browser errors");
+      console.log(`${size} /${room}: well, ${(scripts / 1024).toFixed(0)} kB of script${messages ? `, ${messages}` : ""}`);
     } catch (error) {
       failed += 1;
       console.error(`${size} /${room}: ${error.stack ?? error}`);

@@ -1,11 +1,11 @@
-"""XSAKE: sparse attention for JAX that computes only the blocks it was asked to.
+"""XSAKE: block-sparse attention for JAX.
 
-    mask = xsake.masks.Causal() & xsake.masks.Window(left=1023, right=0)  # who may see whom
-    layout = xsake.BlockLayout.from_mask(mask, q_tokens=8192)  # which blocks that is
-    out = xsake.attention(q, k, v, layout=layout)  # compute those, [B, T, H, D]
-    print(xsake.explain(q, k, v, layout=layout))  # what was really computed
+    mask = xsake.masks.Causal() & xsake.masks.Window(left=1023, right=0)  # which pairs are allowed
+    layout = xsake.BlockLayout.from_mask(mask, q_tokens=8192)  # which blocks to compute
+    out = xsake.attention(q, k, v, layout=layout)  # [B, T, H, D]
+    print(xsake.explain(q, k, v, layout=layout))  # kernel, blocks and cost of the call
 
-masks -> layout -> kernels -> attention: data flows to the right, imports only to the left.
+masks -> layout -> kernels -> attention: data flows right, imports go left.
 """
 
 from xsake import masks

@@ -1,4 +1,4 @@
-"""Where and with what a measurement was made: commit, versions, processor, time, load."""
+"""Provenance of measurements: commit, versions, CPU, time, load, source digest."""
 
 import datetime
 import hashlib
@@ -15,7 +15,7 @@ PACKAGES = ("xsake", "jax", "jaxlib", "numpy")
 
 @dataclass(frozen=True)
 class Environment:
-    """The part of a row that is the same for every measurement of one run."""
+    """Provenance fields shared by all rows of one run."""
 
     cpu: str
     cores: int
@@ -27,21 +27,21 @@ class Environment:
 
 
 def environment(root: Path | None = None) -> Environment:
-    """Facts about this machine and, if `root` is a git checkout, about its commit.
+    """Collect facts about this machine and the git commit of `root`.
 
     Args:
-        root: folder of the code being measured; None when there is no checkout.
+        root: root of the measured checkout; None outside of one.
 
     Returns:
-        An `Environment`; `commit` and `dirty` are None outside a checkout and before its first
-        commit. Uncommitted result rows do not make a checkout dirty: they are what a run writes.
+        An `Environment`; `commit` and `dirty` are None without a commit. Uncommitted result rows do
+        not count as dirty.
 
     Example:
         >>> environment().cores >= 1
         True
     """
     commit = _git(root, "rev-parse", "HEAD")
-    measured = ":!benchmarks/results", ":!certificates"  # what a run writes does not make it dirty
+    measured = ":!benchmarks/results", ":!certificates"  # written by runs
     changes = _git(root, "status", "--porcelain", "--", ".", *measured)
     return Environment(
         cpu=cpu_model(),
@@ -57,38 +57,39 @@ def environment(root: Path | None = None) -> Environment:
 
 
 def own_checkout() -> Path | None:
-    """The folder of XSAKE's sources, if it is used from a checkout of its own."""
+    """Return the root of XSAKE's checkout; None if it is installed as a package."""
     root = PACKAGE.parents[1]
     is_checkout = PACKAGE.parent.name == "src" and (root / "pyproject.toml").exists()
     return root if is_checkout else None
 
 
 def source_digest(*parts: str) -> str:
-    """Names the code that ran, where version and commit do not.
+    """Return a digest of the package's source files.
 
     Args:
-        parts: files and folders of the package; none: all of it.
+        parts: files and folders of the package; default: all.
     """
-    total = hashlib.sha256()
-    for place in [PACKAGE / part for part in parts] or [PACKAGE]:
-        for file in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
-            total.update(file.relative_to(PACKAGE).as_posix().encode() + b"\0" + file.read_bytes())
-    return total.hexdigest()[:16]
+    digest = hashlib.sha256()
+    for path in [PACKAGE / part for part in parts] or [PACKAGE]:
+        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
+            name = file.relative_to(PACKAGE).as_posix()
+            digest.update(name.encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def installed_versions(packages: tuple[str, ...]) -> dict[str, str]:
-    """Version by distribution name; packages that are not installed are left out."""
-    found = {}
+    """Return versions by distribution name; packages that are not installed are omitted."""
+    versions = {}
     for name in packages:
         try:
-            found[name] = importlib.metadata.version(name)
+            versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def cpu_model() -> str:
-    """The processor's own name for itself, as far as the system tells."""
+    """Return the CPU model name."""
     listing = Path("/proc/cpuinfo")
     if listing.exists():
         for line in listing.read_text().splitlines():
@@ -98,7 +99,7 @@ def cpu_model() -> str:
 
 
 def _git(root: Path | None, *arguments: str) -> str | None:
-    """Output of one git command inside `root`; None when there is no repository or no commit."""
+    """Return the output of a git command in `root`; None if it fails."""
     if root is None:
         return None
     try:

@@ -1,26 +1,7 @@
-"""The axis letters used in every signature, in one table.
+"""Axis letters of all array signatures.
 
-| letter  | axis                                                        |
-|---------|-------------------------------------------------------------|
-| `B`     | batch                                                       |
-| `Tq`    | query tokens                                                |
-| `Tk`    | key/value tokens                                            |
-| `Hq`    | query heads                                                 |
-| `Hk`    | key/value heads                                             |
-| `G`     | query heads per kv head, `Hq / Hk`                          |
-| `D`     | head dimension of queries and keys                          |
-| `Dv`    | head dimension of values                                    |
-| `Nq`    | query blocks, `ceil(Tq / block_q)`                          |
-| `Nk`    | kv blocks, `ceil(Tk / block_kv)`                            |
-| `Nc`    | summaries of kv blocks, which may overlap                   |
-| `Ns`    | slots: blocks that a query may select                       |
-| `W`     | work items: (row, kv block) pairs that a layout lists       |
-| `R`     | rows: (batch, head, query block) triples that own items     |
-| `S`     | sink logits per head                                        |
-| `L`     | layers of a model                                           |
-
-Query and key axes never share a letter. Public arrays are `[B, T, H, D]`, as in
-`jax.nn.dot_product_attention` and Flax; what kernels use inside is their own affair.
+Public arrays are `[B, T, H, D]`, as in `jax.nn.dot_product_attention` and Flax; kernels may use
+other layouts internally.
 """
 
 AXES: dict[str, str] = {
@@ -29,15 +10,15 @@ AXES: dict[str, str] = {
     "Tk": "key/value tokens",
     "Hq": "query heads",
     "Hk": "key/value heads",
-    "G": "query heads per kv head",
+    "G": "query heads per kv head, Hq / Hk",
     "D": "head dimension of queries and keys",
     "Dv": "head dimension of values",
-    "Nq": "query blocks",
-    "Nk": "kv blocks",
+    "Nq": "query blocks, ceil(Tq / block_q)",
+    "Nk": "kv blocks, ceil(Tk / block_kv)",
     "Nc": "summaries of kv blocks",
     "Ns": "slots for selected blocks",
-    "W": "work items",
-    "R": "rows",
+    "W": "work items: (row, kv block) pairs of a layout",
+    "R": "rows: (batch, head, query block) triples",
     "S": "sink logits per head",
     "L": "layers of a model",
 }

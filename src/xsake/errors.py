@@ -1,21 +1,21 @@
-"""The errors XSAKE raises: what is wrong, what it got, what was expected and how to fix it."""
+"""XSAKE's exceptions: what is wrong, got, expected, fix."""
 
 import json
 import re
 
 MAX_PART_CHARS = 4000  # of each part of a message
-PROSE = "\n\t\u00a0\u2009\u200a\u200c\u200d\u202f\u3000"  # unprintable, harmless in running text
+PROSE = "\n\t\u00a0\u2009\u200a\u200c\u200d\u202f\u3000"  # not printable, harmless in text
 
 
 def escape_controls(text: str, *, keep: str = "") -> str:
-    r"""Escape every character that a terminal may obey, or that hides or reorders its neighbours.
+    r"""Escape control characters, direction overrides and lone surrogates.
 
-    These are all that `str.isprintable` refuses: C0 and C1 controls, direction overrides, lone
-    surrogates. The escapes are those of JSON, so JSON text stays the same document.
+    These are the characters for which `str.isprintable` is False. The escapes are those of JSON,
+    so JSON text stays the same document.
 
     Args:
-        text: from a file, a model or a command line.
-        keep: characters to leave as they are; `PROSE` for text of several lines.
+        text: untrusted text, e.g. from a file or a command line.
+        keep: characters that are not escaped; `PROSE` for multi-line text.
 
     Example:
         >>> escape_controls("\x1b[31mred"), escape_controls("a\nb", keep=PROSE)
@@ -27,20 +27,19 @@ def escape_controls(text: str, *, keep: str = "") -> str:
 
 
 class XsakeError(Exception):
-    """Base of every error raised on purpose; `code` is stable and has an entry in the docs.
+    """Base class of XSAKE's errors; `code` is stable and documented.
 
     Args:
-        what: one sentence on what is wrong.
+        what: what is wrong.
         got: the offending value.
-        expected: what would have been accepted.
-        fix: what the caller can do about it.
+        expected: accepted values.
+        fix: what the caller can do.
 
-    All four often quote files of strangers. They are kept as printable text of at most
-    `MAX_PART_CHARS` characters each; lines after the first are indented, so that no quotation
-    passes for another part.
+    Parts may quote untrusted files. They are escaped and truncated to `MAX_PART_CHARS` characters;
+    lines after the first are indented, so that a quotation cannot imitate another part.
 
     Attributes:
-        is_transient: the same command may succeed the next time; commands end with 1, not 2.
+        is_transient: a retry may succeed; the CLI exits with 1 instead of 2.
     """
 
     code = "XSK-000"
@@ -61,49 +60,49 @@ class XsakeError(Exception):
 
 
 def _quote(text: str) -> str:
-    """A part of a message: printable, of bounded length, its later lines indented."""
+    """Escape and truncate a part of a message, and indent its later lines."""
     text = re.sub(r"\n[ \n]*", "\n" + " " * 12, text[: MAX_PART_CHARS + 1])
     text = escape_controls(text, keep="\n")
     return text if len(text) <= MAX_PART_CHARS else text[: MAX_PART_CHARS - 3] + "..."
 
 
 class ShapeError(XsakeError, ValueError):
-    """Arrays whose shapes or dtypes do not fit each other."""
+    """Incompatible shapes or dtypes."""
 
     code = "XSK-101"
 
 
 class ArgumentError(XsakeError, ValueError):
-    """A value outside what the parameter accepts, or parameters that contradict each other."""
+    """An invalid argument, or contradicting arguments."""
 
     code = "XSK-102"
 
 
 class MaskError(XsakeError, ValueError):
-    """A mask that cannot mean what was written."""
+    """An invalid mask or mask expression."""
 
     code = "XSK-201"
 
 
 class LayoutError(XsakeError, ValueError):
-    """A block layout that breaks an invariant or does not fit the arrays it is used with."""
+    """A block layout that violates an invariant or does not match the arrays."""
 
     code = "XSK-301"
 
 
 class UnsupportedError(XsakeError, NotImplementedError):
-    """A named implementation that cannot serve this call; nothing else was tried."""
+    """The requested implementation or combination does not support this call."""
 
     code = "XSK-401"
 
 
 class MissingExtraError(XsakeError, ImportError):
-    """A feature whose optional dependency is not installed."""
+    """An optional dependency is not installed."""
 
     code = "XSK-501"
 
 
 class CheckpointError(XsakeError, ValueError):
-    """A checkpoint that cannot be trusted, read whole, or written as asked."""
+    """A checkpoint that is corrupt, incomplete or cannot be written."""
 
     code = "XSK-601"

@@ -8,7 +8,7 @@ from pathlib import Path
 TYPES = {
     "benchmark_row.schema.json": "xsake.bench.rows:BenchmarkRow",
     "certificate.schema.json": "xsake.certify.record:Certificate",
-    "evaluation.schema.json": "xsake.evaluation.record:Report",
+    "evaluation.schema.json": "xsake.evaluation.record:EvaluationReport",
     "plan.schema.json": "xsake.hads.plan:SparsityPlan",
     "profile.schema.json": "xsake.hads.profile:Profile",
     "training.schema.json": "xsake.training.config:TrainingConfig",

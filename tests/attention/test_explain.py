@@ -1,4 +1,4 @@
-"""`explain` tells the truth about what runs, what it costs and when it compiles again."""
+"""`explain` reports the kernel, cost and recompilation of calls as they are executed."""
 
 import json
 
@@ -10,7 +10,8 @@ import pytest
 import xsake
 from tests.attention.dense import draw
 from xsake.kernels.block_sparse import xla
-from xsake.kernels.block_sparse.walk import walk
+from xsake.kernels.block_sparse.xla import backward_pass, forward_pass
+from xsake.kernels.row_loop import loop_rows
 from xsake.layout import BlockLayout
 from xsake.masks import Causal, Full, PerHead, Window
 
@@ -56,23 +57,24 @@ def test_the_backward_pass_is_two_elsewhere_and_under_a_bias(where):
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("traced", [False, True])
 def test_the_predicted_blocks_are_those_the_passes_really_compute(traced, biased, monkeypatch):
-    """Every step of every walk reports how many blocks it computed."""
+    """Every step of every loop reports how many blocks it computed."""
     counts = []
 
-    def counting_walk(rows, visitor, tiles, *shared, **named):
+    def counting_loop(rows, row_body, tiles, *shared, **named):
         counts.append(0)
         mine = len(counts) - 1
 
         def count(blocks):
             counts[mine] += int(blocks)
 
-        def visit(tile, state, shared, step):
+        def body(tile, state, shared, step):
             jax.debug.callback(count, jax.tree.leaves(step.items)[0].size)
-            return visitor.visit(tile, state, shared, step)
+            return row_body.body(tile, state, shared, step)
 
-        return walk(rows, visitor._replace(visit=visit), tiles, *shared, **named)
+        return loop_rows(rows, row_body._replace(body=body), tiles, *shared, **named)
 
-    monkeypatch.setattr(xla, "walk", counting_walk)
+    for module in (forward_pass, backward_pass):
+        monkeypatch.setattr(module, "loop_rows", counting_loop)
     q, k, v = (jnp.asarray(x) for x in draw(batch=2, q_tokens=75, q_heads=4, kv_heads=2))
     mask = PerHead([Causal(), Causal() & Window(20, 0), Full(), Window(3, 3)])
     grid = np.random.default_rng(0).random((4, 10, 10)) < 0.7
@@ -92,14 +94,14 @@ def test_the_predicted_blocks_are_those_the_passes_really_compute(traced, biased
 def test_tile_sizes_are_those_of_the_backend():
     told = xsake.explain(Q, K, V, mask=Causal())
     layout = BlockLayout.from_mask(Causal(), q_tokens=1000)
-    assert told.passes[0].tiles == xla.tile_sizes(layout, 2 * 4 * 8, "cpu")
-    assert told.passes[1].tiles == xla.tile_sizes(layout, 2 * 8, "cpu")  # of one batch element
+    assert told.passes[0].tiles == xla.default_sizes(layout, 2 * 4 * 8, "cpu")
+    assert told.passes[1].tiles == xla.default_sizes(layout, 2 * 8, "cpu")  # of one batch element
 
 
 def test_segments_that_are_known_are_counted_and_others_bounded():
     ids = np.repeat(np.arange(4, dtype=np.int32), 250)[None].repeat(2, 0)
     known = xsake.explain(Q, K, V, mask=Causal(), q_segment_ids=ids)
-    assert known.narrowed_by == ("segment ids",) and not known.is_static and known.is_counted
+    assert known.pruned_by == ("segment ids",) and not known.is_static and known.is_counted
     assert known.blocks.listed < 2 * 4 * 36
     unknown = xsake.explain(
         Q, K, V, mask=Causal(), q_segment_ids=jax.ShapeDtypeStruct(ids.shape, ids.dtype)
@@ -113,7 +115,7 @@ def test_traced_layouts_are_counted_outside_jit_and_bounded_inside():
     layout = BlockLayout.from_mask(Causal(), q_tokens=1000).traced(50)
     outside = xsake.explain(Q, K, V, layout=layout)
     assert outside.blocks.listed == 2 * 4 * 36 and not outside.is_static
-    assert "capacity than 50" in outside.recompiles and "just other data" in outside.recompiles
+    assert "capacity than 50" in outside.recompiles and "block list is data" in outside.recompiles
     assert outside.compile_key["layout"]["capacity"] == 50
     told = []
     jax.jit(lambda layout: told.append(xsake.explain(Q, K, V, layout=layout)))(layout)

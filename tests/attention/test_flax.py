@@ -91,18 +91,18 @@ def test_boolean_masks_are_honoured_known_or_traced(shape, jit):
 
 
 def test_a_known_mask_skips_blocks_and_a_padding_mask_does_so_while_traced():
-    from xsake.attention.adapters.boolean_masks import arguments_of
+    from xsake.attention.adapters.boolean_masks import attention_kwargs
 
     shape = (2, 2, 20, 20)
     same = np.broadcast_to(TRIL, (2, 1, 20, 20))
-    assert set(arguments_of(same, shape, None)) == {"mask"}
-    padding = lambda mask: arguments_of(mask, shape, 5.0)
+    assert set(attention_kwargs(same, shape, None)) == {"mask"}
+    padding = lambda mask: attention_kwargs(mask, shape, 5.0)
     traced = jax.eval_shape(padding, jax.ShapeDtypeStruct((2, 1, 1, 20), bool))
     assert set(traced) == {"q_segment_ids", "kv_segment_ids"}
     with pytest.raises(UnsupportedError, match="softcap"):
         jax.eval_shape(padding, jax.ShapeDtypeStruct((2, 1, 20, 20), bool))
     with pytest.raises(ShapeError, match="does not broadcast"):
-        arguments_of(np.ones((3, 1, 20, 20), bool), shape, None)
+        attention_kwargs(np.ones((3, 1, 20, 20), bool), shape, None)
 
 
 def test_more_or_fewer_batch_axes_and_a_bias():
@@ -133,7 +133,7 @@ def test_dtype_layout_softcap_and_operator_reach_attention():
 
 
 @pytest.mark.parametrize(
-    ("call", "words"),
+    ("call", "message"),
     [
         ({"dropout_rate": 0.1, "deterministic": False}, "attention dropout"),
         ({"module": nnx.Module()}, "sown attention weights"),
@@ -142,8 +142,8 @@ def test_dtype_layout_softcap_and_operator_reach_attention():
         ({"input_positions": np.arange(20)}, "input_positions"),
     ],
 )
-def test_what_cannot_be_honoured_raises(call, words):
-    with pytest.raises(UnsupportedError, match=words):
+def test_unsupported_arguments_raise(call, message):
+    with pytest.raises(UnsupportedError, match=message):
         attention_fn()(*draw(q_tokens=20), **call)
 
 

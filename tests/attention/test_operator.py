@@ -102,12 +102,12 @@ SHARDED = textwrap.dedent("""
     compare(data, layout=by_batch)
     compare(tensor, layout=by_batch.traced())
 
-    for mesh, arguments, words in (
-        (tensor, dict(mask=PerHead([Causal(), Full()])), "differs between heads"),
+    for mesh, arguments, message in (
+        (tensor, dict(mask=PerHead([Causal(), Full()])), "per-head rules"),
         (Mesh(devices, ("tensor",)), dict(k=k[:, :, :1], v=v[:, :, :1]), "kv heads cannot"),
         (data, dict(q=q[:1], k=k[:1], v=v[:1]), "batch cannot"),
     ):
-        with pytest.raises(UnsupportedError, match=words):
+        with pytest.raises(UnsupportedError, match=message):
             xsake.BlockSparseAttention(mesh=mesh)(**{"q": q, "k": k, "v": v, **arguments})
 
     seen = []

@@ -71,20 +71,20 @@ with jax.set_mesh(mesh):
 check(found, expected)
 assert found[1][0].sharding.spec == P("a", None, "b", None)
 
-def refused(words, *arrays, **given):
+def refused(message, *arrays, **given):
     try:
         xsake.attention(*arrays, **given)
     except UnsupportedError as error:
-        assert words in str(error), error
+        assert message in str(error), error
     else:
-        raise AssertionError(words)
+        raise AssertionError(message)
 
 along = lambda *axes: [jax.device_put(x, NamedSharding(mesh, P(*axes))) for x in (q, k, v)]
 refused("splits the batch and the heads", *along(None, "a"))
 refused("splits the batch and the heads", split[0], *along("b")[1:])
 wide = jax.device_put(q, NamedSharding(mesh, P(None, None, "a")))
 refused("instead of 2", wide, k, v)
-refused("differs between heads", *split, mask=PerHead([Causal(), Full()]))
+refused("per-head rules", *split, mask=PerHead([Causal(), Full()]))
 flat = jax.device_put(ids, NamedSharding(mesh, P("b", "a")))
 refused("segment_ids is split over other axes", *split, q_segment_ids=flat)
 print("all right")
@@ -131,8 +131,8 @@ print("all right")
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
 def test_kernels_lower_inside_shard_map_with_its_checks(platform):
     run_on_eight_devices(ARRAYS + MANUAL + f"""
-from xsake.kernels import mosaic_gpu_compat
-mosaic_gpu_compat.capability = lambda: (9, 0)
+from xsake.kernels.block_sparse.mosaic_gpu import ops
+ops.capability = lambda: (9, 0)
 run = lambda q, k, v: xsake.attention(q, k, v, mask=Causal())
 own = (jnp.arange(256) // 64)[None, :, None, None]
 listed = lambda q, k, v: xsake.apply_native_sparse_attention(

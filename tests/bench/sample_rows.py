@@ -1,7 +1,7 @@
 """A complete row to vary in tests."""
 
 from xsake.bench import BenchmarkRow, Ratio, Shape
-from xsake.bench.rows import Timing
+from xsake.bench.rows import TimingStats
 
 
 def sample_row(**changes: object) -> BenchmarkRow:
@@ -16,7 +16,7 @@ def sample_row(**changes: object) -> BenchmarkRow:
         "layout": "causal",
         "budget": 1.0,
         "threads": 2,
-        "seconds": Timing(median=0.02, q25=0.019, q75=0.021),
+        "seconds": TimingStats(median=0.02, q25=0.019, q75=0.021),
         "repeats": 5,
         "ratios": (Ratio(baseline="old", median=0.5, q25=0.49, q75=0.52),),
         "max_error": 3e-7,

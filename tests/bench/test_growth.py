@@ -2,14 +2,14 @@ import pytest
 
 from tests.bench.sample_rows import sample_row
 from xsake.bench import Shape
-from xsake.bench.growth import fitted, growths
+from xsake.bench.growth import fit_growth, fit_growths
 from xsake.bench.plot import draw_growth
-from xsake.bench.rows import Timing
+from xsake.bench.rows import TimingStats
 from xsake.errors import ArgumentError
 
 
 def timed(side, tokens, seconds):
-    timing = Timing(median=seconds, q25=seconds, q75=seconds)
+    timing = TimingStats(median=seconds, q25=seconds, q75=seconds)
     return sample_row(side=side, shape=Shape.square(tokens), seconds=timing)
 
 
@@ -17,17 +17,17 @@ def test_each_side_gets_its_own_exponent_and_lines_cross_where_they_are_equal(tm
     rows = [timed("dense", n, 1e-9 * n**2) for n in (256, 512, 1024)]
     rows += [timed("sparse", n, 1e-7 * n) for n in (256, 512, 1024)]
     rows += [timed("seen once", 256, 1.0)]
-    dense, sparse = growths(rows)
+    dense, sparse = fit_growths(rows)
     assert (dense.exponent, sparse.exponent) == (pytest.approx(2), pytest.approx(1))
-    assert dense.meets(sparse) == sparse.meets(dense) == pytest.approx(100)
-    assert dense.meets(dense) is None
+    assert dense.crossover(sparse) == sparse.crossover(dense) == pytest.approx(100)
+    assert dense.crossover(dense) is None
     draw_growth([dense, sparse], rows, tmp_path / "growth.png")
     assert (tmp_path / "growth.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_what_does_not_fit_is_told(tmp_path):
-    assert fitted("bent", (1, 2, 4), (1.0, 4.0, 4.0)).largest_residual > 0.3
-    with pytest.raises(ArgumentError, match="One length"):
-        fitted("point", (8, 8), (1.0, 1.0))
+    assert fit_growth("bent", (1, 2, 4), (1.0, 4.0, 4.0)).largest_residual > 0.3
+    with pytest.raises(ArgumentError, match="requires two lengths"):
+        fit_growth("point", (8, 8), (1.0, 1.0))
     with pytest.raises(ArgumentError, match="Nothing to draw"):
         draw_growth([], [], tmp_path / "nothing.png")

@@ -6,14 +6,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from xsake.bench import HEADS, shape_of
-from xsake.bench.calls import bare_product, drawn, ours, theirs
-from xsake.bench.measure import DENSE, PRODUCT, Settings, measure
+from xsake.bench import HEADS, model_shape
+from xsake.bench.calls import jax_nn_call, matmul_call, random_inputs, xsake_call
+from xsake.bench.measure import DENSE, PRODUCT, BenchSettings, measure
 from xsake.bench.spot_check import TOLERANCE, spot_error
 from xsake.errors import ArgumentError
 from xsake.layout.synthetic import causal_grid, ragged_grid
 
-SMALL = Settings("gemma-3-1b", tokens=(96,), budgets=(0.6,), block=16, rounds=2)
+SMALL = BenchSettings("gemma-3-1b", tokens=(96,), budgets=(0.6,), block=16, rounds=2)
 
 
 def quiet(done, rows):
@@ -46,15 +46,15 @@ def test_memory_is_the_compilers_and_nothing_is_run():
 
 
 def test_a_side_that_needs_too_much_is_named_with_the_reason():
-    rows = measure("attention", dataclasses.replace(SMALL, most_bytes=1000), quiet)
+    rows = measure("attention", dataclasses.replace(SMALL, max_bytes=1000), quiet)
     assert rows[-1].side == "jax.nn" and "GB" in rows[-1].failure and rows[-1].seconds is None
 
 
 @pytest.mark.parametrize("is_backward", [False, True])
 def test_a_wrong_result_is_found(is_backward):
-    inputs = drawn(shape_of("smollm2-135m", 64), "float32", 0)
+    inputs = random_inputs(model_shape("smollm2-135m", 64), "float32", 0)
     grid = ragged_grid(9, 4, 0.7, seed=0)
-    call = ours(inputs, "ours", grid, block=16, is_backward=is_backward)
+    call = xsake_call(inputs, "xsake_call", grid, block=16, is_backward=is_backward)
     found = call.result if is_backward else (call.result,)
     check = lambda found, grid: spot_error(inputs, found, grid, block=16, seed=1)
     assert check(found, grid) <= TOLERANCE["float32"]
@@ -67,13 +67,13 @@ def test_a_wrong_result_is_found(is_backward):
 
 
 def test_jax_and_the_bare_product_are_what_they_are_called():
-    inputs = drawn(shape_of("smollm2-135m", 32), "float32", 0)
-    found = theirs(inputs, is_backward=False)
+    inputs = random_inputs(model_shape("smollm2-135m", 32), "float32", 0)
+    found = jax_nn_call(inputs, is_backward=False)
     assert spot_error(inputs, (found.result,), None, block=16, seed=0) <= TOLERANCE["float32"]
-    assert bare_product("float32", 0).flops == 2 * 1024**3
+    assert matmul_call("float32", 0).flops == 2 * 1024**3
 
 
 def test_shapes_are_those_of_models():
     assert all(q % kv == 0 for q, kv, _ in HEADS.values())
     with pytest.raises(ArgumentError, match="smollm2-135m"):
-        shape_of("smollm3", 64)
+        model_shape("smollm3", 64)

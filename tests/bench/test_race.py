@@ -23,7 +23,7 @@ from benchmarks.peers.jax_call import measured_function
 from benchmarks.peers.recipes import interpreter
 from benchmarks.truth import TOLERANCE, relative_error, true_attention
 from tests.bench.sample_rows import sample_row
-from xsake.bench import Ratio, Shape, Side, Verdict
+from xsake.bench import Ratio, Shape, TimedSide, Verdict
 from xsake.layout.synthetic import ragged_grid
 
 SMALL = Shape.square(300, heads=3, head_dim=8)
@@ -58,7 +58,7 @@ def test_errors_of_nan_and_shape_are_infinite():
 )
 def test_a_slow_side_leaves_after_a_few_rounds(is_long, rounds, few):
     seconds = {"quick": 0.1, "close": 0.3, "slow": 0.5}
-    sides = [Side(name, lambda name=name: seconds[name]) for name in seconds]
+    sides = [TimedSide(name, lambda name=name: seconds[name]) for name in seconds]
     times = take_turns(sides, Settings(), is_long=is_long)
     assert {name: len(each) for name, each in times.items()} == {
         "quick": rounds,

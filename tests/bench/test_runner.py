@@ -1,14 +1,14 @@
 import pytest
 
-from xsake.bench import Side, Spread, Verdict, interleave, judge, pair_ratio, time_call
+from xsake.bench import Spread, TimedSide, Verdict, check_limit, interleave, pair_ratio, time_call
 from xsake.errors import ArgumentError
 
 
 def test_rounds_alternate_their_order_and_warm_up_first():
     visits: list[str] = []
 
-    def side(name: str) -> Side:
-        return Side(name, lambda: visits.append(name) or 1.0)
+    def side(name: str) -> TimedSide:
+        return TimedSide(name, lambda: visits.append(name) or 1.0)
 
     times = interleave([side("a"), side("b")], rounds=3, warmup=1, settle_seconds=0.0)
     assert "".join(visits) == "ba" + "ab" + "ba" + "ab"
@@ -22,7 +22,7 @@ def test_a_machine_that_slows_down_does_not_change_the_ratio():
         clock["factor"] *= 1.05
         return seconds * clock["factor"]
 
-    sides = [Side("a", lambda: slowing(1.0)), Side("b", lambda: slowing(2.0))]
+    sides = [TimedSide("a", lambda: slowing(1.0)), TimedSide("b", lambda: slowing(2.0))]
     times = interleave(sides, rounds=20, warmup=0, settle_seconds=0.0)
     assert pair_ratio(times["a"], times["b"]).median == pytest.approx(0.5, rel=0.01)
 
@@ -32,14 +32,14 @@ def test_a_ratio_hidden_by_its_spread_is_not_quoted():
     assert not hidden.is_clear
     assert "unclear" in hidden.describe()
     assert "2.500" not in hidden.describe()
-    assert judge(hidden, 100.0) is Verdict.UNCLEAR
+    assert check_limit(hidden, 100.0) is Verdict.UNCLEAR
 
 
 def test_a_limit_inside_the_quartiles_is_not_decided():
     measured = Spread(median=1.0, q25=0.95, q75=1.05)
-    assert judge(measured, 1.06) is Verdict.PASS
-    assert judge(measured, 1.01) is Verdict.UNCLEAR
-    assert judge(measured, 0.94) is Verdict.FAIL
+    assert check_limit(measured, 1.06) is Verdict.PASS
+    assert check_limit(measured, 1.01) is Verdict.UNCLEAR
+    assert check_limit(measured, 0.94) is Verdict.FAIL
 
 
 def test_time_call_measures_the_call():
@@ -50,8 +50,8 @@ def test_time_call_measures_the_call():
     "wrong",
     [
         lambda: interleave([], rounds=1),
-        lambda: interleave([Side("a", lambda: 1.0)] * 2, rounds=1),
-        lambda: interleave([Side("a", lambda: 1.0)], rounds=0),
+        lambda: interleave([TimedSide("a", lambda: 1.0)] * 2, rounds=1),
+        lambda: interleave([TimedSide("a", lambda: 1.0)], rounds=0),
         lambda: pair_ratio([1.0], [1.0, 2.0]),
         lambda: Spread.of([]),
     ],

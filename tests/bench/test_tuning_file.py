@@ -2,11 +2,11 @@ import warnings
 
 import pytest
 
-from xsake.bench import shape_of
-from xsake.bench.tuned_file import TunedCall, TunedFile, load_here
+from xsake.bench import model_shape
+from xsake.bench.tuned_file import TunedCall, TunedFile, load_tuned_tiles
 from xsake.bench.tuner import candidates, search
 from xsake.errors import ArgumentError
-from xsake.kernels.block_sparse.problem import TileSizes
+from xsake.kernels.block_sparse.types import TileSizes
 from xsake.kernels.tuning import TileTable
 
 CALL = TunedCall(
@@ -19,37 +19,37 @@ def test_a_file_comes_back_and_newer_findings_replace_older_ones(tmp_path):
     file = TunedFile.of((CALL,))
     assert TunedFile.loads(file.dumps()) == file
     faster = CALL.model_copy(update={"tile_rows": 12, "speedup": 1.3})
-    assert file.merged((faster,)).table.find(CALL.bucket) == TileSizes(12, 4)
+    assert file.merge((faster,)).table.find(CALL.bucket) == TileSizes(12, 4)
     file.save(tmp_path / "tuned.json")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert load_here(tmp_path / "tuned.json") == file.table
+        assert load_tuned_tiles(tmp_path / "tuned.json") == file.table
 
 
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (lambda text: text[: len(text) // 2], "no tuned tile sizes"),
+        (lambda text: text[: len(text) // 2], "invalid file of tile sizes"),
         (lambda text: text.replace('"tile_rows":8', '"tile_rows":0'), "greater than"),
-        (lambda text: text.replace('"processor"', '"engine"'), "no tuned tile sizes"),
+        (lambda text: text.replace('"processor"', '"engine"'), "invalid file of tile sizes"),
         (lambda text: text.replace('"jax":"', '"jax":"9'), "another version of jax"),
-        (lambda text: "[" * 100_000, "no tuned tile sizes"),
+        (lambda text: "[" * 100_000, "invalid file of tile sizes"),
     ],
 )
 def test_a_damaged_or_foreign_file_is_left_aside_with_a_warning(tmp_path, change, told):
     path = tmp_path / "tuned.json"
     path.write_text(change(TunedFile.of((CALL,)).model_dump_json()))
     with pytest.warns(UserWarning, match=told):
-        assert load_here(path) == TileTable()
+        assert load_tuned_tiles(path) == TileTable()
 
 
 def test_files_of_another_processor_and_missing_ones_are_left_aside(tmp_path):
     path = tmp_path / "tuned.json"
     TunedFile.of((CALL,)).model_copy(update={"processor": "another"}).save(path)
     with pytest.warns(UserWarning, match="another processor"):
-        assert load_here(path) == TileTable()
+        assert load_tuned_tiles(path) == TileTable()
     with pytest.warns(UserWarning, match="nowhere"):
-        assert load_here(tmp_path / "nowhere.json") == TileTable()
+        assert load_tuned_tiles(tmp_path / "nowhere.json") == TileTable()
     with pytest.raises(ArgumentError):
         TunedFile.loads("{}")
 
@@ -67,8 +67,8 @@ def test_a_search_confirms_its_winner_or_has_none(monkeypatch):
     monkeypatch.setattr(tuner, "BLOCKS", (1, 2))
     seen = []
     found = search(
-        shape_of("gemma-3-1b", 64), None, block=16, dtype="float32", is_backward=False, rounds=2,
-        watch=lambda done, left: seen.append((done, left)),
+        model_shape("gemma-3-1b", 64), None, block=16, dtype="float32", is_backward=False, rounds=2,
+        on_progress=lambda done, left: seen.append((done, left)),
     )  # fmt: skip
     assert found.tried == 2 and seen[:3] == [(1, 3), (2, 3), (3, 3)]
     assert (found.best is None) == (found.call is None)

@@ -10,12 +10,12 @@ from types import SimpleNamespace
 
 import jax
 
-from xsake.certify.case import Case
-from xsake.certify.family import Facts, Peak, Target
+from xsake.certify.case import CompileCase
+from xsake.certify.family import CompileFacts, PeakFigures, Target
 
 NAME, PLATFORM, PACKAGES = "fake", "cpu", ("jaxlib",)
 KERNELS = SELECTED_KERNELS = "tests.certify.fake_family"
-PEAK = Peak(1e12, 1e11, 2**30, None, "nowhere")
+PEAK = PeakFigures(1e12, 1e11, 2**30, None, "nowhere")
 TARGETS = {"f1": Target("f1", "fake", "f1:1x1", "made up", cores_per_device=1, peak=PEAK)}
 FAMILIES = {"fake": KERNELS}
 LIMIT = 1  # what the control of a constant takes away
@@ -47,9 +47,9 @@ MISCHIEF = {
 }
 
 
-def case(name: str, head_dim: int = 16, **changes) -> Case:
+def case(name: str, head_dim: int = 16, **changes) -> CompileCase:
     sizes = {"tokens": 32, "q_heads": 4, "kv_heads": 2, "budget": 1.0, "block": 8}
-    return Case(
+    return CompileCase(
         **{"name": name, "pass_name": "forward", "shape": "fake", "head_dim": head_dim}
         | sizes
         | changes
@@ -82,7 +82,7 @@ def process_variables(dump) -> dict[str, str]:
     return {"JAX_PLATFORMS": "cpu"}
 
 
-def serves(case: Case) -> bool:
+def supports(case: CompileCase) -> bool:
     return True
 
 
@@ -90,28 +90,28 @@ def device_kind(target) -> str:
     return f"{target.name} of {jax.default_backend()}"
 
 
-def compile(run, arguments, target, dump) -> Facts:
+def compile(run, arguments, target, dump) -> CompileFacts:
     assert not list(dump.iterdir()), "the dump folder is not empty"
     (dump / "listing.txt").write_text("bundle")
     start = time.perf_counter()
     jax.jit(run).lower(*arguments).compile()
-    return Facts(compile_seconds=time.perf_counter() - start, vmem_bytes=4096, spills=0)
+    return CompileFacts(compile_seconds=time.perf_counter() - start, vmem_bytes=4096, spills=0)
 
 
-def forward(operands, problem):
-    MISCHIEF[operands.q.shape[-1]]()
-    return operands.q * problem.scale, operands.q[..., 0]
+def forward(inputs, config, platform):
+    MISCHIEF[inputs.q.shape[-1]]()
+    return inputs.q * config.scale, inputs.q[..., 0]
 
 
-def query_gradient(operands, problem, out, lse, cotangents):
-    return operands.q + out * lse[..., None] + cotangents.out
+def dq_pass(inputs, config, o, lse, do, dlse):
+    return inputs.q + o * lse[..., None] + do
 
 
-def key_value_gradient(operands, problem, out, lse, cotangents):
-    return operands.k * operands.layout.row_starts[-1].astype(operands.k.dtype), operands.v
+def dkv_pass(inputs, config, o, lse, do, dlse):
+    return inputs.k * inputs.layout.row_starts[-1].astype(inputs.k.dtype), inputs.v
 
 
-def passes(operands, problem, platform):
+def count_passes(inputs, config, platform):
     assert platform == "cpu"
     counts = {
         "listed": 4,

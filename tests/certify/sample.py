@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from tests.certify.fake_family import case
-from xsake.certify.family import Facts
-from xsake.certify.record import Bound, Certificate, Cost, Outcome
+from xsake.certify.family import CompileFacts
+from xsake.certify.record import Certificate, Outcome, PassCost, TimeBound
 
 ROOT = Path(__file__).parents[2]
 
@@ -12,16 +12,16 @@ ROOT = Path(__file__).parents[2]
 def sample_certificate(**changes) -> Certificate:
     """One case that compiled and one control that was refused."""
     counts = {"listed": 9, "computed": 9, "launches": 2, "steps": 12, "balance": 1.0}
-    cost = Cost(**counts, flops=10, bytes_read=5, bytes_written=1, least_bytes=4)
+    cost = PassCost(**counts, flops=10, bytes_read=5, bytes_written=1, least_bytes=4)
     origin = {"commit": "0123456789abcdef", "dirty": False, "source": "feed"}
     compiled = Outcome(
         case=case("good"),
         verdict="compiled",
         as_expected=True,
         message=None,
-        facts=Facts(0.5, vmem_bytes=3 * 2**20, smem_bytes=2048, spills=4, bundles=100),
+        facts=CompileFacts(0.5, vmem_bytes=3 * 2**20, smem_bytes=2048, spills=4, bundles=100),
         cost=cost,
-        bound=Bound(seconds=0.002, label="a bound"),
+        bound=TimeBound(seconds=0.002, label="a bound"),
         made_at="2026-11-15T10:00:00+00:00",
         **origin,
     )

@@ -1,14 +1,14 @@
 import pytest
 
 from xsake.certify import bound, tpu
-from xsake.certify.family import Peak
-from xsake.certify.record import Cost
+from xsake.certify.family import PeakFigures
+from xsake.certify.record import PassCost
 
-PEAK = Peak(1e12, 1e9, 2**34, None, "made up")
+PEAK = PeakFigures(1e12, 1e9, 2**34, None, "made up")
 
 
-def cost(flops: int, least_bytes: int, computed: int | None = 1) -> Cost:
-    return Cost(
+def cost(flops: int, least_bytes: int, computed: int | None = 1) -> PassCost:
+    return PassCost(
         listed=1,
         computed=computed,
         launches=1,

@@ -10,7 +10,7 @@ from xsake.kernels.selected import mosaic_tpu
 
 
 def test_every_model_is_there_with_every_length_and_budget_in_every_pass():
-    every = cases.every_case()
+    every = cases.all_cases()
     names = every.keys()
     for shape in cases.MODELS:
         own = [case for case in every.values() if case.shape == shape]
@@ -21,37 +21,37 @@ def test_every_model_is_there_with_every_length_and_budget_in_every_pass():
         assert f"{shape}_4k_25_f32_dkv" in names
     assert "llama3_8b_128k_10_bf16_block128_dq" in names
     assert "llama3_8b_4k_25_bf16_traced_dq" in names
-    assert not any(case.expects == "refused" for case in cases.every_case().values())
+    assert not any(case.expects == "refused" for case in cases.all_cases().values())
 
 
 def test_heads_at_128k_are_whole_kv_groups_of_at_most_16():
-    for case in cases.every_case().values():
+    for case in cases.all_cases().values():
         heads = cases.MODELS[case.shape]
         assert case.q_heads * heads.kv == case.kv_heads * heads.q
         if case.tokens == 131072:
             assert 8 <= case.q_heads <= 16
         else:
             assert (case.q_heads, case.kv_heads) == (heads.q, heads.kv)
-    assert cases.every_case()["llama3_8b_128k_10_bf16_block128_forward"].q_heads == 16
+    assert cases.all_cases()["llama3_8b_128k_10_bf16_block128_forward"].q_heads == 16
 
 
 def test_selections_bring_the_controls_and_patterns_find_names():
-    smoke = cases.select("smoke", fake_family)
+    smoke = cases.select_cases("smoke", fake_family)
     assert len(smoke) < 40
     assert all(control in smoke for control in fake_family.CONTROLS)
-    everything = cases.select("all", fake_family)
-    assert len(everything) == len(cases.every_case()) + len(fake_family.CONTROLS)
-    found = cases.select("llama3_8b_4k_25_bf16_d*", fake_family)
+    everything = cases.select_cases("all", fake_family)
+    assert len(everything) == len(cases.all_cases()) + len(fake_family.CONTROLS)
+    found = cases.select_cases("llama3_8b_4k_25_bf16_d*", fake_family)
     assert [case.pass_name for case in found] == ["dq", "dkv"]
     with pytest.raises(ArgumentError, match="llama4"):
-        cases.select("llama4*", fake_family)
+        cases.select_cases("llama4*", fake_family)
 
 
 @pytest.mark.parametrize("name", ["smollm2_135m", "llama3_8b", "qwen3_14b", "gemma3_4b"])
 @pytest.mark.parametrize("budget", [10, 25])
 def test_heads_differ_and_their_mean_is_the_budget(name, budget):
-    case = cases.every_case()[f"{name}_4k_{budget}_bf16_forward"]
-    layout = build.layout_of(case)
+    case = cases.all_cases()[f"{name}_4k_{budget}_bf16_forward"]
+    layout = build.build_layout(case)
     visible = layout.q_blocks * (layout.q_blocks + 1) // 2
     per_head = layout.to_block_mask()[0].sum((1, 2)) / visible
     assert per_head.mean() == pytest.approx(budget / 100, abs=1e-3)
@@ -59,7 +59,7 @@ def test_heads_differ_and_their_mean_is_the_budget(name, budget):
 
 
 def test_full_budget_is_one_causal_list_for_all_heads():
-    layout = build.layout_of(cases.every_case()["llama3_8b_4k_100_bf16_forward"])
+    layout = build.build_layout(cases.all_cases()["llama3_8b_4k_100_bf16_forward"])
     assert (layout.heads, layout.items) == (1, 32 * 33 // 2)
 
 
@@ -74,7 +74,7 @@ def test_a_traced_layout_is_an_argument_and_a_static_one_is_not():
 
 def test_a_replaced_number_is_put_back():
     place = f"{fake_family.KERNELS}.LIMIT"
-    with pytest.raises(ZeroDivisionError), build.replaced({place: 9}):
+    with pytest.raises(ZeroDivisionError), build.override_constants({place: 9}):
         assert fake_family.LIMIT == 9
         _ = 1 / 0
     assert fake_family.LIMIT == 1
@@ -82,7 +82,7 @@ def test_a_replaced_number_is_put_back():
 
 @pytest.mark.parametrize("name", cases.SELECTED_PASSES)
 def test_a_case_of_lists_per_token_is_one_launch_over_a_chunk(name):
-    case = cases.every_case()[f"gemma3_4b_4k_bf16_{name}"]
+    case = cases.all_cases()[f"gemma3_4b_4k_bf16_{name}"]
     built = build_selected.build(case, mosaic_tpu)
     assert case.slots == 16 and built.cost.launches == 1 and built.cost.steps > built.cost.listed
     assert 0.4 < case.budget < 0.5

@@ -43,8 +43,8 @@ def test_what_ptxas_says_is_read(tmp_path):
 
 @pytest.mark.parametrize("module", [cuda, hopper, turing])
 def test_all_are_families_with_requirements_by_name(module):
-    loaded = family.load(module.__name__)
-    assert isinstance(loaded, family.Family)
+    loaded = family.load_family(module.__name__)
+    assert isinstance(loaded, family.TargetFamily)
     words = " ".join(loaded.requirements("0.12.0.1"))
     assert "jax-cuda13-plugin==0.12.0.1" in words and "://" not in words
     assert all(package in words for package in loaded.PACKAGES)
@@ -67,15 +67,15 @@ def test_targets_are_found_and_have_the_shared_memory_of_their_capability():
 
 
 def test_only_what_the_kernels_take_is_selected():
-    smoke = cases.select("smoke", cuda)
+    smoke = cases.select_cases("smoke", cuda)
     assert {case.dtype for case in smoke if case.expects == "compiles"} == {"bfloat16"}
     assert {case.pass_name for case in smoke} == {*cases.PASSES, *cases.SELECTED_PASSES}
     assert [case for case in smoke if case.expects == "refused"] == list(cuda.CONTROLS)
-    assert {case.tokens for case in cases.select("all", turing)} == {4096}
+    assert {case.tokens for case in cases.select_cases("all", turing)} == {4096}
 
 
 def test_a_description_names_every_number_once():
-    text = gpu_specs._description(gpu_specs.SPECS["sm_90a"])
+    text = gpu_specs._target_config(gpu_specs.SPECS["sm_90a"])
     names = re.findall(r"^  (\w+):", text, re.MULTILINE)
     assert len(names) == len(set(names))
     assert "major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES" in text

@@ -17,9 +17,9 @@ from xsake.certify.errors import CertifyError
 def test_an_environment_is_built_once_and_works_after_its_move(tmp_path, monkeypatch):
     told = []
     monkeypatch.chdir(tmp_path.parent)  # a relative folder, but a path that works from everywhere
-    python = environments.prepared("tiny", (), Path(tmp_path.name), told.append)
+    python = environments.prepare("tiny", (), Path(tmp_path.name), told.append)
     assert python.is_absolute()
-    assert environments.prepared("tiny", (), tmp_path, told.append) == python
+    assert environments.prepare("tiny", (), tmp_path, told.append) == python
     assert len(told) == 1
     command = [python, "-c", "import sys; print(sys.prefix != sys.base_prefix, sys.prefix)"]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
@@ -39,22 +39,22 @@ def test_a_failed_build_leaves_nothing_and_says_what_pip_said(tmp_path, monkeypa
 
     monkeypatch.setattr(environments, "_call", venv_only)
     with pytest.raises(CertifyError, match="(?s)XSK-601.*no such package.*network"):
-        environments.prepared("bad", ("no-such-thing",), tmp_path, lambda _: None)
+        environments.prepare("bad", ("no-such-thing",), tmp_path, lambda _: None)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_an_unfinished_environment_is_built_again(tmp_path, monkeypatch):
     built = []
     monkeypatch.setattr(environments, "_build", lambda place, _: built.append(place))
-    environments.prepared("tiny", (), tmp_path, lambda _: None)
-    environments.prepared("tiny", (), tmp_path, lambda _: None)  # a mark, but no Python
+    environments.prepare("tiny", (), tmp_path, lambda _: None)
+    environments.prepare("tiny", (), tmp_path, lambda _: None)  # a mark, but no Python
     assert len(built) == 2
 
 
 def test_other_requirements_are_another_environment(tmp_path, monkeypatch):
     monkeypatch.setattr(environments, "_build", lambda place, _: None)
     one, other = (
-        environments.prepared("x", (name,), tmp_path, lambda _: None) for name in ("a==1", "a==2")
+        environments.prepare("x", (name,), tmp_path, lambda _: None) for name in ("a==1", "a==2")
     )
     assert one != other
 
@@ -63,16 +63,16 @@ def test_the_running_interpreter_serves_if_it_has_the_packages(tmp_path, monkeyp
     def build(*_):
         raise AssertionError("nothing is to be built")
 
-    monkeypatch.setattr(environments, "prepared", build)
-    assert str(environments.interpreter(fake_family, tmp_path, print)) == sys.executable
+    monkeypatch.setattr(environments, "prepare", build)
+    assert str(environments.find_interpreter(fake_family, tmp_path, print)) == sys.executable
     monkeypatch.setattr(fake_family, "PACKAGES", ("jaxlib", "not-there"))
     with pytest.raises(AssertionError, match="built"):
-        environments.interpreter(fake_family, tmp_path, print)
+        environments.find_interpreter(fake_family, tmp_path, print)
 
 
 def test_environments_get_what_the_package_needs():
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     beside = tuple(name for name in declared if not name.startswith("jax>"))
-    assert beside == environments.BESIDE_JAX
-    version = environments.requirements_of(fake_family)[0]
+    assert beside == environments.DEPENDENCIES
+    version = environments.list_requirements(fake_family)[0]
     assert version.startswith("jax==0.")

@@ -19,9 +19,11 @@ TARGET = fake_family.TARGETS["f1"]
 def everything(tmp_path_factory):
     """One run over all cases of the family, good and bad."""
     folder = tmp_path_factory.mktemp("everything")
-    plan = run.Plan("[fb]a[kd]*_*", folder, folder, command="xsake certify f1", time_limit=4.0)
+    plan = run.CertifyOptions(
+        "[fb]a[kd]*_*", folder, folder, command="xsake certify f1", time_limit=4.0
+    )
     seen = []
-    watcher = run.Watcher(progress=seen.append)
+    watcher = run.CertifyCallbacks(progress=seen.append)
     certificate, outcomes = run.certify(TARGET, plan, watcher, fake_family.FAMILIES)
     return folder, certificate, {outcome.case.name: outcome for outcome in outcomes}, seen
 
@@ -29,10 +31,12 @@ def everything(tmp_path_factory):
 @pytest.fixture
 def certify(tmp_path):
     def call(selection, **changes):
-        plan = run.Plan(selection, tmp_path / "certificates", tmp_path / "none", **changes)
+        plan = run.CertifyOptions(
+            selection, tmp_path / "certificates", tmp_path / "none", **changes
+        )
         seen = []
         certificate, _ = run.certify(
-            TARGET, plan, run.Watcher(progress=seen.append), fake_family.FAMILIES
+            TARGET, plan, run.CertifyCallbacks(progress=seen.append), fake_family.FAMILIES
         )
         return certificate, [progress.outcome.case.name for progress in seen if progress.is_new]
 
@@ -54,10 +58,10 @@ class QuickWorker(process.Worker):
     def __exit__(self, *_):
         pass
 
-    def ask(self, case):
+    def compile(self, case):
         if case.name == "fake_good_dq" and self.is_interrupted:
             raise KeyboardInterrupt
-        return record.Answer(verdict="crashed" if case.name == "bad_crash" else "compiled")
+        return record.CompileResult(verdict="crashed" if case.name == "bad_crash" else "compiled")
 
 
 @pytest.fixture
@@ -96,7 +100,7 @@ def test_the_file_is_the_certificate_and_fits_the_schema(everything):
     ("name", "verdict", "words"),
     [
         ("bad_crash", "crashed", "SIGABRT\ncompiler chatter\nfatal: stack of the compiler"),
-        ("bad_exit", "crashed", "ended with code 7"),
+        ("bad_exit", "crashed", "exited with code 7"),
         ("bad_hang", "crashed", "timed out after 4 s"),
         ("bad_refusal", "refused", "ValueError: tile too large"),
         ("bad_control", "compiled", None),
@@ -116,7 +120,7 @@ def test_a_run_goes_on_where_it_stopped_and_tries_crashes_again(quick, certify):
     certificate, new = certify("[fb]a[kd]*_[gc]*")
     assert new == ["fake_good_dq", "fake_good_dkv", "bad_crash", "bad_control", "bad_constant"]
     assert len(certificate.outcomes) == 6
-    certificate, new = certify("fake_good", fresh=True)
+    certificate, new = certify("fake_good", overwrite=True)
     assert new == ["fake_good"]
     assert [outcome.case.name for outcome in certificate.outcomes] == ["fake_good"]
 
@@ -150,7 +154,9 @@ def test_an_interrupted_run_leaves_what_it_has(quick, certify, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         certify("fake_good*")
     (path,) = (tmp_path / "certificates").iterdir()
-    assert [outcome.case.name for outcome in record.read(path).outcomes] == ["fake_good"]
+    assert [outcome.case.name for outcome in record.read_certificate(path).outcomes] == [
+        "fake_good"
+    ]
     quick.is_interrupted = False
     assert certify("fake_good*")[1] == ["fake_good_dq", "fake_good_dkv"]
 

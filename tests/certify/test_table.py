@@ -5,8 +5,8 @@ import rich.console
 
 from tests.certify.sample import ROOT, sample_certificate
 from xsake.certify import table
-from xsake.certify.record import read_all
-from xsake.certify.words import MOST_CHARACTERS, tidy
+from xsake.certify.record import read_certificates
+from xsake.certify.words import MAX_CHARACTERS, sanitize
 from xsake.errors import ArgumentError
 
 
@@ -20,11 +20,11 @@ def test_the_screen_shows_figures_and_shouts_at_surprises():
     good = sample_certificate()
     text = shown(good)
     assert "3.0 MiB" in text and "2.0 KiB" in text and "2 ms" in text
-    assert "refused (as it must be)" in text
-    assert table.surprises_text(good.outcomes) == ""
+    assert "refused (as expected)" in text
+    assert table.format_failures(good.outcomes) == ""
     bad = good.outcomes[0].model_copy(update={"as_expected": False, "verdict": "refused"})
     assert "REFUSED, expected compiles" in shown(good.model_copy(update={"outcomes": [bad]}))
-    assert table.surprises_text([bad]).startswith("good: refused, expected compiles")
+    assert table.format_failures([bad]).startswith("good: refused, expected compiles")
 
 
 def test_markdown_counts_cases_and_controls_apart():
@@ -41,19 +41,21 @@ def test_a_page_is_rewritten_between_its_marks(tmp_path):
     text = page.read_text()
     assert text.startswith(f"before\n{table.START}\n| target") and text.endswith("after\n")
     assert "old" not in text
-    with pytest.raises(ArgumentError, match="no place"):
-        table.updated("a page", [])
+    with pytest.raises(ArgumentError, match="no markers"):
+        table.update_page("a page", [])
 
 
 def test_the_page_on_hardware_shows_the_committed_certificates():
     page = ROOT / "docs" / "hardware.md"
     if page.exists():
         text = page.read_text()
-        assert text == table.updated(text, read_all(ROOT / "certificates")), "run `just hardware`"
+        assert text == table.update_page(text, read_certificates(ROOT / "certificates")), (
+            "run `just hardware`"
+        )
 
 
 def test_long_messages_lose_their_middle_and_no_path_survives():
     message = "start \x1b[1m/place/lib/a.py\x1b[0m " + "x" * 9000 + " end"
-    text = tidy(message, {"/place": "<environment>"})
+    text = sanitize(message, {"/place": "<environment>"})
     assert text.startswith("start <environment>/lib/a.py ") and text.endswith(" end")
-    assert "characters left out" in text and len(text) < MOST_CHARACTERS + 100
+    assert "characters omitted" in text and len(text) < MAX_CHARACTERS + 100

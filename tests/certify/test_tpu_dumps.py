@@ -12,7 +12,7 @@ from xsake.errors import ArgumentError
 DUMPS = Path(__file__).parent / "dumps"
 
 
-def read(name: str) -> llo.Kernel:
+def read(name: str) -> llo.LloKernel:
     (kernel,) = llo.read_kernels(DUMPS / name)
     return kernel
 
@@ -33,7 +33,7 @@ def test_an_inner_loop_is_found_with_its_delay_slots():
     (loop,) = kernel.inner_loops
     assert [section.bundles for section in loop] == [16]
     assert loop == kernel.work
-    assert tpu.facts_of([kernel], 1.0, 0).loop_bundles == 16
+    assert tpu.collect_facts([kernel], 1.0, 0).loop_bundles == 16
     assert sum(section.bundles for section in kernel.grid_loop) == 51
 
 
@@ -64,7 +64,7 @@ def test_operands_that_the_compiler_moved_into_vector_memory_are_counted():
 
 def test_facts_state_the_largest_kernel_and_the_most_memory():
     kernels = [read(name) for name in ("v4_flat_grid", "v5e_inner_loop")]
-    facts = tpu.facts_of(kernels, 1.5, 0)
+    facts = tpu.collect_facts(kernels, 1.5, 0)
     assert (facts.bundles, facts.loop_bundles, facts.spills) == (90, 67, 15)
     assert (facts.vmem_bytes, facts.smem_bytes) == (561152, 67648)
     assert facts.details["kernels"] == 2
@@ -77,7 +77,7 @@ def test_what_a_dump_lacks_is_unknown_and_not_guessed(tmp_path):
         shutil.copy(file, tmp_path)
     (kernel,) = llo.read_kernels(tmp_path)
     assert kernel.bundles == 90
-    facts = tpu.facts_of([kernel], 1.0, None)
+    facts = tpu.collect_facts([kernel], 1.0, None)
     assert (facts.vmem_bytes, facts.smem_bytes, facts.spills) == (None, None, None)
     assert "work_bundles" not in facts.details
 
@@ -93,7 +93,7 @@ def test_slot_counts_of_another_schedule_are_not_believed(tmp_path):
 def test_without_kernels_there_are_only_the_compilers_own_figures(tmp_path):
     glue = tmp_path / "0003-TLP-final_bundles.txt"
     glue.write_text("     0   :  { %s1 = smov 0 } /* entry bundle: %fusion.1 = fusion(%x) */\n")
-    facts = tpu.facts_of(llo.read_kernels(tmp_path), 2.0, 4096)
+    facts = tpu.collect_facts(llo.read_kernels(tmp_path), 2.0, 4096)
     assert (facts.temp_bytes, facts.bundles, facts.details) == (4096, None, {})
 
 

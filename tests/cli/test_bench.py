@@ -19,7 +19,7 @@ def invoke(*arguments):
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory):
     path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
-    asked = "attention --shape gemma-3-1b --tokens 48,64,80 --budgets 60% --block 16 --rounds 2"
+    asked = "attention --shape gemma-3-1b --tokens 48,64,80 --densities 60% --block 16 --repeats 2"
     shown = invoke(*asked.split(), "-o", str(path))
     assert shown.exit_code == 0, shown.output
     assert "xsake, 60%" in shown.output and "jax.nn" in shown.output
@@ -46,7 +46,7 @@ def test_rows_are_kept_shown_as_a_page_and_compared(rows, tmp_path):
 
 
 def test_a_trace_has_one_call_of_each_side(tmp_path):
-    words = "backward --shape gemma-3-1b --tokens 48 --budgets 60% --block 16 --rounds 1 --trace"
+    words = "backward --shape gemma-3-1b --tokens 48 --densities 60% --block 16 --repeats 1 --trace"
     shown = invoke(*words.split(), str(tmp_path))
     assert shown.exit_code == 0, shown.output
     [file] = tmp_path.rglob("perfetto_trace.json.gz")
@@ -59,7 +59,7 @@ def test_a_trace_has_one_call_of_each_side(tmp_path):
 def test_the_process_keeps_to_the_cores_it_was_given():
     before = os.sched_getaffinity(0)
     try:
-        words = "decode --shape gemma-3-1b --tokens 32 --rounds 1 --threads 1"
+        words = "decode --shape gemma-3-1b --tokens 32 --repeats 1 --num-threads 1"
         shown = invoke(*words.split())
         assert shown.exit_code == 0 and "1 cores" in shown.output
         assert len(os.sched_getaffinity(0)) == 1
@@ -70,11 +70,11 @@ def test_the_process_keeps_to_the_cores_it_was_given():
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ("attention --shape nobody", "no such shape"),
-        ("attention --tokens many", "takes numbers"),
-        ("attention --dtype int8", "no such dtype"),
-        ("attention --budgets much", "takes a share"),
-        ("decode --threads 4096", "not so many cores"),
+        ("attention --shape nobody", "unknown shape"),
+        ("attention --tokens many", "invalid --tokens"),
+        ("attention --dtype int8", "unknown dtype"),
+        ("attention --densities much", "invalid density"),
+        ("decode --num-threads 4096", "too few CPU cores"),
         ("compare nothing.jsonl nothing.jsonl", "nothing.jsonl"),
     ],
 )
@@ -86,7 +86,7 @@ def test_what_cannot_run_is_told_with_exit_code_2(words, told):
 RUN = """
 [model]
 preset = "tiny"
-compute = "float32"
+compute_dtype = "float32"
 [data]
 folder = "nowhere"
 context = 64
@@ -108,10 +108,10 @@ def test_training_steps_of_several_runs_are_compared(tmp_path):
     )
     out = tmp_path / "rows.jsonl"
     paths = [str(tmp_path / f"{name}.toml") for name in ("dense", "window")]
-    smaller = ["--set", "data.batch=1", "--set", "model.decoder.layers=1", "--rounds", "2"]
+    smaller = ["--set", "data.batch=1", "--set", "model.decoder.layers=1", "--repeats", "2"]
     shown = invoke("training", *paths, *smaller, "-o", str(out))
     assert shown.exit_code == 0, shown.output
-    assert "window: " in shown.output and "tokens a second" in shown.output
+    assert "window: " in shown.output and "tokens/s" in shown.output
     dense, window = read_rows(out)
     assert dense.ratios == () and window.ratio_to("dense").median > 0
     assert window.shape.batch == 1 and window.mask == "window(15, 0)" and window.temp_bytes > 0
@@ -120,8 +120,8 @@ def test_training_steps_of_several_runs_are_compared(tmp_path):
 @pytest.mark.parametrize(
     ("setting", "told"),
     [
-        ("mesh.data=2", "a step is timed on one device"),
-        ('attention={kind="plan",budget=0.5,block=4}', "has no plan yet"),
+        ("mesh.data=2", "steps are timed on one device"),
+        ('attention={kind="plan",budget=0.5,block=4}', "has no plan before it calibrates"),
     ],
 )
 def test_a_step_that_cannot_be_timed_alone_is_refused(tmp_path, setting, told):

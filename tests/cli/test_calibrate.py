@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from tests.cli import tiny
 from xsake import cli
-from xsake.evaluation import read
+from xsake.evaluation import read_report
 from xsake.hads import Profile, SparsityPlan
 from xsake.model import observer
 
@@ -45,7 +45,7 @@ def invoke(checkpoint, texts, tmp_path):
 
 
 def test_a_checkpoint_is_calibrated_and_its_plan_evaluated(invoke, tmp_path):
-    done = invoke("--budget", "60%", "--documents", 1, is_default=True)
+    done = invoke("--budget", "60%", "--max-documents", 1, is_default=True)
     assert done.exit_code == 0, done.output
     plan = SparsityPlan.load(tmp_path / "plan.json")
     profile = Profile.load(tmp_path / "plan.profile.json")
@@ -59,10 +59,10 @@ def test_a_checkpoint_is_calibrated_and_its_plan_evaluated(invoke, tmp_path):
     assert "2 of 2: texts.txt#1" in done.output and plan.summary in done.output
     assert f"written to {tmp_path / 'plan.json'}" in " ".join(done.output.split())
 
-    flags = ("--plan", tmp_path / "plan.json", "--no-far-copy", "--documents", 1)
+    flags = ("--plan", tmp_path / "plan.json", "--no-far-copy", "--max-documents", 1)
     done = invoke(*flags, verb="evaluate", name="evaluation.json")
     assert done.exit_code == 0, done.output
-    (result,) = read(tmp_path / "evaluation.json").contexts
+    (result,) = read_report(tmp_path / "evaluation.json").contexts
     assert result.comparison.kl.value > 0
     assert result.comparison.budget == pytest.approx(plan.blocks.sum() / (2 * 78))
 
@@ -76,17 +76,17 @@ def test_json_is_all_that_is_printed(quick, invoke, tmp_path):
 def test_ctrl_c_leaves_with_130_and_the_same_command_goes_on(quick, invoke, tmp_path):
     quick.stops_after = 1
     done = invoke("--budget", "60%")
-    assert done.exit_code == 130 and "The same command, without --fresh, goes on" in done.stderr
+    assert done.exit_code == 130 and "Run the same command without --no-resume" in done.stderr
     assert "1 of 2" in done.output and not (tmp_path / "plan.json").exists()
     done = invoke("--budget", "60%")  # measures one document, which is the one that is missing
-    assert done.exit_code == 0 and "1 of 2: earlier runs known" in done.output
+    assert done.exit_code == 0 and "1 of 2: earlier runs cached" in done.output
     whole = SparsityPlan.load(tmp_path / "plan.json")
     quick.stops_after = 0
     done = invoke("--budget", "60%")
-    assert done.exit_code == 0 and "2 of 2: earlier runs known" in done.output
-    assert invoke("--budget", "60%", "--fresh").exit_code == 130
+    assert done.exit_code == 0 and "2 of 2: earlier runs cached" in done.output
+    assert invoke("--budget", "60%", "--no-resume").exit_code == 130
     quick.stops_after = None
-    assert invoke("--budget", "60%", "--fresh").exit_code == 0
+    assert invoke("--budget", "60%", "--no-resume").exit_code == 0
     assert SparsityPlan.load(tmp_path / "plan.json").heads == whole.heads
 
 
@@ -106,7 +106,7 @@ def test_a_policy_that_finds_its_own_budget_is_asked_for_none(quick, invoke, tmp
     plan = SparsityPlan.load(tmp_path / "plan.json")
     assert plan.policy.name == "entropy" and plan.budget == plan.blocks.sum() / (2 * 78)
     done = invoke("--policy", "entropy", "--budget", "60%")
-    assert done.exit_code == 2 and "leave --budget out" in done.stderr
+    assert done.exit_code == 2 and "omit --budget" in done.stderr
 
 
 def test_settings_of_a_policy_are_given_by_name(quick, invoke, tmp_path):
@@ -122,19 +122,19 @@ def test_settings_of_a_policy_are_given_by_name(quick, invoke, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--budget", "20%"), "does not even buy the always-on blocks"),
-        (("--budget", "20%", "--policy", "original"), "does not even buy the always-on blocks"),
-        (("--budget", "much"), "--budget takes a share"),
+        (("--budget", "20%"), "is smaller than the forced blocks"),
+        (("--budget", "20%", "--policy", "original"), "is smaller than the forced blocks"),
+        (("--budget", "much"), "invalid density"),
         (("--budget", "140%"), "a share of the visible blocks"),
-        (("--policy", "best"), "there is no such policy"),
+        (("--policy", "best"), "unknown policy"),
         (("--policy", "top_p"), "expected: p, curve"),
-        (("--policy", "top_p", "--set", "p"), "--set takes a setting"),
-        (("--policy", "top_p", "--set", "eps=1"), "has other settings"),
-        (("--selector", "best"), "there is no such selector"),
+        (("--policy", "top_p", "--set", "p"), "invalid --set"),
+        (("--policy", "top_p", "--set", "eps=1"), "unknown settings"),
+        (("--selector", "best"), "unknown selector"),
         (("--context", "5000"), "at least 5000 tokens"),
-        (("--context", "24", "--budget", "1"), "too short to choose blocks in"),
-        (("--text", "none.txt"), "no such text"),
-        (("--devices", "99"), "not so many devices"),
+        (("--context", "24", "--budget", "1"), "too short for block selection"),
+        (("--text", "none.txt"), "text not found"),
+        (("--devices", "99"), "too few devices"),
         (("--devices", "0"), "--devices"),
         (("--block", "0"), "--block"),
     ],
@@ -152,7 +152,7 @@ def test_what_cannot_run_says_why_before_anything_is_measured(
 def test_texts_that_begin_alike_are_refused(quick, invoke, texts):
     texts.write_text("\n<|endoftext|>\n".join(["the cat sat on the mat. " * 20] * 2))
     done = invoke("--budget", "60%")
-    assert done.exit_code == 2 and "two documents begin with the same tokens" in done.stderr
+    assert done.exit_code == 2 and "duplicate calibration document" in done.stderr
 
 
 def test_a_folder_that_cannot_be_written_is_told(quick, invoke, tmp_path):
@@ -165,7 +165,7 @@ def test_a_folder_that_cannot_be_written_is_told(quick, invoke, tmp_path):
 def test_loss_is_measured_against_cost(invoke, quick, checkpoint, texts, tmp_path):
     assert invoke("--budget", "60%").exit_code == 0
     rows, picture = tmp_path / "quality.jsonl", tmp_path / "quality.png"
-    words = ["bench", "quality", checkpoint, "--text", texts, "--context", 96, "--budgets", "80%"]
+    words = ["bench", "quality", checkpoint, "--text", texts, "--context", 96, "--densities", "80%"]
     words += ["--profile", tmp_path / "plan.profile.json", "--policy", "kl", "-o", rows]
     done = CliRunner().invoke(cli.app, list(map(str, [*words, "--plot", picture])))
     assert done.exit_code == 0, done.output

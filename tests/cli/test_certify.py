@@ -28,7 +28,7 @@ def answers(monkeypatch):
     def certify(target, plan, watcher):
         plans[target.name] = plan
         for done, outcome in enumerate(answers.outcomes, start=1):
-            watcher.progress(run.Progress(target.name, done, 2, outcome, True, 1.5, 3.0))
+            watcher.progress(run.CertifyProgress(target.name, done, 2, outcome, True, 1.5, 3.0))
         return certificate, answers.outcomes
 
     answers = type("Answers", (), {"outcomes": certificate.outcomes, "plans": plans})
@@ -37,13 +37,13 @@ def answers(monkeypatch):
 
 
 def test_it_shows_progress_and_a_table_and_leaves_with_0(answers, tmp_path):
-    done = invoke("v5e", "--out", str(tmp_path), "--environments", str(tmp_path), "--fresh")
+    done = invoke("v5e", "--out", str(tmp_path), "--environments", str(tmp_path), "--no-resume")
     assert done.exit_code == 0, done.output
-    assert "v5e 1/2 good: compiled ok 2 s, about 3 s to go" in done.output
+    assert "v5e 1/2 good: compiled ok 2 s, 3 s remaining" in done.output
     assert "3.0 MiB" in done.output and "not a measurement" in done.output
     plan = answers.plans["v5e"]
-    assert (plan.out, plan.environments, plan.fresh) == (tmp_path, tmp_path, True)
-    assert plan.command == "xsake certify v5e --cases smoke --fresh"
+    assert (plan.out, plan.environments, plan.overwrite) == (tmp_path, tmp_path, True)
+    assert plan.command == "xsake certify v5e --cases smoke --no-resume"
 
 
 def test_a_control_that_compiles_fails_the_run(answers):

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from tests.training.data_sample import END, files_of, letters, save_texts, save_tokenizer
 from xsake.cli.data import build, data_app
-from xsake.training.data import Settings, read_index
+from xsake.training.data import BuildSettings, read_index
 from xsake.training.data.vocabulary import Vocabulary
 
 
@@ -50,7 +50,9 @@ def test_a_build_tells_what_it_made(tmp_path, tokenizer, text):
     assert lines[-1].endswith(f" s; written to {out}")
     again = invoke(*command, "--shard-tokens", 700)
     assert again.exit_code == 0
-    assert f"Nothing to do: {out} holds this data, and every file is sound." in again.output
+    assert (
+        f"Nothing to do: {out} already holds this dataset, and every file is valid." in again.output
+    )
 
 
 def test_json_is_all_that_is_printed(tmp_path, tokenizer, text):
@@ -62,7 +64,7 @@ def test_json_is_all_that_is_printed(tmp_path, tokenizer, text):
 
 
 def test_the_defaults_are_those_of_the_library(folder):
-    index, settings = read_index(folder), Settings()
+    index, settings = read_index(folder), BuildSettings()
     assert index.validation == settings.validation
     told = inspect.signature(build).parameters["shard_tokens"].default
     assert told == settings.shard_tokens
@@ -82,7 +84,7 @@ def test_too_few_documents_for_validation_are_told(tmp_path, tokenizer):
     text = save_texts(tmp_path / "one.txt", ["a single document"])
     done = invoke("build", tokenizer, "--text", text, "-o", tmp_path / "data")
     assert done.exit_code == 0
-    assert "No document fell into the validation share" in done.output
+    assert "The validation split is empty" in done.output
 
 
 def test_ctrl_c_leaves_with_130_and_the_same_command_goes_on(
@@ -98,17 +100,17 @@ def test_ctrl_c_leaves_with_130_and_the_same_command_goes_on(
             raise KeyboardInterrupt
         return encode(self, texts)
 
-    monkeypatch.setattr("xsake.training.data.building.LONGEST_PIECE", 300)
-    assert invoke(*command, straight, "--fresh").exit_code == 0
+    monkeypatch.setattr("xsake.training.data.building.MAX_PIECE_CHARS", 300)
+    assert invoke(*command, straight, "--no-resume").exit_code == 0
     with monkeypatch.context() as patch:
         patch.setattr(Vocabulary, "encode", press_ctrl_c)
         done = invoke(*command, out)
-    assert done.exit_code == 130 and "goes on from here" in done.stderr
+    assert done.exit_code == 130 and "to resume" in done.stderr
     shown = invoke("show", out)
-    assert shown.exit_code == 2 and "its build was interrupted" in shown.stderr
+    assert shown.exit_code == 2 and "build of the data was interrupted" in shown.stderr
     done = invoke(*command, out)
     assert done.exit_code == 0, done.output
-    assert "Kept and checked from an earlier run: " in done.output
+    assert "Verified and reused from an earlier run: " in done.output
     assert files_of(out) == files_of(straight)
 
 
@@ -120,7 +122,7 @@ def test_damaged_files_of_an_interrupted_build_are_told(tmp_path, tokenizer, tex
         assert invoke(*command).exit_code == 130
     (out / "train-00001.bin").write_bytes(b"")
     done = invoke(*command)
-    assert done.exit_code == 0 and "Written again, damaged or after a damaged" in done.output
+    assert done.exit_code == 0 and "Rewritten, damaged or after a damaged" in done.output
     assert invoke("show", out, "--verify").exit_code == 0
 
 
@@ -133,8 +135,8 @@ def test_a_folder_is_shown(folder):
     assert done.exit_code == 0, done.output
     assert "1,954 tokens, 58 documents, 3 files\n" in done.output
     assert "79 tokens, 2 documents, 1 file\n" in done.output
-    assert "1 file of text" in done.output and "all files are there, whole in size" in done.output
-    assert "every byte is as it was written" in invoke("show", folder, "--verify").output
+    assert "1 file of text" in done.output and "all files exist with the right size" in done.output
+    assert "all digests match" in invoke("show", folder, "--verify").output
 
 
 def test_damage_is_found_and_leaves_with_2(folder):
@@ -148,7 +150,7 @@ def test_damage_is_found_and_leaves_with_2(folder):
     path.unlink()
     done = invoke("show", folder)
     assert done.exit_code == 2 and "a shard is missing" in done.stderr
-    assert "train-00000.bin" in done.stderr and "--fresh" in done.stderr
+    assert "train-00000.bin" in done.stderr and "--no-resume" in done.stderr
 
 
 def test_the_text_of_a_window_is_shown(folder, tokenizer, tmp_path):
@@ -158,7 +160,7 @@ def test_the_text_of_a_window_is_shown(folder, tokenizer, tmp_path):
     following = invoke("show", folder, "--window", 1, "--context", 40)
     assert following.output[0] == done.output[40]  # one token is in both
     done = invoke("show", folder, "--window", 10**6)
-    assert done.exit_code == 2 and "no such window" in done.stderr
+    assert done.exit_code == 2 and "window index out of range" in done.stderr
     text = save_texts(tmp_path / "evil.txt", ["red \x1b[31m " * 20])
     invoke("build", tokenizer, "--text", text, "-o", tmp_path / "evil")
     done = invoke("show", tmp_path / "evil", "--window", 0, "--context", 12)
@@ -194,11 +196,11 @@ def test_an_index_cannot_command_the_terminal(folder, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (("--train-tokenizer", "300"), "not both"),
-        (("--validation", "some"), "--validation takes a share"),
-        (("--validation", "100%"), "no share"),
-        (("--shard-tokens", "0"), "so many tokens"),
-        (("--text", "none.txt"), "no such text"),
+        (("--train-tokenizer", "300"), "exactly one tokenizer source"),
+        (("--validation", "some"), "invalid --validation"),
+        (("--validation", "100%"), "validation share is out of range"),
+        (("--shard-tokens", "0"), "size of a shard is out of range"),
+        (("--text", "none.txt"), "text not found"),
         (("--end-token", "<none>"), "such as <|endoftext|>"),
     ],
 )
@@ -210,14 +212,14 @@ def test_what_cannot_run_says_why_and_leaves_with_2(tmp_path, tokenizer, text, f
 
 def test_a_tokenizer_must_be_there(tmp_path, text):
     done = invoke("build", "--text", text, "-o", tmp_path / "data")
-    assert done.exit_code == 2 and "a TOKENIZER or --train-tokenizer" in done.stderr
+    assert done.exit_code == 2 and "TOKENIZER or --train-tokenizer" in done.stderr
     done = invoke("build", tmp_path / "none", "--text", text, "-o", tmp_path / "data")
-    assert done.exit_code == 2 and "no such tokenizer" in done.stderr
+    assert done.exit_code == 2 and "tokenizer does not exist" in done.stderr
 
 
 def test_a_folder_that_is_in_use_is_left_alone(tmp_path, tokenizer, text):
     done = invoke("build", tokenizer, "--text", text, "-o", tokenizer)
-    assert done.exit_code == 2 and "not built by this command" in done.stderr
+    assert done.exit_code == 2 and "holds other files than a build" in done.stderr
     (tmp_path / "file").write_text("")
     done = invoke("build", tokenizer, "--text", text, "-o", tmp_path / "file")
     assert done.exit_code == 2 and "cannot be written" in done.stderr
@@ -228,4 +230,4 @@ def test_another_tokenizer_in_the_folder_is_found_by_reading_everything(folder):
     path.write_text(path.read_text() + " ")
     assert invoke("show", folder).exit_code == 0
     done = invoke("show", folder, "--verify")
-    assert done.exit_code == 2 and "the tokenizer is not the one" in done.output
+    assert done.exit_code == 2 and "the tokenizer does not match" in done.output

@@ -13,12 +13,12 @@ from xsake.cli import app, doctor
 from xsake.errors import UnsupportedError
 
 SELF_TEST = doctor.SelfTest("xla", max_error=1e-7, seconds=0.5, problem=None)
-REPORT = doctor.Report(
+REPORT = doctor.DoctorReport(
     versions={"xsake": "0.1.0", "jax": "0.12", "flax": None},
     backend="cpu",
     devices=["TFRT_CPU_0 (cpu)"],
     implementations={"xla": None, "mosaic_tpu": "needs a TPU; this is [cpu]"},
-    compilation_cache=doctor.Cache(directory=None, writable=None),
+    compilation_cache=doctor.CompilationCache(directory=None, writable=None),
     self_tests=[SELF_TEST],
 )
 
@@ -33,13 +33,13 @@ def report(monkeypatch):
 
     def replace(**changes):
         changed = REPORT.__class__(**{**vars(REPORT), **changes})
-        monkeypatch.setattr(doctor, "examine", lambda: changed)
+        monkeypatch.setattr(doctor, "collect_report", lambda: changed)
 
     return replace
 
 
 def test_a_healthy_machine_passes_its_self_test():
-    found = doctor.examine()
+    found = doctor.collect_report()
     assert found.healthy, found.self_tests
     assert {test.implementation for test in found.self_tests} >= {"reference", "xla"}
     assert found.versions["xsake"] == xsake.__version__
@@ -123,7 +123,7 @@ def test_a_cache_below_a_missing_directory_is_judged_by_its_parent(tmp_path):
     wanted = tmp_path / "not" / "there"
     jax.config.update("jax_compilation_cache_dir", str(wanted))
     try:
-        assert doctor._compilation_cache() == doctor.Cache(str(wanted), writable=True)
+        assert doctor._compilation_cache() == doctor.CompilationCache(str(wanted), writable=True)
     finally:
         jax.config.update("jax_compilation_cache_dir", None)
     assert not (tmp_path / "not").exists()

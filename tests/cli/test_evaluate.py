@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 
 from tests.evaluation import sample
 from xsake import cli, masks
-from xsake.cli.subject import opening_of
-from xsake.evaluation import read, run
+from xsake.cli.subject import bos_prefix
+from xsake.evaluation import read_report, run
 from xsake.evaluation.score import Scores
 from xsake.layout import BlockLayout
 from xsake.masks import Causal, Sinks, Window
@@ -74,7 +74,7 @@ def test_a_checkpoint_is_evaluated_from_end_to_end(invoke, tmp_path):
     picture = tmp_path / "r.png"
     done = invoke("--mask", NEAR, "--plot", picture)
     assert done.exit_code == 0, done.output
-    report = read(tmp_path / "r.json")
+    report = read_report(tmp_path / "r.json")
     (result,) = report.contexts
     assert (result.windows, result.too_short) == (2, 1)
     assert result.comparison.kl.value > 0 and 0 < result.comparison.agreement.value <= 1
@@ -83,7 +83,7 @@ def test_a_checkpoint_is_evaluated_from_end_to_end(invoke, tmp_path):
     assert "1 of 2: 32 tokens, texts.txt#1-" in done.output
     assert f"{result.perplexity.value:.2f}" in done.output
     assert "candidate: Window(left=15, right=0) | Sinks(count=2)" in done.output
-    assert "context 32: documents left out for too few tokens: 1 of 3" in done.output
+    assert "context 32: skipped documents with too few tokens: 1 of 3" in done.output
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
@@ -91,10 +91,10 @@ def test_far_copies_are_shown_and_can_be_left_out(quick, invoke, tmp_path, texts
     texts.write_text("the cat sat on the mat. " * 100)
     done = invoke("--mask", NEAR, probe=("--gaps", "16,64", "--far-copy-samples", "3"))
     assert "Far copy: 512 tokens repeated after a gap" in done.output and "lost" in done.output
-    report = read(tmp_path / "r.json")
+    report = read_report(tmp_path / "r.json")
     assert [(one.gap, len(one.samples)) for one in report.far_copy] == [(16, 3), (64, 3)]
     invoke("--mask", NEAR)
-    assert not read(tmp_path / "r.json").far_copy
+    assert not read_report(tmp_path / "r.json").far_copy
 
 
 def test_json_is_all_that_is_printed(quick, invoke, tmp_path):
@@ -106,24 +106,24 @@ def test_json_is_all_that_is_printed(quick, invoke, tmp_path):
 def test_ctrl_c_leaves_with_130_and_the_same_command_goes_on(quick, invoke, tmp_path):
     quick.stops = True
     done = invoke()
-    assert done.exit_code == 130 and "The same command, without --fresh, goes on" in done.stderr
+    assert done.exit_code == 130 and "Run the same command without --no-resume" in done.stderr
     assert not (tmp_path / "r.json").exists()
     quick.stops = False
     assert invoke().exit_code == 0
     quick.stops = True
     done = invoke()
-    assert done.exit_code == 0 and "known" in done.output
-    assert invoke("--fresh").exit_code == 130
+    assert done.exit_code == 0 and "cached" in done.output
+    assert invoke("--no-resume").exit_code == 130
 
 
 def test_a_mask_and_a_layout_may_come_from_files(quick, invoke, tmp_path):
     mask, layout = tmp_path / "mask.json", tmp_path / "layout.json"
     mask.write_text(json.dumps(masks.to_dict(Window(15, 0) | Sinks(2))))
     assert invoke("--mask", mask).exit_code == 0
-    assert read(tmp_path / "r.json").candidate.description.startswith("Window(left=15")
+    assert read_report(tmp_path / "r.json").candidate.description.startswith("Window(left=15")
     layout.write_text(BlockLayout.from_mask(Causal(), q_tokens=32).to_json())
     assert invoke("--layout", layout).exit_code == 0
-    assert read(tmp_path / "r.json").candidate.tokens == 32
+    assert read_report(tmp_path / "r.json").candidate.tokens == 32
 
 
 @pytest.mark.parametrize(
@@ -132,12 +132,12 @@ def test_a_mask_and_a_layout_may_come_from_files(quick, invoke, tmp_path):
         (("--mask", "windw(3)"), "XSK-201"),
         (("--mask", "none.json"), "none.json"),
         (("--layout", "none.json"), "none.json"),
-        (("--mask", NEAR, "--layout", "none.json"), "one of them"),
-        (("--text", "none.txt"), "no such text"),
-        (("--documents", "0"), "documents=0"),
-        (("--context", "many"), "--context takes numbers"),
+        (("--mask", NEAR, "--layout", "none.json"), "one of --mask, --layout, --plan"),
+        (("--text", "none.txt"), "text not found"),
+        (("--max-documents", "0"), "documents=0"),
+        (("--context", "many"), "--context takes integers"),
         (("--context", "5000"), "at least 5000 tokens"),
-        (("--context", "32,32"), "each once"),
+        (("--context", "32,32"), "no duplicates"),
     ],
 )
 def test_what_cannot_run_says_why_and_leaves_with_2(quick, invoke, arguments, words):
@@ -154,9 +154,13 @@ def test_a_folder_without_a_model_is_refused(texts, tmp_path):
 
 def test_the_opening_is_what_the_tokenizer_adds_before_a_text():
     def adding(before, after):
-        added = lambda text, adds_special: [*before, 65, *after] if adds_special else [65]
-        return lambda text, adds_special=False: np.array(added(text, adds_special), np.int32)
+        added = lambda text, add_special_tokens: (
+            [*before, 65, *after] if add_special_tokens else [65]
+        )
+        return lambda text, add_special_tokens=False: np.array(
+            added(text, add_special_tokens), np.int32
+        )
 
-    assert opening_of(adding([], [])) == ()
-    assert opening_of(adding([1], [2])) == (1,)
-    assert opening_of(adding([], [2])) == ()
+    assert bos_prefix(adding([], [])) == ()
+    assert bos_prefix(adding([1], [2])) == (1,)
+    assert bos_prefix(adding([], [2])) == ()

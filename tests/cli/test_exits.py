@@ -7,7 +7,7 @@ import typer
 
 from xsake.cli.exits import exit_codes
 from xsake.errors import ArgumentError
-from xsake.training.processes import MeetingError, exit_code
+from xsake.training.processes import RendezvousError, exit_code
 
 
 def ending(error, capsys):
@@ -28,4 +28,4 @@ def test_too_many_open_files_are_named(capsys):
 
 def test_an_error_that_a_restart_may_heal_has_another_code(capsys):
     assert ending(ArgumentError("wrong"), capsys)[0] == exit_code(ArgumentError("wrong")) == 2
-    assert ending(MeetingError("late"), capsys)[0] == exit_code(MeetingError("late")) == 1
+    assert ending(RendezvousError("late"), capsys)[0] == exit_code(RendezvousError("late")) == 1

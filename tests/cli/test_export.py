@@ -12,9 +12,9 @@ from tests.training.test_config import config
 from tests.training.test_guard import drawn_state
 from xsake.cli import app
 from xsake.model import huggingface
-from xsake.training.balanced import with_heads_in
+from xsake.training.balanced import reorder_heads
 from xsake.training.checkpoints import CheckpointStore
-from xsake.training.state import Definition, define
+from xsake.training.state import ModelDefinition, define_model
 
 ORDER = ((1, 0), (0, 1))
 
@@ -25,11 +25,11 @@ def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     data = save_data(folder / "data", 100)
     made = config(f'data.folder="{data}"', f'checkpoint.folder="{folder}"')
-    state, definition = drawn_state(made), define(made)
+    state, definition = drawn_state(made), define_model(made)
     (folder / "config.json").write_text(made.to_json())
     store = CheckpointStore(folder / "steps")
     store.save(1, state, {})
-    moved = with_heads_in(ORDER, state.parameters, definition.names)
+    moved = reorder_heads(ORDER, state.parameters, definition.names)
     store.save(2, {"parameters": moved}, {"kv_order": [list(layer) for layer in ORDER]})
     store.close()
     return folder, state
@@ -47,7 +47,7 @@ def test_a_step_becomes_a_model_with_its_heads_in_their_own_order(run, tmp_path,
     said = exported(folder, "-o", tmp_path / "model", "--step", step)
     assert f"step {step} written" in said
     model = huggingface.load(tmp_path / "model").model
-    same = Definition.of(model).parameters(model)
+    same = ModelDefinition.from_model(model).parameters(model)
     jax.tree.map(np.testing.assert_array_equal, same, state.parameters)
 
 
@@ -60,7 +60,7 @@ def test_the_newest_step_is_taken_and_nothing_is_replaced_unasked(run, tmp_path)
 
 def test_a_folder_that_is_no_run_is_named(tmp_path):
     found = CliRunner().invoke(app, ["export", str(tmp_path), "-o", str(tmp_path / "model")])
-    assert found.exit_code == 2 and "this is no folder of a run" in found.output
+    assert found.exit_code == 2 and "not the folder of a run" in found.output
 
 
 def test_a_run_of_a_stranger_cannot_command_the_terminal(run, tmp_path):

@@ -12,12 +12,12 @@ from tests.hads.sample import profile
 from tests.model.checkpoints import copied
 from xsake.cli.generate import run_generate
 from xsake.errors import CheckpointError
-from xsake.hads import Planned, make_plan
+from xsake.hads import PlanAttention, make_plan
 from xsake.hads.policy import KL
 from xsake.hads.selectors import Pooled
 from xsake.masks import Window
-from xsake.model import Dense, Masked, generate, huggingface
-from xsake.model.generate import Continuation, Generated, Timing
+from xsake.model import DenseAttention, MaskedAttention, generate, huggingface
+from xsake.model.generate import Continuation, GenerationResult, GenerationTiming
 
 APP = typer.Typer()
 APP.command()(run_generate)
@@ -59,7 +59,7 @@ def script(monkeypatch):
                 Continuation(row, (-1.0,) * len(row), "length" if len(row) == len(steps) else "end")
                 for row in rows
             ]
-            return Generated(tuple(rows), Timing(7, 1.25, 0.5, 30, 2.0))
+            return GenerationResult(tuple(rows), GenerationTiming(7, 1.25, 0.5, 30, 2.0))
 
         monkeypatch.setattr(generate, "generate", speak)
         monkeypatch.setattr(huggingface, "load", lambda *_, **__: type("Loaded", (), {"model": 0}))
@@ -85,7 +85,7 @@ def test_prompts_are_read_by_a_plan_or_by_a_mask(checkpoint, script, tmp_path):
     made.save(tmp_path / "plan.json")
     given = [checkpoint, "--prompt", "the cat", "--plan", str(tmp_path / "plan.json")]
     assert invoke(*given).exit_code == 0
-    assert isinstance(asked["attend"], Planned) and asked["attend"].plan == made
+    assert isinstance(asked["attend"], PlanAttention) and asked["attend"].plan == made
     both = invoke(*given, "--mask", "window(3, 0)")
     assert both.exit_code == 2 and "--mask and --plan" in both.stderr
 
@@ -98,7 +98,7 @@ def test_one_prompt_streams_new_text_alone_and_figures_go_to_stderr(checkpoint, 
         "7 prompt tokens in 0.50 s, then 15.0 tokens/s, compiled in 1.2 s"
     )
     assert asked["prompts"] == [[0, 1]]
-    assert asked["attend"] == Dense()
+    assert asked["attend"] == DenseAttention()
     assert asked["options"].end_ids == (END,)
 
 
@@ -113,7 +113,7 @@ def test_every_option_reaches_the_library(checkpoint, script):
         max_new_tokens=9, temperature=0.5, top_k=5, top_p=0.9, min_p=0.1, repetition_penalty=1.3,
         seed=8, end_ids=(END,),
     )  # fmt: skip
-    assert asked["attend"] == Masked(Window(63, 0))
+    assert asked["attend"] == MaskedAttention(Window(63, 0))
 
 
 def test_several_prompts_are_labelled_and_printed_when_done(checkpoint, script, tmp_path):
@@ -165,11 +165,11 @@ def test_a_tokenizer_cannot_command_the_terminal(checkpoint, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], "nothing to go on from"),
+        ([], "no prompt"),
         (["--prompt-file", "no-such-file"], "prompt cannot be read"),
         (["--prompt", "cat", "--temperature", "-1"], "temperature is out of range"),
         (["--prompt", "cat", "--mask", "import os"], "XSK-201"),
-        (["--prompt", ""], "needs a token"),
+        (["--prompt", ""], "empty prompt"),
     ],
 )
 def test_what_cannot_run_says_why_and_leaves_with_2(checkpoint, arguments, words):

@@ -10,7 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from xsake.cli import app, kernel_report
-from xsake.kernels.block_sparse import op, reference
+from xsake.kernels.block_sparse import api, reference
+from xsake.kernels.dispatch import BackendSpec
 from xsake.masks import Causal
 from xsake.testing.cases import Case
 
@@ -24,20 +25,17 @@ class Odd:
     def __init__(self, oddity):
         self._oddity = oddity
 
-    def platforms(self):
-        return ("tpu",) if self._oddity == "elsewhere" else None
-
-    def unsupported(self, operands, problem, platform):
-        if self._oddity == "declines" and operands.q.dtype == jnp.bfloat16:
+    def unsupported_reason(self, inputs, config, platform):
+        if self._oddity == "declines" and inputs.q.dtype == jnp.bfloat16:
             return "it has no [bfloat16]"
         return None
 
-    def passes(self, operands, problem, platform):
-        return reference.passes(operands, problem, platform)
+    def count_passes(self, inputs, config, platform):
+        return reference.count_passes(inputs, config, platform)
 
-    def forward(self, operands, problem):
-        out, lse = reference.forward(operands, problem)
-        if operands.q.dtype == jnp.bfloat16:
+    def forward(self, inputs, config, platform):
+        out, lse = reference.forward(inputs, config, platform)
+        if inputs.q.dtype == jnp.bfloat16:
             if self._oddity == "interrupts":
                 raise KeyboardInterrupt
             if self._oddity == "breaks":
@@ -46,30 +44,30 @@ class Odd:
             out = out + jnp.asarray(wrong, out.dtype)
         return out, lse
 
-    def backward(self, operands, problem, out, lse, cotangents):
-        return reference.backward(operands, problem, out, lse, cotangents)
+    def backward(self, inputs, config, platform, *residuals):
+        return reference.backward(inputs, config, platform, *residuals)
 
 
 @pytest.fixture
 def run(monkeypatch, tmp_path):
     """Runs the command over two cases with an odd implementation; gives result and report."""
     monkeypatch.setattr(kernel_report, "CASES", [TINY, HALF])
-    right = dict(op.BACKENDS)
-    del op.BACKENDS["xla"]  # the reference compiles faster
+    kept = tuple(spec for spec in api.OP.backends if spec.name != "xla")  # compiles slowly
+    monkeypatch.setattr(api.OP, "backends", kept)
     monkeypatch.chdir(tmp_path)
 
     def invoke(oddity, *arguments, every=False):
         # Named after its oddity, as what was compiled is remembered by name.
-        op.BACKENDS[oddity] = Odd(oddity)
+        platforms = ("tpu",) if oddity == "elsewhere" else None
+        spec = BackendSpec(oddity, Odd(oddity), platforms, is_on_request=True)
+        monkeypatch.setattr(api.OP, "backends", (*kept, spec))
         chosen = [] if every else ["--implementation", oddity]
         command = ["doctor", "--kernels", *chosen, *arguments]
         result = CliRunner().invoke(app, command, env={"COLUMNS": "120"})
         files = list(tmp_path.glob("*.json"))
         return result, json.loads(files[0].read_text()) if files else None
 
-    yield invoke
-    op.BACKENDS.clear()  # their order says who comes first
-    op.BACKENDS.update(right)
+    return invoke
 
 
 def test_what_is_right_passes_and_the_report_says_with_what(run):
@@ -144,14 +142,16 @@ def test_the_report_is_written_before_every_case(run, monkeypatch, tmp_path):
     def look(name, case):
         found = json.loads((tmp_path / "xsake-kernels-cpu.json").read_text())
         seen.append((found["running"], len(found["rows"]), found["complete"]))
-        return kernel_report.Row(name, case.name, case.dtype, "passed", None, 0.0)
+        return kernel_report.ConformanceRow(name, case.name, case.dtype, "passed", None, 0.0)
 
-    monkeypatch.setattr(kernel_report, "_run", look)
+    monkeypatch.setattr(kernel_report, "_run_case", look)
     run("nothing")
     assert seen == [(["nothing", "tiny"], 0, False), (["nothing", "tiny_bfloat16"], 1, False)]
 
 
-@pytest.mark.parametrize(("more", "why"), [((), "tpu only"), (("--implementation", "x"), "none")])
+@pytest.mark.parametrize(
+    ("more", "why"), [((), "tpu only"), (("--implementation", "x"), "unknown name")]
+)
 def test_what_cannot_run_here_is_an_error_with_the_reason(run, more, why):
     result, report = run("elsewhere", *more)
     assert result.exit_code == kernel_report.CANNOT_RUN
@@ -169,7 +169,7 @@ def test_what_cannot_run_here_is_named_beside_what_can(run):
 def test_a_report_that_cannot_be_written_is_an_error_before_the_first_case(run, tmp_path):
     result, _ = run("nothing", "--report", str(tmp_path / "missing" / "report.json"))
     assert result.exit_code == kernel_report.CANNOT_RUN
-    assert "cannot be written" in result.output
+    assert "Cannot write the report" in result.output
 
 
 def test_json_is_the_report_and_nothing_else(run):

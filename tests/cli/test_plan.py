@@ -50,7 +50,7 @@ def plan(quick, checkpoint, texts, tmp_path):
 
 @pytest.fixture
 def check(checkpoint, texts):
-    return lambda plan, *flags: invoke("check", plan, checkpoint, "--text", texts, *flags)
+    return lambda plan, *flags: invoke("validate", plan, checkpoint, "--text", texts, *flags)
 
 
 def saved(path, policy, **options):
@@ -62,7 +62,7 @@ def test_a_plan_is_shown(tmp_path):
     path = saved(tmp_path / "plan.json", KL(), selector=POOLED)
     done = invoke("show", path)
     assert done.exit_code == 0
-    assert done.output == str(SparsityPlan.load(path)) + "\n" and "fed most" in done.output
+    assert done.output == str(SparsityPlan.load(path)) + "\n" and "densest heads" in done.output
 
 
 def test_two_plans_are_compared(tmp_path):
@@ -83,24 +83,24 @@ def test_what_is_no_plan_is_refused(tmp_path, verb):
 def test_a_plan_fits_the_texts_it_was_calibrated_on(checkpoint, texts, tmp_path):
     """The real model: what is read again is what was promised."""
     plan = calibrate(checkpoint, texts, tmp_path / "plan.json")
-    done = invoke("check", plan, checkpoint, "--text", texts)
+    done = invoke("validate", plan, checkpoint, "--text", texts)
     assert done.exit_code == 0, done.output
-    promised = drift.promised_loss(
+    promised = drift.calibrated_loss(
         SparsityPlan.load(plan), Profile.load(tmp_path / "plan.profile.json")
     ).mean()
     assert "2 of 2: texts.txt#2" in done.output
-    sentence = f"mean KL {promised:.4f} nats on 2 documents, {promised:.4f} promised; 0 of 2 heads"
-    assert f"The plan still fits: {sentence} lost." in done.output
-    assert "beyond 2 times its promised KL and 0.1 nats more" in done.output
+    sentence = f"mean KL {promised:.4f} nats on 2 documents, {promised:.4f} calibrated"
+    assert f"The plan still fits: {sentence}; 0 of 2 heads drifted." in done.output
+    assert "exceeds 2 times the calibrated KL and is 0.1 nats larger" in done.output
     assert "at most 1.5 times" in done.output and "at most 5% of the heads" in done.output
 
 
 def test_a_plan_that_does_not_fit_leaves_with_1(quick, plan, check):
     quick.far = True
-    done = check(plan, "--documents", 1)
+    done = check(plan, "--max-documents", 1)
     assert done.exit_code == 1, done.output
     assert "The plan does not fit: mean KL" in done.output and "on 1 document," in done.output
-    assert "2 of 2 heads lost: L0H" in done.output
+    assert "2 of 2 heads drifted: L0H" in done.output
 
 
 def test_json_is_all_that_is_printed(quick, plan, check):
@@ -119,31 +119,31 @@ def test_what_else_is_different_is_said(plan, check):
     plan.write_text(json.dumps(changed))
     done = check(plan, "--context", 128)
     assert done.exit_code in (0, 1), done.output
-    assert "Read 128 tokens; calibrated with 96." in done.output
-    assert "The model's files are not those that were calibrated." in done.output
+    assert "Context: 128 tokens; calibrated with 96." in done.output
+    assert "The model's files differ from the calibrated ones." in done.output
 
 
 def test_the_profile_may_lie_elsewhere(plan, check, tmp_path):
     elsewhere = (tmp_path / "plan.profile.json").rename(tmp_path / "moved.json")
     done = check(plan)
-    assert done.exit_code == 2 and "name it with --profile" in done.stderr
+    assert done.exit_code == 2 and "set --profile" in done.stderr
     assert check(plan, "--profile", elsewhere).exit_code in (0, 1)
 
 
 def test_ctrl_c_leaves_with_130(quick, plan, check):
     quick.stops_after = 0
     done = check(plan)
-    assert done.exit_code == 130 and "Nothing was kept" in done.stderr
+    assert done.exit_code == 130 and "No result was saved" in done.stderr
 
 
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (("--text", "none.txt"), "no such text"),
+        (("--text", "none.txt"), "text not found"),
         (("--context", "5000"), "at least 5000 tokens"),
-        (("--context", "24"), "too short to choose blocks in"),
+        (("--context", "24"), "too short for block selection"),
         (("--profile", "none.json"), "none.json"),
-        (("--documents", "0"), "--documents"),
+        (("--max-documents", "0"), "--max-documents"),
     ],
 )
 def test_what_cannot_run_says_why_and_leaves_with_2(plan, check, flags, words):
@@ -155,7 +155,7 @@ def test_plans_of_other_models_and_static_ones_cannot_be_checked(check, tmp_path
     profile(n=12).save(tmp_path / "plan.profile.json")
     other = saved(tmp_path / "plan.json", KL(), selector=POOLED)
     done = check(other, "--context", 96)
-    assert done.exit_code == 2 and "made for another model" in done.stderr, done.output
+    assert done.exit_code == 2 and "belongs to another model" in done.stderr, done.output
     static = saved(tmp_path / "plan.json", Static())
     done = check(static)
     assert done.exit_code == 2 and "xsake evaluate --plan" in done.stderr, done.output

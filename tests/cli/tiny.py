@@ -6,7 +6,7 @@ import numpy as np
 import tokenizers
 
 from tests.evaluation import sample
-from xsake.hads.measure import LayerMasses, Moments, watch_moments
+from xsake.hads.measure import ComponentMoments, LayerMasses, moments_hook
 from xsake.model.huggingface import export
 
 BLOCK, HEADS = 8, 2
@@ -46,8 +46,8 @@ class QuickObserver:
 
     def __call__(self, tokens, watch):
         rng = np.random.default_rng(int(np.asarray(tokens, np.int64).sum()))
-        if watch is watch_moments:
-            return Moments(*rng.uniform(1, 2, (2, 1, len(tokens), 1, 8)))
+        if watch is moments_hook:
+            return ComponentMoments(*rng.uniform(1, 2, (2, 1, len(tokens), 1, 8)))
         if self._seen == self.stops_after:
             raise KeyboardInterrupt
         self._seen += 1

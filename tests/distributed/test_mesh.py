@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from tests.distributed.devices import FakeDevice, machines
-from xsake.distributed.mesh import AXES, BatchShare, MeshShape, arranged, batch_share, make_mesh
+from xsake.distributed.mesh import AXES, BatchShare, MeshShape, batch_share, device_array, make_mesh
 from xsake.errors import ArgumentError
 
 
@@ -38,44 +38,44 @@ def test_a_mesh_has_all_four_axes_even_for_one_device():
 
 def test_a_product_that_is_not_the_number_of_devices_is_refused():
     with pytest.raises(ArgumentError, match="8 devices.*data=2 .* tensor=3 .* = 6") as error:
-        arranged(MeshShape(data=2, tensor=3), machines(1, 8))
+        device_array(MeshShape(data=2, tensor=3), machines(1, 8))
     assert "product is 8" in str(error.value)
-    with pytest.raises(ArgumentError, match="given twice"):
-        arranged(MeshShape(data=2), machines(1, 1) * 2)
+    with pytest.raises(ArgumentError, match="duplicate devices"):
+        device_array(MeshShape(data=2), machines(1, 1) * 2)
 
 
 @pytest.mark.parametrize("size", [0, -1, True])
 def test_a_size_that_is_no_count_is_refused(size):
-    with pytest.raises(ArgumentError, match="'tensor' needs a whole number"):
+    with pytest.raises(ArgumentError, match="'tensor' needs a positive integer"):
         MeshShape(tensor=size)
 
 
 def test_tensor_and_context_neighbours_are_in_one_process():
     mixed = machines(4, 4)[::-1]
-    found = arranged(MeshShape(data=2, fsdp=2, tensor=2, context=2), mixed)
+    found = device_array(MeshShape(data=2, fsdp=2, tensor=2, context=2), mixed)
     assert numbers(found.reshape(4, 4)) == np.arange(16).reshape(4, 4).tolist()
 
 
 def test_neighbours_on_a_tpu_are_near_in_its_network():
-    found = arranged(MeshShape(data=4, tensor=2, context=2), tpu())
+    found = device_array(MeshShape(data=4, tensor=2, context=2), tpu())
     for group in found.reshape(4, 4):
         places = np.array([device.coords for device in group])
         assert (np.ptp(places, axis=0) <= 3).all() and np.ptp(places, axis=0).sum() <= 3
 
 
 def test_slices_are_kept_apart_by_the_axes_that_talk_least():
-    found = arranged(MeshShape(data=4, tensor=4, context=2), tpu(slices=2))
+    found = device_array(MeshShape(data=4, tensor=4, context=2), tpu(slices=2))
     slices = np.vectorize(lambda device: device.slice_index)(found)
     assert (slices == slices[:, :, :1, :1]).all() and (
         np.unique(slices[:, 0, 0, 0]) == [0, 1]
     ).all()
-    found = arranged(MeshShape(data=1, fsdp=2, tensor=4, context=4), tpu(slices=2))
+    found = device_array(MeshShape(data=1, fsdp=2, tensor=4, context=4), tpu(slices=2))
     slices = np.vectorize(lambda device: device.slice_index)(found)
     assert slices[0, :, 0, 0].tolist() == [0, 1] and (slices == slices[:, :, :1, :1]).all()
     with pytest.raises(ArgumentError, match="different slices"):
-        arranged(MeshShape(tensor=32), tpu(slices=2))
+        device_array(MeshShape(tensor=32), tpu(slices=2))
     with pytest.raises(ArgumentError, match="slice 0: 16, slice 1: 8"):
-        arranged(MeshShape(data=24), tpu(slices=2)[:24])
+        device_array(MeshShape(data=24), tpu(slices=2)[:24])
 
 
 def shares(shape: MeshShape, processes: int, each: int) -> list[tuple[int, int]]:

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from xsake.distributed.ring import merged, with_sinks
+from xsake.kernels.online_softmax import add_sinks, merge
 
 RNG = np.random.default_rng(0)
 LOGITS = jnp.asarray(3 * RNG.standard_normal((2, 3, 4, 10), np.float32))
@@ -19,7 +19,7 @@ def soft(logits, values):
 def test_two_parts_make_the_whole_with_gradients():
     def by_parts(logits, values):
         parts = soft(logits[..., :3], values[..., :3, :]), soft(logits[..., 3:], values[..., 3:, :])
-        return merged(*parts[0], *parts[1])
+        return merge(*parts[0], *parts[1])
 
     def loss(function, *arrays):
         out, lse = function(*arrays)
@@ -39,18 +39,18 @@ def test_a_part_that_saw_nothing_changes_nothing_and_two_make_nothing():
     out, lse = soft(LOGITS, VALUES)
     nothing = jnp.zeros_like(out), jnp.full_like(lse, -jnp.inf)
     for parts in ((out, lse, *nothing), (*nothing, out, lse)):
-        found = merged(*parts)
+        found = merge(*parts)
         np.testing.assert_allclose(found[0], out, rtol=1e-6)
         np.testing.assert_allclose(found[1], lse, rtol=1e-6)
-    empty, empty_lse = merged(*nothing, *nothing)
+    empty, empty_lse = merge(*nothing, *nothing)
     assert (empty == 0).all() and (empty_lse == -jnp.inf).all()
-    slopes = jax.grad(lambda x: merged(x, *nothing[1:], *nothing)[0].sum())(nothing[0])
+    slopes = jax.grad(lambda x: merge(x, *nothing[1:], *nothing)[0].sum())(nothing[0])
     assert (slopes == 0).all()
 
 
 def test_sinks_take_weight_and_give_no_value():
     sinks = jax.random.normal(jax.random.key(2), (4, 2))
-    out, lse = with_sinks(*soft(LOGITS, VALUES), sinks)
+    out, lse = add_sinks(*soft(LOGITS, VALUES), sinks)
     wide = jnp.broadcast_to(sinks[None, None], (2, 3, 4, 2))
     logits = jnp.concatenate([LOGITS, wide], axis=-1)
     values = jnp.concatenate([VALUES, jnp.zeros((2, 3, 4, 2, 5))], axis=-2)
@@ -62,6 +62,6 @@ def test_sinks_take_weight_and_give_no_value():
 def test_what_is_not_a_number_stays_in_its_row():
     out, lse = soft(LOGITS, VALUES)
     bad = out.at[0, 0, 0].set(jnp.nan), lse.at[0, 0, 0].set(jnp.nan)
-    found, found_lse = merged(*bad, out, lse)
+    found, found_lse = merge(*bad, out, lse)
     assert np.isnan(found[0, 0, 0]).all() and np.isnan(found_lse[0, 0, 0])
     assert np.isfinite(found).sum() == found.size - found.shape[-1]

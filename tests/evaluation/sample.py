@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from xsake.evaluation import Document, ModelIdentity, Subject, Texts
+from xsake.evaluation import EvalModel, ModelIdentity, TextDocument, Texts
 from xsake.evaluation.record import TextFile
 from xsake.model import Decoder, DecoderConfig
 
@@ -31,14 +31,14 @@ def model(**changes) -> Decoder:
     return jax.tree.map(draw, nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
 
 
-def subject(**changes) -> Subject:
-    return Subject(**{"model": model(), "encode": encode, "identity": IDENTITY} | changes)
+def subject(**changes) -> EvalModel:
+    return EvalModel(**{"model": model(), "encode": encode, "identity": IDENTITY} | changes)
 
 
 def texts(*lengths: int) -> Texts:
     """Documents of so many random letters, and so many tokens."""
     rng = np.random.default_rng(len(lengths))
     letters = ["".join(rng.choice(list("abcdefgh "), size=length)) for length in lengths]
-    documents = tuple(Document(f"text#{i}", text) for i, text in enumerate(letters))
+    documents = tuple(TextDocument(f"text#{i}", text) for i, text in enumerate(letters))
     file = TextFile(name="text", bytes=sum(lengths), sha256="0", documents=len(lengths))
     return Texts(documents, (file,))

@@ -8,7 +8,7 @@ import pytest
 from tests.evaluation import sample
 from xsake.errors import ArgumentError
 from xsake.evaluation import documents, read_texts
-from xsake.evaluation.windows import Library, cut_windows
+from xsake.evaluation.windows import TokenizedTexts, cut_windows
 
 
 def written(path, content):
@@ -61,8 +61,8 @@ def test_a_folder_gives_its_txt_files_in_order(tmp_path):
     [
         ("a.txt", b"good\nbad \xff byte", "(?s)not UTF-8.*a.txt, line 2: byte 0xff at 9"),
         ("a.txt", " \n ", "no text"),
-        ("a.pdf", "x", r"(?s)not known.*\.jsonl"),
-        ("a.jsonl", '{"text": "x"}\n{"text": 3}', "(?s)not a document.*line 2"),
+        ("a.pdf", "x", r"(?s)unknown type.*\.jsonl"),
+        ("a.jsonl", '{"text": "x"}\n{"text": 3}', "(?s)invalid .jsonl document.*line 2"),
         ("a.jsonl", '{"text"', "line 1"),
         ("a.jsonl", "[" * 100_000, "line 1"),
     ],
@@ -73,20 +73,20 @@ def test_what_cannot_be_read_is_refused_by_name(tmp_path, name, content, words):
 
 
 def test_missing_large_and_repeated_texts_are_refused(tmp_path, monkeypatch):
-    with pytest.raises(ArgumentError, match="no such text"):
+    with pytest.raises(ArgumentError, match="text not found"):
         read_texts([tmp_path / "none.txt"])
-    with pytest.raises(ArgumentError, match="no such text"):
+    with pytest.raises(ArgumentError, match="text not found"):
         read_texts([tmp_path])
     path = written(tmp_path / "a.txt", "12345")
-    with pytest.raises(ArgumentError, match="there twice"):
+    with pytest.raises(ArgumentError, match="duplicate document"):
         read_texts([path, path])
-    monkeypatch.setattr(documents, "MOST_BYTES", 4)
+    monkeypatch.setattr(documents, "MAX_BYTES", 4)
     with pytest.raises(ArgumentError, match="too large"):
         read_texts([path])
 
 
 def library(*lengths, opening=(), vocabulary=256):
-    return Library(sample.texts(*lengths).documents, sample.encode, vocabulary, opening)
+    return TokenizedTexts(sample.texts(*lengths).documents, sample.encode, vocabulary, opening)
 
 
 def test_windows_are_consecutive_from_the_start_of_documents_that_are_long_enough():
@@ -115,5 +115,5 @@ def test_every_window_begins_with_the_opening():
 
 
 def test_tokens_that_the_model_does_not_know_are_refused():
-    with pytest.raises(ArgumentError, match="(?s)tokenizer knows.*vocabulary of 50"):
+    with pytest.raises(ArgumentError, match="(?s)exceed the model.s vocabulary.*ids below 50"):
         cut_windows(library(40, vocabulary=50), 16)

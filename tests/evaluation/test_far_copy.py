@@ -6,13 +6,13 @@ import pytest
 from tests.evaluation import sample
 from xsake.evaluation.far_copy import far_copies
 from xsake.evaluation.score import Scores
-from xsake.evaluation.windows import Library
+from xsake.evaluation.windows import TokenizedTexts
 
 SIZE = 32
 
 
 def library(*lengths, opening=()):
-    return Library(sample.texts(*lengths).documents, sample.encode, 256, opening)
+    return TokenizedTexts(sample.texts(*lengths).documents, sample.encode, 256, opening)
 
 
 def copies(books, gaps, **options):
@@ -95,11 +95,11 @@ def test_the_seed_decides_and_a_longer_gap_begins_like_a_shorter():
 def test_gaps_that_the_texts_or_the_attention_cannot_give_are_said():
     found, notes = copies(library(100), (16, 5000), samples=1)
     assert [copy.gap for copy in found] == [16]
-    assert notes == ["far copy: no gap of 5000 in sample 1, the texts have 68 more tokens"]
+    assert notes == ["far copy: skipped gap 5000 in sample 1, the texts have only 68 more tokens"]
     found, notes = copies(library(20), (16,))
     assert not found and notes == ["far copy: no document has 32 tokens"]
-    found, notes = copies(library(900, 900), (16, 100), most=100)
-    assert {copy.gap for copy in found} == {16} and "more than the 100 possible" in notes[0]
+    found, notes = copies(library(900, 900), (16, 100), max_tokens=100)
+    assert {copy.gap for copy in found} == {16} and "exceed the limit of 100" in notes[0]
 
 
 def test_an_attention_of_one_length_gets_that_length_and_the_same_question():

@@ -10,15 +10,24 @@ from rich.console import Console
 
 from tests.evaluation import sample
 from xsake.errors import ArgumentError
-from xsake.evaluation import Candidate, Journal, Settings, draw, evaluate, read, report_view, run
-from xsake.evaluation import write as write_report
+from xsake.evaluation import (
+    Candidate,
+    EvaluationSettings,
+    ResultCache,
+    draw,
+    evaluate,
+    read_report,
+    report_view,
+    run,
+)
+from xsake.evaluation import write_report as write_report
 from xsake.evaluation.score import Scores
 from xsake.layout import BlockLayout
 from xsake.masks import Causal, Sinks, Window
 from xsake.schemas import schema_text
 
 ROOT = Path(__file__).parents[2]
-SETTINGS = Settings((64, 128), gaps=(16, 32), passage=24, far_copy_samples=2)
+SETTINGS = EvaluationSettings((64, 128), gaps=(16, 32), passage=24, far_copy_samples=2)
 TEXTS = sample.texts(300, 100, 200, 10)
 NEAR = Candidate.of_mask(Window(15, 0) | Sinks(2))
 
@@ -95,11 +104,11 @@ def test_far_copies_are_averaged_by_gap(quick):
 
 
 def test_what_was_left_out_is_in_the_report_and_on_the_screen(quick):
-    report = evaluated(Settings((64, 128, 4096), gaps=(16, 9999), passage=24))
+    report = evaluated(EvaluationSettings((64, 128, 4096), gaps=(16, 9999), passage=24))
     said = " ".join(report.notes)
-    assert "context 64: documents left out for too few tokens: 1 of 4" in report.notes
+    assert "context 64: skipped documents with too few tokens: 1 of 4" in report.notes
     assert "context 4096: no document is long enough, nothing was evaluated" in report.notes
-    assert "no gap of 9999" in said
+    assert "skipped gap 9999" in said
     console = Console(width=200, record=True, quiet=False, file=open("/dev/null", "w"))  # noqa: SIM115
     console.print(report_view(report))
     console.file.close()
@@ -122,27 +131,27 @@ def test_an_interrupted_run_goes_on_where_it_stopped(quick, tmp_path):
     total, path = quick.asked, tmp_path / "deep" / "windows.jsonl"
     quick.asked, quick.stops_at = 0, 4
     with pytest.raises(KeyboardInterrupt):
-        evaluated(candidate=NEAR, journal=Journal(path))
+        evaluated(candidate=NEAR, cache=ResultCache(path))
     # As a process leaves it that dies while it writes.
     path.write_bytes(path.read_bytes()[:-20])
     quick.asked, quick.stops_at, seen = 0, None, []
-    resumed = evaluated(candidate=NEAR, journal=Journal(path), watch=seen.append)
+    resumed = evaluated(candidate=NEAR, cache=ResultCache(path), on_progress=seen.append)
     assert quick.asked == total - 3
     assert outcome(resumed) == outcome(whole)
     assert [progress.is_new for progress in seen] == [False] * 3 + [True] * (total - 3)
     quick.asked = 0
-    again = evaluated(candidate=NEAR, journal=Journal(path))
+    again = evaluated(candidate=NEAR, cache=ResultCache(path))
     assert quick.asked == 0 and again.seconds == resumed.seconds
-    evaluated(candidate=NEAR, journal=Journal(path, fresh=True))
+    evaluated(candidate=NEAR, cache=ResultCache(path, overwrite=True))
     assert quick.asked == total
 
 
 @pytest.mark.parametrize("what", ["model", "dtype", "text", "candidate", "source", "versions"])
 def test_answers_are_not_kept_once_something_changed(quick, tmp_path, monkeypatch, what):
-    path, settings = tmp_path / "windows.jsonl", Settings((64,), gaps=())
-    evaluated(settings, journal=Journal(path))
+    path, settings = tmp_path / "windows.jsonl", EvaluationSettings((64,), gaps=())
+    evaluated(settings, cache=ResultCache(path))
     assert quick.asked == 3
-    evaluated(settings, journal=Journal(path))
+    evaluated(settings, cache=ResultCache(path))
     assert quick.asked == 3
     changes = {}
     if what == "model":
@@ -158,13 +167,13 @@ def test_answers_are_not_kept_once_something_changed(quick, tmp_path, monkeypatc
         monkeypatch.setattr(run, "source_digest", lambda *parts: "other")
     else:
         monkeypatch.setattr(run, "installed_versions", lambda names: {"flax": "0"})
-    evaluated(settings, journal=Journal(path), **changes)
+    evaluated(settings, cache=ResultCache(path), **changes)
     assert quick.asked == 6
 
 
 def test_progress_knows_what_is_to_come(quick):
     seen = []
-    evaluated(watch=seen.append)
+    evaluated(on_progress=seen.append)
     assert [progress.done for progress in seen] == list(range(1, 10))
     assert {progress.total for progress in seen} == {9}
     assert seen[0].remaining_seconds > 0 and seen[-1].remaining_seconds == 0
@@ -172,8 +181,8 @@ def test_progress_knows_what_is_to_come(quick):
 
 
 def test_the_shortest_texts_come_first_so_that_an_estimate_comes_early(quick):
-    seen, whole = [], evaluated(Settings((64, 128), gaps=()))
-    report = evaluated(Settings((128, 64), gaps=()), watch=seen.append)
+    seen, whole = [], evaluated(EvaluationSettings((64, 128), gaps=()))
+    report = evaluated(EvaluationSettings((128, 64), gaps=()), on_progress=seen.append)
     lengths = [int(progress.label.split()[0]) for progress in seen]
     assert lengths == sorted(lengths) and len(set(lengths)) == 2
     assert [context.context for context in report.contexts] == [128, 64]
@@ -183,9 +192,9 @@ def test_the_shortest_texts_come_first_so_that_an_estimate_comes_early(quick):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"contexts": ()}, "nothing to evaluate"),
+        ({"contexts": ()}, "no context to evaluate"),
         ({"contexts": (1,)}, "contexts"),
-        ({"contexts": (64, 64)}, "each once"),
+        ({"contexts": (64, 64)}, "no duplicates"),
         ({"documents": 0}, "documents=0"),
         ({"windows_per_document": 0}, "windows_per_document"),
         ({"gaps": (-1,)}, "gaps"),
@@ -195,36 +204,36 @@ def test_the_shortest_texts_come_first_so_that_an_estimate_comes_early(quick):
 )
 def test_settings_that_mean_nothing_are_refused(changes, words):
     with pytest.raises(ArgumentError, match=words):
-        Settings(**{"contexts": (64,)} | changes)
+        EvaluationSettings(**{"contexts": (64,)} | changes)
 
 
 def test_what_cannot_be_evaluated_is_refused_before_anything_is_computed(quick):
     with pytest.raises(ArgumentError, match="at least 4096 tokens"):
-        evaluated(Settings((4096,)))
+        evaluated(EvaluationSettings((4096,)))
     layout = BlockLayout.from_mask(Causal(), q_tokens=128)
     with pytest.raises(ArgumentError, match="(?s)one length only.*contexts 64.*context 128"):
         evaluated(candidate=Candidate.of_layout(layout))
     learned = sample.subject(model=sample.model(has_learned_positions=True, context=100))
-    with pytest.raises(ArgumentError, match="(?s)no positions.*at most 100"):
+    with pytest.raises(ArgumentError, match="(?s)position embeddings.*at most 100"):
         evaluated(subject=learned)
     assert quick.asked == 0
 
 
 def test_limits_of_the_model_are_said_and_kept(quick):
     report = evaluated(subject=sample.subject(model=sample.model(context=100)))
-    assert "context 128 is beyond the 100 that the model was trained for" in report.notes
+    assert "context 128 exceeds the training context of 100" in report.notes
     learned = sample.subject(model=sample.model(has_learned_positions=True, context=100))
-    report = evaluated(Settings((64,), gaps=(16, 64), passage=24), subject=learned)
+    report = evaluated(EvaluationSettings((64,), gaps=(16, 64), passage=24), subject=learned)
     assert [result.gap for result in report.far_copy] == [16]
 
 
 def test_a_layout_is_evaluated_at_its_length(quick):
     layout = BlockLayout.from_mask(Causal(), q_tokens=128, block_q=32, block_kv=32)
-    settings = Settings((128,), gaps=(16, 100), passage=24)
+    settings = EvaluationSettings((128,), gaps=(16, 100), passage=24)
     report = evaluated(settings, candidate=Candidate.of_layout(layout))
     assert report.contexts[0].comparison.budget == 1.0
     assert [result.gap for result in report.far_copy] == [16]
-    assert any("no gap of 100" in note for note in report.notes)
+    assert any("skipped gap 100" in note for note in report.notes)
 
 
 def test_the_file_is_the_report_and_fits_the_schema(quick, tmp_path):
@@ -232,25 +241,25 @@ def test_the_file_is_the_report_and_fits_the_schema(quick, tmp_path):
         report = evaluated(candidate=candidate)
         path = tmp_path / "new" / "report.json"
         write_report(report, path)
-        assert read(path) == report
+        assert read_report(path) == report
         jsonschema.validate(
             json.loads(path.read_text()), json.loads(schema_text("evaluation.schema.json"))
         )
         assert list(path.parent.iterdir()) == [path]
     path.write_text("{}")
     with pytest.raises(ArgumentError, match=r"report.json"):
-        read(path)
+        read_report(path)
 
 
 @pytest.mark.parametrize("candidate", [None, NEAR])
 @pytest.mark.parametrize("gaps", [(), (16,)])
 def test_pictures_are_drawn(quick, tmp_path, candidate, gaps):
-    report = evaluated(Settings((64, 128), gaps=gaps, passage=24), candidate=candidate)
+    report = evaluated(EvaluationSettings((64, 128), gaps=gaps, passage=24), candidate=candidate)
     draw(report, tmp_path / "new" / "report.png")
     assert (tmp_path / "new" / "report.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_journal_that_cannot_be_written_is_an_error_with_a_way_out(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ArgumentError, match="(?s)cannot be kept.*-o"):
-        Journal(tmp_path / "file" / "windows.jsonl")
+    with pytest.raises(ArgumentError, match="(?s)cannot write the results.*-o"):
+        ResultCache(tmp_path / "file" / "windows.jsonl")

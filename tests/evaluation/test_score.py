@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 
 from tests.evaluation import sample
 from xsake.errors import ArgumentError
-from xsake.evaluation.score import Scorer, Scores, compare, in_chunks
-from xsake.evaluation.trial import Span, position_spans
+from xsake.evaluation.score import Scorer, Scores, compare, score_chunks
+from xsake.evaluation.trial import TokenSpan, position_spans
 from xsake.masks import Causal, Sinks, Window
-from xsake.model import Masked
+from xsake.model import MaskedAttention
 
 TOKENS = np.random.default_rng(0).integers(0, 256, 100).astype(np.int32)
-NEAR = Masked(Window(15, 0) | Sinks(2))
+NEAR = MaskedAttention(Window(15, 0) | Sinks(2))
 
 
 def log_softmax(logits) -> np.ndarray:
@@ -64,7 +64,9 @@ def test_divergence_and_agreement_are_those_of_numpy(truth, scores):
 def in_chunks_of(chunk):
     """Scores of hidden states that no attention has to be compiled for."""
     hidden = jax.random.normal(jax.random.key(0), (2, 99, 48))
-    return in_chunks(sample.model(), (hidden[0], hidden[1]), jnp.asarray(TOKENS[1:]), chunk=chunk)
+    return score_chunks(
+        sample.model(), (hidden[0], hidden[1]), jnp.asarray(TOKENS[1:]), chunk=chunk
+    )
 
 
 @pytest.mark.parametrize("chunk", [1, 32, 99])
@@ -75,14 +77,14 @@ def test_chunks_do_not_change_a_score(chunk):
 
 
 def test_a_candidate_equal_to_dense_diverges_by_nothing():
-    scores = Scorer(sample.model(), Masked(Causal()))(TOKENS)
+    scores = Scorer(sample.model(), MaskedAttention(Causal()))(TOKENS)
     assert scores.kl.max() == 0 and scores.agreement.all()
     np.testing.assert_array_equal(scores.dense_nll, scores.candidate_nll)
 
 
 def test_dense_alone_has_nothing_to_compare():
-    alone = in_chunks(sample.model(), (jnp.ones((99, 48)),), jnp.asarray(TOKENS[1:]), chunk=32)
-    assert set(Scores(*map(np.asarray, alone)).sums((Span(1, 100),))) == {"dense_nll"}
+    alone = score_chunks(sample.model(), (jnp.ones((99, 48)),), jnp.asarray(TOKENS[1:]), chunk=32)
+    assert set(Scores(*map(np.asarray, alone)).sums((TokenSpan(1, 100),))) == {"dense_nll"}
 
 
 def test_the_logits_of_a_whole_sequence_never_exist_at_once():
@@ -90,7 +92,7 @@ def test_the_logits_of_a_whole_sequence_never_exist_at_once():
     wide = sample.model(vocab_size=vocab)
     hidden = jax.ShapeDtypeStruct((tokens, 48), jnp.float32)
     targets = jax.ShapeDtypeStruct((tokens,), jnp.int32)
-    lowered = in_chunks.lower(wide, (hidden, hidden), targets, chunk=64)
+    lowered = score_chunks.lower(wide, (hidden, hidden), targets, chunk=64)
     memory = lowered.compile().memory_analysis()
     assert memory.temp_size_in_bytes < 4 * tokens * vocab / 3
 
@@ -106,7 +108,7 @@ def test_divergence_is_never_negative(seed, spread):
 
 
 def test_sums_are_over_the_predicted_positions(scores):
-    spans = (Span(1, 3), Span(10, 100))
+    spans = (TokenSpan(1, 3), TokenSpan(10, 100))
     first, second = scores.sums(spans)["dense_nll"]
     assert first == pytest.approx(scores.dense_nll[:2].sum(), rel=1e-6)
     assert second == pytest.approx(scores.dense_nll[9:].sum(), rel=1e-6)
@@ -117,12 +119,12 @@ def test_positions_double_and_leave_none_out():
     assert [str(span) for span in spans] == [
         "0-512", "512-1024", "1024-2048", "2048-4096", "4096-8192",
     ]  # fmt: skip
-    assert position_spans(300) == (Span(1, 300),)
-    assert position_spans(512) == (Span(1, 512),)
+    assert position_spans(300) == (TokenSpan(1, 300),)
+    assert position_spans(512) == (TokenSpan(1, 512),)
     assert sum(end - start for start, end in position_spans(5000)) == 4999
 
 
 def test_numbers_that_are_not_finite_are_refused():
     broken = jax.tree.map(lambda x: x * jnp.nan, sample.model())
-    with pytest.raises(ArgumentError, match="not finite"):
+    with pytest.raises(ArgumentError, match="non-finite"):
         Scorer(broken)(TOKENS)

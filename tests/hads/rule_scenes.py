@@ -5,8 +5,8 @@ import functools
 import jax.numpy as jnp
 import numpy as np
 
-from xsake.hads.rules import RULES, Scene, Scope
-from xsake.hads.rules.rule import visible
+from xsake.hads.rules import RULES, LayerSample, RuleScope
+from xsake.hads.rules.rule import causal_grid
 
 TOKENS, BLOCK, HEADS, KV_HEADS, DIM = 256, 16, 4, 2, 16
 BLOCKS = TOKENS // BLOCK
@@ -27,7 +27,7 @@ def scene_of(q, k, *, layer=0, seed=0):
     heads, tokens, _ = attention.shape
     cut = attention.reshape(heads, tokens // BLOCK, BLOCK, -1, BLOCK)
     logs = np.log(np.where(attention > 0, attention, 1))
-    return Scene(
+    return LayerSample(
         q=jnp.asarray(q, jnp.float32),
         k=jnp.asarray(k, jnp.float32),
         scale=SCALE,
@@ -63,8 +63,8 @@ NEW = [random_scene(3, layer=layer) for layer in LAYERS]
 def calibrated(name):
     """A rule that has watched; ranking does not change it."""
     rule = RULES[name]()
-    for scene in WATCHED:
-        rule.watch(scene)
+    for sample in WATCHED:
+        rule.observe(sample)
     rule.finish()
     return rule
 
@@ -73,11 +73,11 @@ def taken(rule, rankings, share):
     """Exactly `share` of the visible blocks of some layers, by the rule's own scope."""
     priority = np.stack([ranking.priority for ranking in rankings])
     layers, heads, blocks, _ = priority.shape
-    total = round(share * layers * heads * visible(blocks).sum())
-    if rule.scope is Scope.MODEL:
+    total = round(share * layers * heads * causal_grid(blocks).sum())
+    if rule.scope is RuleScope.MODEL:
         return _best(priority.reshape(1, -1), [total]).reshape(priority.shape)
     shares = np.ones(layers * heads)
-    if rule.scope is Scope.HEADS:
+    if rule.scope is RuleScope.HEADS:
         shares = np.concatenate([rule.shares(layer) for layer in range(layers)])
     # Every head gets its forced blocks; what is left is shared out.
     least = int(np.isposinf(priority[0, 0]).sum())
@@ -106,5 +106,5 @@ def _row_counts(total, forced):
 
 def mean_loss(scenes, kept):
     """Mean of -log(kept mass) over rows, heads and layers."""
-    masses = np.stack([np.asarray(scene.masses, np.float64) for scene in scenes])
+    masses = np.stack([np.asarray(sample.masses, np.float64) for sample in scenes])
     return -np.log((masses * kept).sum(axis=-1)).mean()

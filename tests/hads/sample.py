@@ -3,9 +3,9 @@
 import numpy as np
 
 from xsake._provenance import Environment
-from xsake.hads.budget import AlwaysOn
-from xsake.hads.plan import Selector
-from xsake.hads.profile import CalibratedModel, CalibrationDocument, Profile
+from xsake.hads.budget import ForcedBlocks
+from xsake.hads.plan import SelectorSpec
+from xsake.hads.profile import CalibratedModel, DocumentRecord, Profile
 
 MACHINE = Environment(
     cpu="a processor",
@@ -16,7 +16,7 @@ MACHINE = Environment(
     dirty=None,
     versions={"python": "3.12.0"},
 )
-POOLED = Selector(name="pooled", settings={"stride": 4, "pool": "mean"}, cost=0.01)
+POOLED = SelectorSpec(name="pooled", settings={"stride": 4, "pool": "mean"}, cost=0.01)
 
 
 def profile(
@@ -26,16 +26,16 @@ def profile(
     rng = np.random.default_rng(seed)
     each = (layers, heads)
     steps = rng.gamma(0.5, size=(*each, n)) * np.geomspace(1, 0.01, n)
-    steps[..., : AlwaysOn().level] = 0
+    steps[..., : ForcedBlocks().blocks_per_row] = 0
     curve = np.concatenate([steps, np.zeros((*each, 1))], axis=-1)[..., ::-1].cumsum(-1)[..., ::-1]
     return Profile(
         model=CalibratedModel(
             name="tiny", digest="0", layers=layers, q_heads=heads, kv_heads=1, head_dim=8
         ),
-        documents=(CalibrationDocument(name="text#0", sha256="0", tokens=64 * n + 5),),
+        documents=(DocumentRecord(name="text#0", sha256="0", tokens=64 * n + 5),),
         context=64 * n,
         block=64,
-        always=AlwaysOn(),
+        forced=ForcedBlocks(),
         seed=seed,
         environment=MACHINE,
         components=rng.permuted(np.tile(np.arange(8), (layers, 1, 1)), axis=-1),

@@ -32,15 +32,15 @@ def profile(model, tokens):
         name="tiny", digest="0", layers=CONFIG.layers, q_heads=CONFIG.q_heads,
         kv_heads=CONFIG.kv_heads, head_dim=CONFIG.head_dim,
     )  # fmt: skip
-    readings = [hads.Reading(str(i), np.asarray(row)) for i, row in enumerate(tokens)]
-    settings = hads.Settings(block=BLOCK, selectors=(hads.selector_named("sampled"),))
+    readings = [hads.CalibrationDocument(str(i), np.asarray(row)) for i, row in enumerate(tokens)]
+    settings = hads.CalibrationSettings(block=BLOCK, selectors=(hads.make_selector("sampled"),))
     return hads.calibrate(Observer(model), identity, readings, settings)
 
 
 def planned(profile, policy="kl", budget=0.5, **options):
-    selector = hads.selector_named("sampled")
-    plan = hads.make_plan(profile, hads.policy_named(policy), budget, selector)
-    return hads.Planned(plan, **options)
+    selector = hads.make_selector("sampled")
+    plan = hads.make_plan(profile, hads.make_policy(policy), budget, selector)
+    return hads.PlanAttention(plan, **options)
 
 
 @pytest.mark.parametrize("policy", ["kl", "static", "original"])
@@ -69,9 +69,9 @@ def test_a_layer_computes_the_blocks_that_were_chosen(profile, policy):
 
 @pytest.mark.slow  # test_bounds has it without a model
 def test_a_bounded_plan_drops_no_more_than_it_promises(model, tokens, profile):
-    selector = hads.selector_named("sampled")
-    policy = hads.policy_named("bounded", eps=0.3)
-    attend = hads.Planned(hads.make_plan(profile, policy, 0.5, selector))
+    selector = hads.make_selector("sampled")
+    policy = hads.make_policy("bounded", eps=0.3)
+    attend = hads.PlanAttention(hads.make_plan(profile, policy, 0.5, selector))
     worst = lambda q, k, v, call: audit(
         q, k, attend.chosen(q, k, call), block=BLOCK, scale=call.scale
     ).mass.max()
@@ -97,7 +97,7 @@ def test_new_inputs_compile_nothing(model, tokens, profile):
 
 @pytest.mark.slow  # test_choose has it without a model
 def test_rows_of_their_own_count_do_not_see_later_tokens(model, tokens, profile):
-    attend = planned(profile, scope=hads.Scope.ROW)
+    attend = planned(profile, scope=hads.BudgetScope.ROW)
     other = tokens.at[:, 5 * BLOCK :].set(0)
     before = lambda x: np.asarray(model.hidden(x, attend=attend))[:, : 5 * BLOCK]
     assert np.abs(before(tokens) - before(other)).max() < 1e-5
@@ -106,7 +106,7 @@ def test_rows_of_their_own_count_do_not_see_later_tokens(model, tokens, profile)
 @pytest.mark.slow  # one more model to compile
 def test_decoding_after_a_planned_prefill_is_dense(model, tokens, profile):
     attend = planned(profile)
-    _, cache = model.prefill(tokens, np.array([160, 160]), room=168, attend=attend)
+    _, cache = model.prefill(tokens, np.array([160, 160]), capacity=168, attend=attend)
     hidden, _ = model.extend(tokens[:, :1], cache, attend=attend)
     dense, _ = model.extend(tokens[:, :1], cache)
     assert (np.asarray(hidden) == np.asarray(dense)).all()
@@ -126,4 +126,4 @@ def test_a_plan_of_another_model_is_refused(profile):
     call = LayerCall(layer=0, mask=Causal(), scale=CONFIG.scale)
     other = np.zeros((1, 64, 2 * CONFIG.q_heads, CONFIG.head_dim), np.float32)
     with pytest.raises(xsake.errors.ArgumentError, match="another model"):
-        hads.Planned(plan)(other, other, other, call)
+        hads.PlanAttention(plan)(other, other, other, call)

@@ -12,8 +12,8 @@ import pytest
 from xsake.errors import ArgumentError, ShapeError
 from xsake.hads import dropped
 from xsake.hads.audit import audit, audited_choice
-from xsake.hads.bounds import BlockBounds, Kind, bounded_choice, dropped_bound, kl_bound
-from xsake.hads.dropped import Promise
+from xsake.hads.bounds import BlockBounds, BoundKind, bounded_choice, dropped_bound, kl_bound
+from xsake.hads.dropped import BoundScope
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,16 +148,16 @@ def test_no_query_drops_more_than_its_bound(call):
 @jax.jit
 def odd_bounds(q, k):
     bounds, scaled = BlockBounds.of(k, ODD.run), ODD.scale * q
-    reach = dropped.reach_of(k)
+    reach = dropped.key_reach(k)
     slack = dropped.rounding(scaled, reach, block=ODD.block, tokens=ODD.tokens)
-    return {kind: bounds.upper(scaled, kind) for kind in Kind}, slack[..., None]
+    return {kind: bounds.upper(scaled, kind) for kind in BoundKind}, slack[..., None]
 
 
 @hypothesis.given(call=calls(shapes=(ODD,)))
 def test_bounds_on_logits_lie_above_every_logit_of_their_run(call):
     found, slack = jax.tree.map(np.asarray, odd_bounds(call.q, call.k))
-    assert all((found[Kind.BOTH] <= found[kind]).all() for kind in Kind)
-    upper = found[Kind.BOTH].repeat(ODD.run, axis=-1)[..., : ODD.tokens]
+    assert all((found[BoundKind.BOTH] <= found[kind]).all() for kind in BoundKind)
+    upper = found[BoundKind.BOTH].repeat(ODD.run, axis=-1)[..., : ODD.tokens]
     assert (call.logits() <= upper + slack).all()
 
 
@@ -222,7 +222,7 @@ def test_audits_are_exact(call):
 
 
 def test_rows_are_visited_a_few_at_a_time_and_all_of_them(monkeypatch):
-    monkeypatch.setattr(dropped, "_ROOM", 1000)
+    monkeypatch.setattr(dropped, "_CHUNK_VALUES", 1000)
     call = drawn(ODD, seed=4, size=1.0, keys="normal", density=0.5, diagonal=False)
     seen = []
 
@@ -231,7 +231,7 @@ def test_rows_are_visited_a_few_at_a_time_and_all_of_them(monkeypatch):
         lengths = dropped.length(rows.q) + rows.position[None, :, None]
         return lengths + rows.chosen_by_query().sum(-1)
 
-    found = dropped.by_rows(visit, call.q, jnp.asarray(call.chosen), block=8, columns=4)
+    found = dropped.map_rows(visit, call.q, jnp.asarray(call.chosen), block=8, columns=4)
     assert 2 * 4 * 4 * max(seen) < 2000 and max(seen) < ODD.tokens
     expected = np.linalg.norm(call.q, axis=-1) + np.arange(ODD.tokens)[None, :, None]
     counts = np.moveaxis(call.chosen.sum(axis=-1), 1, 2).repeat(8, axis=1)
@@ -251,7 +251,7 @@ def assert_kept(call, chosen, eps, promise):
     assert (chosen >= call.chosen).all()
     assert not chosen[..., ~np.tri(call.shape.blocks, dtype=bool)].any()
     true = call.dropped(chosen)
-    if promise == Promise.EVERY_QUERY:
+    if promise == BoundScope.EVERY_QUERY:
         assert (true <= eps).all()
     else:
         assert all((row.mean(axis=1) <= eps).all() for row in by_row(true, call.shape))
@@ -260,22 +260,22 @@ def assert_kept(call, chosen, eps, promise):
 @hypothesis.given(call=calls(), eps=st.sampled_from([0.03, 0.3, 0.7]))
 def test_bounded_choices_keep_their_promise(call, eps):
     found = bounded_choice(*call.arrays, eps, run=call.shape.run, **call.shape.settings)
-    assert_kept(call, found, eps, Promise.EVERY_QUERY)
+    assert_kept(call, found, eps, BoundScope.EVERY_QUERY)
 
 
-@pytest.mark.parametrize("promise", Promise)
+@pytest.mark.parametrize("promise", BoundScope)
 @hypothesis.given(call=calls(shapes=(ODD,)), eps=st.sampled_from([0.03, 0.3, 0.7]))
 def test_audited_choices_keep_their_promise(promise, call, eps):
-    found = audited_choice(*call.arrays, eps, promise=promise, **ODD.settings)
+    found = audited_choice(*call.arrays, eps, scope=promise, **ODD.settings)
     assert_kept(call, found, eps, promise)
 
 
-@pytest.mark.parametrize("promise", Promise)
+@pytest.mark.parametrize("promise", BoundScope)
 @pytest.mark.parametrize("seed", range(3))
 def test_audited_choices_add_the_heaviest_blocks_and_no_more_than_needed(seed, promise):
     call = drawn(ODD, seed=seed, size=1.0, keys="normal", density=0.2, diagonal=True)
-    found = np.asarray(audited_choice(*call.arrays, 0.2, promise=promise, **ODD.settings))
-    over = np.max if promise == Promise.EVERY_QUERY else np.mean
+    found = np.asarray(audited_choice(*call.arrays, 0.2, scope=promise, **ODD.settings))
+    over = np.max if promise == BoundScope.EVERY_QUERY else np.mean
     for i, masses in enumerate(by_row(call.masses(), ODD)):
         for b, h in np.ndindex(masses.shape[0], masses.shape[2]):
             expected, own = call.chosen[b, h, i].copy(), masses[b, :, h]
@@ -327,13 +327,13 @@ def test_runs_must_fill_blocks():
 def test_promises_are_shares(eps):
     call = drawn(ODD, seed=0, size=1.0, keys="normal", density=1.0, diagonal=True)
     for choose in (bounded_choice, audited_choice):
-        with pytest.raises(ArgumentError, match="share"):
+        with pytest.raises(ArgumentError, match="eps is out of range"):
             choose(*call.arrays, eps, block=8, scale=1.0)
 
 
 def test_choices_must_fit():
     call = drawn(ODD, seed=0, size=1.0, keys="normal", density=1.0, diagonal=True)
-    with pytest.raises(ShapeError, match="choice"):
+    with pytest.raises(ShapeError, match="shapes of chosen"):
         audit(*call.arrays, block=4, scale=1.0)
     with pytest.raises(ArgumentError, match="softcap"):
         audit(*call.arrays, block=8, scale=1.0, softcap=0.0)

@@ -7,33 +7,33 @@ from hypothesis import strategies as st
 
 from xsake.errors import ArgumentError
 from xsake.hads.budget import (
-    AlwaysOn,
+    ForcedBlocks,
+    apportion,
     closest_total,
     row_counts,
-    shared_out,
     take_pool,
     take_rows,
     total_blocks,
     visible_blocks,
 )
 
-always_on = st.builds(AlwaysOn, sinks=st.integers(0, 3), locals=st.integers(0, 4))
+always_on = st.builds(ForcedBlocks, num_sink=st.integers(0, 3), num_local=st.integers(0, 4))
 lengths = st.integers(1, 12)
 
 
 @given(lengths, always_on)
-def test_always_on_blocks_are_the_first_and_the_last_of_a_row(n, always):
-    grid = always.grid(n)
+def test_always_on_blocks_are_the_first_and_the_last_of_a_row(n, forced):
+    grid = forced.grid(n)
     for i, j in np.ndindex(n, n):
-        assert grid[i, j] == (j <= i and (j < always.sinks or i - j < always.locals))
-    np.testing.assert_array_equal(always.counts(n), grid.sum(axis=1))
-    assert always.total(n) == grid.sum()
+        assert grid[i, j] == (j <= i and (j < forced.num_sink or i - j < forced.num_local))
+    np.testing.assert_array_equal(forced.counts(n), grid.sum(axis=1))
+    assert forced.total(n) == grid.sum()
 
 
-@pytest.mark.parametrize("sizes", [{"sinks": -1}, {"sinks": True}, {"sinks": 2**20}])
-def test_impossible_always_on_blocks_are_refused(sizes):
+@pytest.mark.parametrize("sizes", [{"num_sink": -1}, {"num_sink": True}, {"num_sink": 2**20}])
+def test_impossible_forced_blocks_are_refused(sizes):
     with pytest.raises(ArgumentError):
-        AlwaysOn(**sizes)
+        ForcedBlocks(**sizes)
 
 
 @pytest.mark.parametrize(
@@ -41,32 +41,32 @@ def test_impossible_always_on_blocks_are_refused(sizes):
     [(0.3, 1, 5, 5), (0.7, 1, 5, 11), (0.25, 2, 4, 5), (1.0, 3, 4, 30), (0.2, 270, 64, 112320)],
 )
 def test_a_budget_is_rounded_half_up_as_it_is_written(budget, heads, n, expected):
-    nothing = AlwaysOn(sinks=0, locals=0)
-    assert total_blocks(budget, heads=heads, n=n, always=nothing) == expected
+    nothing = ForcedBlocks(num_sink=0, num_local=0)
+    assert total_blocks(budget, heads=heads, n=n, forced=nothing) == expected
 
 
 @given(st.integers(4, 80), st.integers(1, 300))
 def test_a_budget_below_what_is_always_on_names_the_smallest_that_is_not(n, heads):
-    always = AlwaysOn()
+    forced = ForcedBlocks()
     with pytest.raises(ArgumentError, match="at least") as caught:
-        total_blocks(1e-6, heads=heads, n=n, always=always)
+        total_blocks(1e-6, heads=heads, n=n, forced=forced)
     smallest = float(caught.value.expected.split()[2].rstrip(","))
-    assert total_blocks(smallest, heads=heads, n=n, always=always) >= heads * always.total(n)
-    assert closest_total(1e-6, heads=heads, n=n, always=always) == heads * always.total(n)
+    assert total_blocks(smallest, heads=heads, n=n, forced=forced) >= heads * forced.total(n)
+    assert closest_total(1e-6, heads=heads, n=n, forced=forced) == heads * forced.total(n)
 
 
 @pytest.mark.parametrize("budget", [0.0, -0.1, 1.01, float("nan"), float("inf")])
 def test_a_budget_is_a_share(budget):
     with pytest.raises(ArgumentError, match="share"):
-        total_blocks(budget, heads=1, n=8, always=AlwaysOn())
+        total_blocks(budget, heads=1, n=8, forced=ForcedBlocks())
 
 
 @given(lengths, always_on)
-def test_rows_are_level_and_the_last_rows_take_what_is_left(n, always):
-    for total in range(always.total(n), visible_blocks(n) + 1):
-        counts = row_counts(total, n, always)
+def test_rows_are_level_and_the_last_rows_take_what_is_left(n, forced):
+    for total in range(forced.total(n), visible_blocks(n) + 1):
+        counts = row_counts(total, n, forced)
         assert counts.sum() == total
-        assert (counts >= always.counts(n)).all() and (counts <= np.arange(1, n + 1)).all()
+        assert (counts >= forced.counts(n)).all() and (counts <= np.arange(1, n + 1)).all()
         level = min([count for i, count in enumerate(counts) if count <= i], default=n)
         extra = np.flatnonzero(counts > np.minimum(np.arange(1, n + 1), level))
         assert counts.max() <= level + 1
@@ -75,8 +75,8 @@ def test_rows_are_level_and_the_last_rows_take_what_is_left(n, always):
 
 @pytest.mark.parametrize("total", [11, 16])
 def test_rows_cannot_have_less_than_always_on_or_more_than_all(total):
-    with pytest.raises(ArgumentError, match="12 .always on. to 15"):
-        row_counts(total, 5, AlwaysOn())
+    with pytest.raises(ArgumentError, match="12 .forced. to 15"):
+        row_counts(total, 5, ForcedBlocks())
 
 
 @st.composite
@@ -93,7 +93,7 @@ def apportionments(draw):
 @given(apportionments())
 def test_shares_add_up_inside_their_bounds(case):
     weights, total, least, most = case
-    shares = shared_out(*case)
+    shares = apportion(*case)
     assert shares.sum() == total
     assert (shares >= least).all() and (shares <= most).all()
     # Whoever has more weight and room has no less, except where a bound holds the other up.
@@ -105,16 +105,16 @@ def test_shares_add_up_inside_their_bounds(case):
 @given(st.lists(st.floats(0.01, 100), min_size=1, max_size=9), st.integers(0, 1000))
 def test_without_bounds_nobody_misses_the_proportional_share_by_a_whole_block(weights, total):
     weights = np.array(weights)
-    shares = shared_out(weights, total, np.zeros(weights.size, int), np.full(weights.size, total))
+    shares = apportion(weights, total, np.zeros(weights.size, int), np.full(weights.size, total))
     exact = total * weights / weights.sum()
     assert (np.abs(shares - exact) < 1 + 1e-6).all()
 
 
 def test_the_first_of_equals_gets_what_is_left_and_no_weight_comes_last():
     zeros, many = np.zeros(3, int), np.full(3, 9)
-    assert shared_out(np.ones(3), 5, zeros, many).tolist() == [2, 2, 1]
-    assert shared_out(np.zeros(3), 5, zeros, many).tolist() == [2, 2, 1]
-    assert shared_out(np.array([0.0, 1.0, 0.0]), 12, zeros, many).tolist() == [2, 9, 1]
+    assert apportion(np.ones(3), 5, zeros, many).tolist() == [2, 2, 1]
+    assert apportion(np.zeros(3), 5, zeros, many).tolist() == [2, 2, 1]
+    assert apportion(np.array([0.0, 1.0, 0.0]), 12, zeros, many).tolist() == [2, 9, 1]
 
 
 @pytest.mark.parametrize(
@@ -122,13 +122,13 @@ def test_the_first_of_equals_gets_what_is_left_and_no_weight_comes_last():
 )
 def test_what_cannot_be_shared_out_is_refused(weights, total):
     with pytest.raises(ArgumentError):
-        shared_out(np.array(weights), total, np.array([1, 1]), np.array([4, 4]))
+        apportion(np.array(weights), total, np.array([1, 1]), np.array([4, 4]))
 
 
 @st.composite
 def choices(draw):
     """Priorities with many ties and infinities, and what every row or the whole may hold."""
-    n, heads, always = draw(lengths), draw(st.integers(1, 3)), draw(always_on)
+    n, heads, forced = draw(lengths), draw(st.integers(1, 3)), draw(always_on)
     values = draw(
         st.lists(
             st.sampled_from([0.0, 0.5, 0.5, 2.0, -np.inf, np.inf]),
@@ -136,48 +136,48 @@ def choices(draw):
             max_size=heads * n * n,
         )
     )
-    return np.array(values).reshape(heads, n, n), always
+    return np.array(values).reshape(heads, n, n), forced
 
 
-def ordered(priority, always, places):
+def ordered(priority, forced, places):
     """Places by the definition: always on first, then by priority, then as they come."""
     return sorted(
-        places, key=lambda p: (not always.grid(priority.shape[-1])[p[-2:]], -priority[p], p)
+        places, key=lambda p: (not forced.grid(priority.shape[-1])[p[-2:]], -priority[p], p)
     )
 
 
 @given(choices(), st.data())
 def test_rows_take_what_is_always_on_and_then_the_highest_priority(case, data):
-    priority, always = case
+    priority, forced = case
     heads, n, _ = priority.shape
-    low = always.counts(n)
+    low = forced.counts(n)
     counts = np.array(
         [[data.draw(st.integers(int(low[i]), i + 1)) for i in range(n)] for _ in range(heads)]
     )
-    taken = take_rows(priority, counts, always)
+    taken = take_rows(priority, counts, forced)
     for head, i in np.ndindex(heads, n):
-        best = ordered(priority, always, [(head, i, j) for j in range(i + 1)])[: counts[head, i]]
+        best = ordered(priority, forced, [(head, i, j) for j in range(i + 1)])[: counts[head, i]]
         assert sorted(j for _, _, j in best) == np.flatnonzero(taken[head, i]).tolist()
 
 
 @given(choices(), st.data())
 def test_a_pool_takes_what_is_always_on_and_then_the_highest_priority_anywhere(case, data):
-    priority, always = case
+    priority, forced = case
     heads, n, _ = priority.shape
-    total = data.draw(st.integers(heads * always.total(n), heads * visible_blocks(n)))
+    total = data.draw(st.integers(heads * forced.total(n), heads * visible_blocks(n)))
     places = [place for place in np.ndindex(heads, n, n) if place[2] <= place[1]]
-    taken = take_pool(priority, total, always)
+    taken = take_pool(priority, total, forced)
     assert taken.sum() == total
-    assert all(taken[place] for place in ordered(priority, always, places)[:total])
+    assert all(taken[place] for place in ordered(priority, forced, places)[:total])
 
 
 def test_priorities_that_are_no_numbers_and_impossible_counts_are_refused():
-    priority, always = np.zeros((2, 4, 4)), AlwaysOn()
-    with pytest.raises(ArgumentError, match="numbers"):
-        take_pool(np.full((4, 4), np.nan), 9, always)
+    priority, forced = np.zeros((2, 4, 4)), ForcedBlocks()
+    with pytest.raises(ArgumentError, match="contain nan"):
+        take_pool(np.full((4, 4), np.nan), 9, forced)
     with pytest.raises(ArgumentError, match="row"):
-        take_rows(priority, np.tile([1, 2, 3, 5], (2, 1)), always)
+        take_rows(priority, np.tile([1, 2, 3, 5], (2, 1)), forced)
     with pytest.raises(ArgumentError, match="row"):
-        take_rows(priority, np.tile([1, 2, 2, 3], (2, 1)), always)
+        take_rows(priority, np.tile([1, 2, 2, 3], (2, 1)), forced)
     with pytest.raises(ArgumentError, match="18 to 20"):
-        take_pool(priority, 21, always)
+        take_pool(priority, 21, forced)

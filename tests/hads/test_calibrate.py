@@ -15,7 +15,7 @@ LAYERS, HEADS, DIM, VOCABULARY = 2, 2, 8, 32
 MODEL = hads.CalibratedModel(
     name="toy", digest="0", layers=LAYERS, q_heads=HEADS, kv_heads=1, head_dim=DIM
 )
-SETTINGS = hads.Settings(block=8, selectors=(Sampled(2, 4), Pooled()))
+SETTINGS = hads.CalibrationSettings(block=8, selectors=(Sampled(2, 4), Pooled()))
 
 
 def toy(params, tokens, attention):
@@ -33,7 +33,9 @@ def observe():
 @pytest.fixture(scope="module")
 def readings():
     draw = np.random.default_rng(0).integers(0, VOCABULARY, (3, 64))
-    return [hads.Reading(f"text {i}", row.astype(np.int32)) for i, row in enumerate(draw)]
+    return [
+        hads.CalibrationDocument(f"text {i}", row.astype(np.int32)) for i, row in enumerate(draw)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -62,11 +64,16 @@ def test_a_run_that_was_stopped_goes_on(profile, observe, readings, tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         hads.calibrate(
-            observe, MODEL, readings, SETTINGS, shelf=hads.Shelf(tmp_path), watch=stop_after_one
+            observe,
+            MODEL,
+            readings,
+            SETTINGS,
+            cache=hads.MassCache(tmp_path),
+            on_progress=stop_after_one,
         )
     seen = []
     again = hads.calibrate(
-        observe, MODEL, readings, SETTINGS, shelf=hads.Shelf(tmp_path), watch=seen.append
+        observe, MODEL, readings, SETTINGS, cache=hads.MassCache(tmp_path), on_progress=seen.append
     )
     assert [(progress.done, progress.is_new) for progress in seen] == [
         (1, False), (2, True), (3, True)
@@ -75,26 +82,26 @@ def test_a_run_that_was_stopped_goes_on(profile, observe, readings, tmp_path):
 
 
 def test_a_damaged_file_is_measured_again(profile, observe, readings, tmp_path):
-    hads.calibrate(observe, MODEL, readings, SETTINGS, shelf=hads.Shelf(tmp_path))
+    hads.calibrate(observe, MODEL, readings, SETTINGS, cache=hads.MassCache(tmp_path))
     next(tmp_path.iterdir()).write_bytes(b"half of it")
-    again = hads.calibrate(observe, MODEL, readings, SETTINGS, shelf=hads.Shelf(tmp_path))
+    again = hads.calibrate(observe, MODEL, readings, SETTINGS, cache=hads.MassCache(tmp_path))
     assert again.digest == profile.digest
 
 
 @pytest.mark.slow  # one more calibration
 def test_documents_side_by_side_give_the_same_profile(profile, observe, readings):
-    wide = dataclasses.replace(SETTINGS, at_once=2)
+    wide = dataclasses.replace(SETTINGS, batch_size=2)
     found = hads.calibrate(observe, MODEL, readings, wide)
     assert np.allclose(found.curves["sampled"], profile.curves["sampled"], atol=2e-3)
 
 
 def test_documents_of_other_lengths_or_too_short_are_refused(observe, readings):
-    longer = hads.Reading("longer", np.zeros(72, np.int32))
-    with pytest.raises(ArgumentError, match="one length"):
+    longer = hads.CalibrationDocument("longer", np.zeros(72, np.int32))
+    with pytest.raises(ArgumentError, match="same length"):
         hads.calibrate(observe, MODEL, [*readings, longer], SETTINGS)
     with pytest.raises(ArgumentError, match="too short"):
         hads.calibrate(observe, MODEL, readings, dataclasses.replace(SETTINGS, block=32))
-    with pytest.raises(ArgumentError, match="same tokens"):
+    with pytest.raises(ArgumentError, match="duplicate"):
         hads.calibrate(observe, MODEL, [readings[0], readings[0]], SETTINGS)
 
 
@@ -109,16 +116,16 @@ def test_kl_is_minus_the_log_of_kept_mass():
 
 
 def test_a_curve_is_what_its_choice_keeps():
-    always, n = hads.AlwaysOn(), 8
+    forced, n = hads.ForcedBlocks(), 8
     random = np.random.default_rng(1)
     true = np.tri(n) * random.random((2, n, n))
     true /= true.sum(-1, keepdims=True)
     order = random.random((2, n, n))
-    found = fit.curve(true, order, always)
+    found = fit.loss_curve(true, order, forced)
     for k in range(n + 1):
         losses = []
         for row in range(n):
-            kept = set(np.flatnonzero(always.grid(n)[row]).tolist())
+            kept = set(np.flatnonzero(forced.grid(n)[row]).tolist())
             rest = [j for j in range(row + 1) if j not in kept]
             best = sorted(rest, key=lambda j, row=row: -order[0, row, j])
             kept |= set(best[: max(0, k - len(kept))])
@@ -127,10 +134,10 @@ def test_a_curve_is_what_its_choice_keeps():
 
 
 def test_corrections_find_the_weights_that_made_the_masses():
-    always, n = hads.AlwaysOn(), 16
+    forced, n = hads.ForcedBlocks(), 16
     random = np.random.default_rng(2)
     estimate = (np.tri(n) * random.random((1, n, n))).astype(np.float32)
     weights = np.array([[0.6, 0.3, 0.2]])
-    correction = fit.Correction(1, n, always)
-    correction.add(fit.corrected(estimate, weights), estimate)
+    correction = fit.Correction(1, n, forced)
+    correction.add(fit.correct_estimates(estimate, weights), estimate)
     assert np.allclose(correction.weights(), weights, atol=1e-3)

@@ -12,9 +12,9 @@ from tests.hads.sample import profile as made_up
 from xsake import hads
 from xsake.errors import ArgumentError
 from xsake.hads import drift
-from xsake.hads.budget import AlwaysOn, level_totals, take_rows
-from xsake.hads.fit import corrected
-from xsake.hads.measure import LayerMasses, Moments, watch_moments
+from xsake.hads.budget import ForcedBlocks, level_totals, take_rows
+from xsake.hads.fit import correct_estimates
+from xsake.hads.measure import ComponentMoments, LayerMasses, moments_hook
 from xsake.hads.plan import SparsityPlan
 from xsake.hads.policy import KL, Static
 from xsake.hads.selectors import Sampled
@@ -29,8 +29,8 @@ MODEL = hads.CalibratedModel(
 def observe(tokens, watch):
     """A model whose heads look at what the tokens say, and a selector that half knows it."""
     rng = np.random.default_rng(int(np.asarray(tokens, np.int64).sum()))
-    if watch is watch_moments:
-        return Moments(*rng.uniform(1, 2, (2, LAYERS, 1, 1, 8)))
+    if watch is moments_hook:
+        return ComponentMoments(*rng.uniform(1, 2, (2, LAYERS, 1, 1, 8)))
     n = tokens.shape[1] // BLOCK
     weights = np.tril(rng.gamma(0.3, size=(LAYERS, 1, HEADS, n, n)) + 1e-3)
     noisy = np.tril(weights * rng.uniform(0.2, 2, weights.shape))
@@ -39,30 +39,30 @@ def observe(tokens, watch):
     return LayerMasses(entropy, true.astype(np.float32), {"sampled": estimate.astype(np.float32)})
 
 
-def readings(count: int, seed: int, tokens: int = 128) -> list[hads.Reading]:
+def readings(count: int, seed: int, tokens: int = 128) -> list[hads.CalibrationDocument]:
     rng = np.random.default_rng(seed)
     draw = lambda: rng.integers(0, 64, tokens).astype(np.int32)
-    return [hads.Reading(f"text#{i}", draw()) for i in range(count)]
+    return [hads.CalibrationDocument(f"text#{i}", draw()) for i in range(count)]
 
 
 @functools.cache
 def calibrated() -> hads.Profile:
-    settings = hads.Settings(block=BLOCK, selectors=(SELECTOR,))
+    settings = hads.CalibrationSettings(block=BLOCK, selectors=(SELECTOR,))
     return hads.calibrate(observe, MODEL, readings(2, seed=0), settings)
 
 
 def plan(policy: str = "kl", budget: float | None = 0.8, **settings) -> SparsityPlan:
-    return hads.make_plan(calibrated(), hads.policy_named(policy, **settings), budget, SELECTOR)
+    return hads.make_plan(calibrated(), hads.make_policy(policy, **settings), budget, SELECTOR)
 
 
 @functools.cache
 def measured() -> tuple:
-    return tuple(drift.read_again(observe, plan(), readings(2, seed=0)))
+    return tuple(drift.measure_documents(observe, plan(), readings(2, seed=0)))
 
 
 def test_the_texts_of_the_calibration_keep_its_promise():
-    now, count = drift.loss_on(plan(), measured())
-    promised = drift.promised_loss(plan(), calibrated())
+    now, count = drift.mean_loss(plan(), measured())
+    promised = drift.calibrated_loss(plan(), calibrated())
     assert count == 2 and np.isfinite(now).all() and now.min() > 0
     np.testing.assert_allclose(now, promised, rtol=1e-4, atol=1e-6)
     assert drift.Drift(promised, now, count).fits
@@ -70,11 +70,11 @@ def test_the_texts_of_the_calibration_keep_its_promise():
 
 def test_blocks_are_those_that_the_plan_would_choose_row_by_row():
     chosen = plan("top_p", None, p=0.97)  # whole levels: every row has the same number of blocks
-    now, _ = drift.loss_on(chosen, measured())
+    now, _ = drift.mean_loss(chosen, measured())
     expected = np.zeros(6)
     for document in measured():
-        order = corrected(document.estimates["sampled"], chosen.weights.reshape(6, -1))
-        grid = take_rows(order, chosen.row_counts(8).reshape(6, 8), chosen.always)
+        order = correct_estimates(document.estimates["sampled"], chosen.weights.reshape(6, -1))
+        grid = take_rows(order, chosen.row_counts(8).reshape(6, 8), chosen.forced)
         kept = np.where(grid, document.true, 0).sum(-1)
         expected += -np.log(np.minimum(kept, 1)).mean(-1) / 2
     assert np.isfinite(expected).all()
@@ -83,23 +83,23 @@ def test_blocks_are_those_that_the_plan_would_choose_row_by_row():
 
 def test_estimates_are_made_with_the_selector_and_components_of_the_plan(monkeypatch):
     asked = []
-    monkeypatch.setattr(drift, "watch_masses", lambda *look: asked.append(look))
-    list(drift.read_again(observe, plan(), readings(2, seed=5)))
+    monkeypatch.setattr(drift, "make_mass_hook", lambda *look: asked.append(look))
+    list(drift.measure_documents(observe, plan(), readings(2, seed=5)))
     ((block, selectors, components),) = asked
     assert (block, selectors) == (BLOCK, {"sampled": SELECTOR})
     np.testing.assert_array_equal(components, calibrated().components)
 
 
 def test_another_length_is_weighed_at_the_totals_of_that_length():
-    now, _ = drift.loss_on(plan(), drift.read_again(observe, plan(), readings(1, 3, 96)))
+    now, _ = drift.mean_loss(plan(), drift.measure_documents(observe, plan(), readings(1, 3, 96)))
     assert now.shape == (2, 3) and np.isfinite(now).all()
-    with pytest.raises(ArgumentError, match="too short to choose"):
-        list(drift.read_again(observe, plan(), readings(1, 3, 48)))
+    with pytest.raises(ArgumentError, match="too short for block selection"):
+        list(drift.measure_documents(observe, plan(), readings(1, 3, 48)))
 
 
 def test_every_document_is_told_to_who_watches():
     told = []
-    list(drift.read_again(observe, plan(), readings(2, seed=0), watch=told.append))
+    list(drift.measure_documents(observe, plan(), readings(2, seed=0), on_progress=told.append))
     assert [(step.done, step.total, step.label) for step in told] == [
         (1, 2, "text#0"),
         (2, 2, "text#1"),
@@ -109,11 +109,11 @@ def test_every_document_is_told_to_who_watches():
 @given(seed=st.integers(0, 10**6), part=st.floats(0, 1), level=st.integers(3, 7))
 def test_losses_are_straight_between_levels(seed, part, level):
     curves = made_up(seed=seed).curves["pooled"]
-    low, high = level_totals(np.array([level, level + 1]), 8, AlwaysOn())
+    low, high = level_totals(np.array([level, level + 1]), 8, ForcedBlocks())
     total = round(low + part * (high - low))
     share = (total - low) / max(high - low, 1)
     expected = curves[..., level] * (1 - share) + curves[..., level + 1] * share
-    found = drift.loss_at(curves, np.full((2, 3), total), AlwaysOn())
+    found = drift.loss_at(curves, np.full((2, 3), total), ForcedBlocks())
     np.testing.assert_allclose(found, expected, atol=1e-12)
 
 
@@ -131,7 +131,7 @@ def kls(*numbers: float) -> np.ndarray:
     ],
 )
 def test_a_head_is_lost_beyond_twice_and_a_tenth_of_a_nat(promised, now, lost):
-    assert drift.Drift(promised, now, 1).lost == lost
+    assert drift.Drift(promised, now, 1).drifted_heads == lost
 
 
 def test_a_plan_fits_while_mean_and_single_heads_do():
@@ -149,8 +149,8 @@ def test_the_sentence_has_the_means_and_the_lost_heads():
     now[2] = np.linspace(0.3, 1.2, 10)
     now[3, 0] = 0.4
     told = str(drift.Drift(promised, now, 2))
-    assert told.startswith("The plan does not fit: mean KL 0.2700 nats on 2 documents, 0.1000 pro")
-    assert "11 of 40 heads lost: L2H9 (0.100 -> 1.200)" in told and told.endswith("1 more.")
+    assert told.startswith("The plan does not fit: mean KL 0.2700 nats on 2 documents, 0.1000 cal")
+    assert "11 of 40 heads drifted: L2H9 (0.100 -> 1.200)" in told and told.endswith("1 more.")
     figures = drift.Drift(promised, now, 2).to_dict()
     assert figures["fits"] is False and figures["lost"][0] == [2, 9]
     assert figures["mean_kl"] == 0.27 and np.shape(figures["kl"]) == (4, 10)
@@ -160,8 +160,8 @@ def test_what_was_not_promised_is_refused():
     profile = made_up()
     dynamic = SparsityPlan.of(profile, KL(), 0.8, selector=POOLED)
     static = SparsityPlan.of(profile, Static(), 0.8)
-    assert drift.promised_loss(dynamic, profile).shape == (2, 3)
-    with pytest.raises(ArgumentError, match="made of another profile"):
-        drift.promised_loss(dynamic, made_up(seed=1))
-    with pytest.raises(ArgumentError, match="no curve was calibrated"):
-        drift.promised_loss(static, profile)
+    assert drift.calibrated_loss(dynamic, profile).shape == (2, 3)
+    with pytest.raises(ArgumentError, match="built from another profile"):
+        drift.calibrated_loss(dynamic, made_up(seed=1))
+    with pytest.raises(ArgumentError, match="was not calibrated"):
+        drift.calibrated_loss(static, profile)

@@ -1,5 +1,7 @@
 """Effects: what skipped blocks do to predictions, against float64 and against the truth."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,13 +10,13 @@ from flax import nnx
 
 from xsake import hads
 from xsake.errors import ArgumentError
-from xsake.hads.effect import head_effects, tap_effects
-from xsake.hads.selectors import Look, Pooled, Sampled
+from xsake.hads.effect import head_effects, make_effect_hook
+from xsake.hads.selectors import Pooled, Sampled, ScoringContext
 from xsake.masks import Causal, Window
 from xsake.model import Decoder, DecoderConfig
 from xsake.model.observer import Observer
 
-ALWAYS = hads.AlwaysOn()
+FORCED = hads.ForcedBlocks()
 
 
 def softmax(x):
@@ -22,7 +24,7 @@ def softmax(x):
     return e / e.sum(-1, keepdims=True)
 
 
-def plain_effects(q, k, v, slope, order, seen, scale, softcap, block):
+def plain_effects(q, k, v, grad, order, seen, scale, softcap, block):
     """The definition in float64: every level's blocks kept, attention computed anew."""
     tokens, heads, n = q.shape[0], q.shape[1], order.shape[-1]
     found = np.zeros((heads, n + 1))
@@ -35,10 +37,10 @@ def plain_effects(q, k, v, slope, order, seen, scale, softcap, block):
         for level in range(n + 1):
             for i in range(tokens):
                 row = i // block
-                count = max(level, int(ALWAYS.counts(n)[row]))
+                count = max(level, int(FORCED.counts(n)[row]))
                 kept = np.isin(np.arange(tokens) // block, order[head, row, :count]) & seen[i]
                 sparse = softmax(np.where(kept, scores[i], -np.inf)) @ v[:, own]
-                found[head, level] += np.dot(slope[i, head], sparse - dense[i]) ** 2
+                found[head, level] += np.dot(grad[i, head], sparse - dense[i]) ** 2
     return found / (2 * tokens)
 
 
@@ -47,22 +49,22 @@ def plain_effects(q, k, v, slope, order, seen, scale, softcap, block):
     [(48, Causal(), None), (43, Causal(), 2.0), (43, Window(20, 0), None)],
 )
 def test_effects_are_what_every_choice_would_change(tokens, mask, softcap, monkeypatch):
-    monkeypatch.setattr("xsake.hads.effect.QUERIES", 16)
+    monkeypatch.setattr("xsake.hads.effect.QUERY_CHUNK", 16)
     block, heads, dim = 8, 4, 6
     n = -(-tokens // block)
     random = np.random.default_rng(0)
-    q, slope = random.normal(size=(2, tokens, heads, dim)).astype(np.float32)
+    q, grad = random.normal(size=(2, tokens, heads, dim)).astype(np.float32)
     k, v = random.normal(size=(2, tokens, 2, dim)).astype(np.float32)
     order = np.argsort(
-        np.where(ALWAYS.grid(n), -2, np.where(np.tri(n), -random.random((heads, n, n)), 1)), axis=-1
+        np.where(FORCED.grid(n), -2, np.where(np.tri(n), -random.random((heads, n, n)), 1)), axis=-1
     )
     at = np.arange(tokens, dtype=np.int32)
     seen = np.asarray(mask.allows(at[:, None], at[None]))
     found = head_effects(
-        *(jnp.asarray(x)[None] for x in (q, k, v, slope, order)),
-        Look(block, 0.7, mask, softcap), ALWAYS,
+        *(jnp.asarray(x)[None] for x in (q, k, v, grad, order)),
+        ScoringContext(block, 0.7, mask, softcap), FORCED,
     )  # fmt: skip
-    wide = (x.astype(np.float64) for x in (q, k, v, slope))
+    wide = (x.astype(np.float64) for x in (q, k, v, grad))
     expected = plain_effects(*wide, order, seen, 0.7, softcap, block)
     np.testing.assert_allclose(found[0], expected, rtol=2e-4, atol=2e-6)
     assert np.abs(expected[:, -1]).max() < 1e-12 < expected[:, 3].min()
@@ -95,13 +97,13 @@ def test_an_effect_is_the_divergence_of_predictions(params):
     tokens = np.random.default_rng(0).integers(0, VOCABULARY, 64).astype(np.int32)
     n, draws = len(tokens) // BLOCK, 256
     weights = np.array([[[1.0, 0, 0]] * HEADS])
-    tap = tap_effects(
-        {"pooled": Pooled()}, {"pooled": weights}, np.zeros((1, 1, DIM), int), BLOCK, ALWAYS
+    hook = make_effect_hook(
+        {"pooled": Pooled()}, {"pooled": weights}, np.zeros((1, 1, DIM), int), BLOCK, FORCED
     )
     reader = hads.observer(toy, params)
-    zeros = {"pooled": jnp.zeros((LAYERS, draws, HEADS, n + 1))}
+    perturbation = {"pooled": jnp.zeros((LAYERS, draws, HEADS, n + 1))}
     batch = jnp.broadcast_to(tokens, (draws, len(tokens)))
-    found = reader.slopes(batch, np.arange(draws, dtype=np.int32), tap, zeros)
+    found = reader.grads(batch, np.arange(draws, dtype=np.int32), hook, perturbation)
     effect = np.asarray(found["pooled"][0]).mean(0)
     for head in range(HEADS):
         for level in (3, 4, 5):
@@ -117,7 +119,7 @@ def divergence(params, tokens, sparse_head: int, level: int) -> float:
     def attention(q, k, v):
         scores = jnp.einsum("bqhd,bkd->bhqk", q, k[:, :, 0]) * DIM**-0.5
         order = jnp.argsort(-priorities(q, k), axis=-1)
-        taken = np.maximum(ALWAYS.counts(n), level)[:, None] > np.argsort(order, axis=-1)
+        taken = np.maximum(FORCED.counts(n), level)[:, None] > np.argsort(order, axis=-1)
         taken = np.asarray(taken)[0, sparse_head]
         keep = np.ones((HEADS, len(tokens), len(tokens)), bool)
         keep[sparse_head] = taken[at[:, None] // BLOCK, at[None] // BLOCK]
@@ -126,43 +128,46 @@ def divergence(params, tokens, sparse_head: int, level: int) -> float:
         return jnp.einsum("bhqk,bkd->bqhd", weights, v[:, :, 0])
 
     def priorities(q, k):
-        masses = np.asarray(Pooled().masses(q, k, Look(BLOCK, DIM**-0.5)))
-        return np.where(ALWAYS.grid(n), 9.0, np.where(np.tri(n, dtype=bool), masses, -1.0))
+        masses = np.asarray(Pooled().masses(q, k, ScoringContext(BLOCK, DIM**-0.5)))
+        return np.where(FORCED.grid(n), 9.0, np.where(np.tri(n, dtype=bool), masses, -1.0))
 
-    dense = jax.nn.log_softmax(toy(params, tokens[None], hads.Recorder(lambda *_: None)))
+    dense = jax.nn.log_softmax(toy(params, tokens[None], hads.AttentionRecorder(lambda *_: None)))
     sparse = jax.nn.log_softmax(toy(params, tokens[None], attention))
     return float((jnp.exp(dense) * (dense - sparse)).sum(-1).mean())
 
 
-def test_a_tap_leaves_the_model_as_it_is(params):
-    """The slope by a value added to the logits is the same with the tap and without it."""
+def test_a_backward_hook_leaves_the_model_as_it_is(params):
+    """Gradients by the weights are the same with the hook and without it."""
     tokens = np.random.default_rng(1).integers(0, VOCABULARY, (1, 32)).astype(np.int32)
     weights = np.array([[[1.0, 0, 0]] * HEADS])
-    tap = tap_effects(
-        {"pooled": Pooled()}, {"pooled": weights}, np.zeros((1, 1, DIM), int), BLOCK, ALWAYS
+    hook = make_effect_hook(
+        {"pooled": Pooled()}, {"pooled": weights}, np.zeros((1, 1, DIM), int), BLOCK, FORCED
     )
-    zeros = {"pooled": jnp.zeros((LAYERS, 1, HEADS, 5))}
-    tapped = lambda p: toy(p, tokens, hads.Recorder(lambda *_: None, tap=tap, zeros=zeros)).sum()
-    plain = lambda p: toy(p, tokens, hads.Recorder(lambda *_: None)).sum()
-    mine, other = (jax.grad(scored)(params) for scored in (tapped, plain))
+    perturbation = {"pooled": jnp.zeros((LAYERS, 1, HEADS, 5))}
+    recorder = functools.partial(hads.AttentionRecorder, lambda *_: None)
+    hooks = {"backward_hook": hook, "perturbation": perturbation}
+    loss = lambda p, **hooks: toy(p, tokens, recorder(**hooks)).sum()
+    mine, other = jax.grad(loss)(params, **hooks), jax.grad(loss)(params)
     assert all((mine[name] == other[name]).all() for name in params)
 
 
 @pytest.fixture(scope="module")
 def readings():
     draw = np.random.default_rng(0).integers(0, 96, (4, 64))
-    return [hads.Reading(f"text {i}", row.astype(np.int32)) for i, row in enumerate(draw)]
+    return [
+        hads.CalibrationDocument(f"text {i}", row.astype(np.int32)) for i, row in enumerate(draw)
+    ]
 
 
-def calibrated(readings, *, devices=None, effects=2, at_once=1, **keywords):
+def calibrated(readings, *, devices=None, effects=2, batch_size=1, **keywords):
     model = Decoder(DecoderConfig.tiny(), rngs=nnx.Rngs(0))
     config = model.config
     identity = hads.CalibratedModel(
         name="tiny", digest="0", layers=config.layers, q_heads=config.q_heads,
         kv_heads=config.kv_heads, head_dim=config.head_dim,
     )  # fmt: skip
-    settings = hads.Settings(
-        block=8, selectors=(Sampled(2, 4),), effect_documents=effects, at_once=at_once
+    settings = hads.CalibrationSettings(
+        block=8, selectors=(Sampled(2, 4),), effect_documents=effects, batch_size=batch_size
     )
     observer = Observer(model, devices=devices)
     return hads.calibrate(observer, identity, readings, settings, **keywords)
@@ -171,30 +176,32 @@ def calibrated(readings, *, devices=None, effects=2, at_once=1, **keywords):
 @pytest.mark.slow  # three calibrations, one of them on two devices
 def test_calibration_measures_effects_whatever_the_order_and_the_devices(readings, tmp_path):
     seen = []
-    profile = calibrated(readings, shelf=hads.Shelf(tmp_path), watch=seen.append)
+    profile = calibrated(readings, cache=hads.MassCache(tmp_path), on_progress=seen.append)
     assert [(x.done, x.total) for x in seen] == [(i, 6) for i in range(1, 7)]
     effect = profile.effects["sampled"]
     assert effect.shape == profile.curves["sampled"].shape and (effect[..., 3] > 0).all()
-    assert calibrated(readings[::-1], shelf=hads.Shelf(tmp_path)).digest == profile.digest
-    wide = calibrated(readings, devices=jax.devices()[:2], at_once=2)
+    assert calibrated(readings[::-1], cache=hads.MassCache(tmp_path)).digest == profile.digest
+    wide = calibrated(readings, devices=jax.devices()[:2], batch_size=2)
     np.testing.assert_allclose(wide.effects["sampled"], effect, rtol=0.02, atol=1e-9)
-    plan = hads.make_plan(profile, hads.policy_named("effect"), 0.6, Sampled(2, 4))
-    assert plan.scope is hads.Scope.ROW
+    plan = hads.make_plan(profile, hads.make_policy("effect"), 0.6, Sampled(2, 4))
+    assert plan.scope is hads.BudgetScope.ROW
 
 
 def test_copies_are_for_effects_only_and_only_in_so_many_documents(params, readings):
-    few = [hads.Reading(x.name, x.tokens % VOCABULARY) for x in readings]
+    few = [hads.CalibrationDocument(x.name, x.tokens % VOCABULARY) for x in readings]
     reader, asked = hads.observer(toy, params), []
 
     class Spy:
         def __call__(self, tokens, watch):
             return reader(tokens, watch)
 
-        def slopes(self, tokens, seeds, tap, zeros):
+        def grads(self, tokens, seeds, hook, perturbation):
             asked.append(np.asarray(tokens[0]))
-            return zeros
+            return perturbation
 
-    settings = hads.Settings(block=8, selectors=(Pooled(),), effect_documents=3, copied_documents=2)
+    settings = hads.CalibrationSettings(
+        block=8, selectors=(Pooled(),), effect_documents=3, copied_documents=2
+    )
     profile = hads.calibrate(Spy(), MODEL, few, settings)
     assert {x.sha256 for x in profile.documents} == {x.sha256 for x in few}
     whole = [x.tokens for x in sorted(few, key=lambda x: x.sha256)][:3]
@@ -204,11 +211,11 @@ def test_copies_are_for_effects_only_and_only_in_so_many_documents(params, readi
 
 
 def test_models_that_cannot_tell_are_told_so(params, readings):
-    settings = hads.Settings(block=8, selectors=(Pooled(),), effect_documents=1)
-    few = [hads.Reading(x.name, x.tokens % VOCABULARY) for x in readings]
+    settings = hads.CalibrationSettings(block=8, selectors=(Pooled(),), effect_documents=1)
+    few = [hads.CalibrationDocument(x.name, x.tokens % VOCABULARY) for x in readings]
     silent = hads.observer(lambda *x: None if toy(*x) is not None else None, params)
-    with pytest.raises(ArgumentError, match="need predictions"):
+    with pytest.raises(ArgumentError, match="requires logits"):
         hads.calibrate(silent, MODEL, few, settings)
     reader = hads.observer(toy, params)
-    with pytest.raises(ArgumentError, match="cannot tell"):
+    with pytest.raises(ArgumentError, match="cannot measure the effect"):
         hads.calibrate(reader.__call__, MODEL, few, settings)

@@ -9,10 +9,10 @@ import pytest
 
 from benchmarks.hads.explore import PERCENTS, POLICIES, carry
 from benchmarks.hads.explored import WHOLE, Choices, Packed
-from xsake.hads.budget import AlwaysOn, level_totals, row_counts
-from xsake.hads.fit import curve
+from xsake.hads.budget import ForcedBlocks, level_totals, row_counts
+from xsake.hads.fit import loss_curve
 
-ALWAYS = AlwaysOn()
+FORCED = ForcedBlocks()
 FOLDER = Path(__file__).parents[2] / "benchmarks/results/hads/explore_4096_32"
 
 
@@ -24,7 +24,7 @@ def _masses(heads: int, n: int, seed: int = 0) -> np.ndarray:
 
 def _packed(heads: int = 3, n: int = 12) -> Packed:
     true = _masses(heads, n)
-    return Packed.of(true, (true * _masses(heads, n, seed=1)).astype(np.float32), ALWAYS)
+    return Packed.of(true, (true * _masses(heads, n, seed=1)).astype(np.float32), FORCED)
 
 
 def test_a_file_gives_back_what_was_packed_and_is_the_same_every_time():
@@ -37,7 +37,7 @@ def test_a_file_gives_back_what_was_packed_and_is_the_same_every_time():
 
 def test_codes_are_masses_to_half_a_step():
     true = _masses(2, 9)
-    codes, _ = Packed.of(true, true, ALWAYS).unpacked()
+    codes, _ = Packed.of(true, true, FORCED).unpacked()
     assert np.abs(codes / WHOLE - true).max() <= 0.5 / WHOLE + 1e-7
 
 
@@ -45,10 +45,10 @@ def test_kl_at_constant_rows_is_the_curve_of_the_library():
     packed = _packed(n=16)
     codes, places = packed.unpacked()
     shares = codes / codes.sum(-1, keepdims=True)
-    curves = curve(shares, -places.astype(np.float64), ALWAYS)
-    choices = Choices(packed, ALWAYS)
-    for k in range(ALWAYS.level, 17):
-        totals = np.full(3, level_totals(np.array([k]), 16, ALWAYS)[0])
+    curves = loss_curve(shares, -places.astype(np.float64), FORCED)
+    choices = Choices(packed, FORCED)
+    for k in range(FORCED.blocks_per_row, 17):
+        totals = np.full(3, level_totals(np.array([k]), 16, FORCED)[0])
         np.testing.assert_allclose(choices.kept(totals).kl, curves[:, k], rtol=1e-12, atol=1e-12)
 
 
@@ -56,8 +56,8 @@ def test_kl_at_constant_rows_is_the_curve_of_the_library():
 def test_what_is_kept_is_what_a_slow_walk_over_blocks_finds(total):
     packed = _packed()
     codes, places = packed.unpacked()
-    found = Choices(packed, ALWAYS).kept(np.full(3, total))
-    counts = row_counts(total, 12, ALWAYS)
+    found = Choices(packed, FORCED).kept(np.full(3, total))
+    counts = row_counts(total, 12, FORCED)
     for head in range(3):
         losses, masses, agreed = [], [], 0
         for row in range(12):
@@ -97,7 +97,7 @@ def test_the_committed_figures_follow_from_the_committed_masses(committed):
     )
     totals = np.frombuffer(gzip.decompress((FOLDER / "totals.bin.gz").read_bytes()), "<u2")
     totals = totals.reshape(len(POLICIES), len(PERCENTS), heads * layers).astype(np.int64)
-    choices = Choices(whole, AlwaysOn(**committed["always"]))
+    choices = Choices(whole, ForcedBlocks(*committed["always"].values()))
     for policy in POLICIES:
         own = totals[POLICIES.index(policy)]
         visible = heads * layers * whole.codes.shape[-1]

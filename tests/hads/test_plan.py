@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 import tracemalloc
+from pathlib import Path
 
 import hypothesis
 import jsonschema
@@ -15,17 +16,17 @@ from hypothesis import strategies as st
 
 from tests.hads.sample import POOLED, profile
 from xsake.errors import ArgumentError
-from xsake.hads.budget import AlwaysOn, closest_total, visible_blocks
+from xsake.hads.budget import ForcedBlocks, closest_total, visible_blocks
 from xsake.hads.plan import SparsityPlan
 from xsake.hads.policy import (
     KL,
     Bounded,
-    Effect,
     Entropy,
     EntropyBudget,
-    Mass,
-    Original,
+    EntropyRandom,
+    KeptMass,
     Policy,
+    Sensitivity,
     Static,
     TopP,
     Uniform,
@@ -33,12 +34,12 @@ from xsake.hads.policy import (
 from xsake.schemas import schema_text
 
 POLICIES = (
-    Effect(),
+    Sensitivity(),
     Uniform(),
     Entropy(),
     EntropyBudget(),
-    Original(seed=3),
-    Mass(),
+    EntropyRandom(seed=3),
+    KeptMass(),
     KL(),
     TopP(0.9),
     Static(),
@@ -49,13 +50,22 @@ LIMIT = 100 * 10**6  # bytes that a malformed file may cost
 
 def plan_of(policy: Policy, budget: float = 0.5, **sizes) -> SparsityPlan:
     asked = None if isinstance(policy, Entropy | TopP) else budget
-    selector = None if isinstance(policy, Static | Original) else POOLED
+    selector = None if isinstance(policy, Static | EntropyRandom) else POOLED
     return SparsityPlan.of(profile(**{"n": 12} | sizes), policy, asked, selector=selector)
 
 
+COMMITTED = sorted((Path(__file__).parents[2] / "benchmarks/results/hads").glob("plan_*.json"))
 GOOD = plan_of(KL())
 TEXT = GOOD.to_json()
 STATIC = plan_of(Static()).to_json()
+
+
+@pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)
+def test_plans_of_version_0_1_0_are_read_and_keep_their_keys(path):
+    plan, before = SparsityPlan.load(path), json.loads(path.read_text())
+    after = json.loads(plan.to_json())
+    assert plan.forced == ForcedBlocks(1, 2) and after["always"] == {"sinks": 1, "locals": 2}
+    assert all(after[name] == before[name] for name in before)
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=repr)
@@ -80,16 +90,16 @@ def test_totals_are_exact_at_every_length(policy):
     np.testing.assert_array_equal(plan.totals(12), plan.blocks)
     for n in (*range(3, 30), *range(30, 301, 9), 300):
         totals = plan.totals(n)
-        expected = closest_total(plan.budget, heads=6, n=n, always=plan.always)
+        expected = closest_total(plan.budget, heads=6, n=n, forced=plan.forced)
         assert totals.sum() == expected
-        assert totals.min() >= plan.always.total(n) and totals.max() <= visible_blocks(n)
+        assert totals.min() >= plan.forced.total(n) and totals.max() <= visible_blocks(n)
         np.testing.assert_array_equal(plan.row_counts(n).sum(axis=-1), totals)
 
 
 def test_totals_are_exact_at_all_lengths_from_3_to_300():
     plan = cached_plan(KL())
     for n in range(3, 301):
-        expected = closest_total(plan.budget, heads=6, n=n, always=plan.always)
+        expected = closest_total(plan.budget, heads=6, n=n, forced=plan.forced)
         assert plan.totals(n).sum() == expected
 
 
@@ -108,7 +118,7 @@ def test_static_heads_have_exactly_their_blocks_at_any_length(n):
 
 
 def test_only_static_heads_have_a_grid_before_the_input_is_known():
-    with pytest.raises(ArgumentError, match="per input"):
+    with pytest.raises(ArgumentError, match="no static blocks"):
         GOOD.static_grid(0, 0, 12)
 
 
@@ -130,8 +140,8 @@ def test_the_effective_budget_counts_the_selector_for_heads_that_use_it():
 
 
 def test_the_original_draws_its_blocks_around_a_window():
-    plan = plan_of(Original(window=1, seed=3))
-    assert plan.always == AlwaysOn(sinks=0, locals=2)
+    plan = plan_of(EntropyRandom(window=1, seed=3))
+    assert plan.forced == ForcedBlocks(num_sink=0, num_local=2)
     assert (plan.selector.name, plan.selector.settings) == ("random", {"window": 1, "seed": 3})
 
 
@@ -143,16 +153,18 @@ def test_a_plan_names_its_policy_and_the_curves_it_was_made_by():
 
 
 @pytest.mark.parametrize(
-    ("policy", "selector"), [(Uniform(), None), (Static(), POOLED), (Original(), POOLED)], ids=repr
+    ("policy", "selector"),
+    [(Uniform(), None), (Static(), POOLED), (EntropyRandom(), POOLED)],
+    ids=repr,
 )
 def test_a_plan_has_one_way_to_choose_blocks(policy, selector):
-    with pytest.raises(ArgumentError, match="needs"):
+    with pytest.raises(ArgumentError, match="requires a selector|takes no selector"):
         SparsityPlan.of(profile(n=12), policy, 0.5, selector=selector)
 
 
 def test_a_plan_tells_what_it_is():
     text = str(GOOD)
-    assert "tiny" in text and "50.00%" in text and "fed most:  L" in text
+    assert "tiny" in text and "50.00%" in text and "densest heads:  L" in text
     assert text.count("#") > 20
     assert len(text.splitlines()) < 20
 
@@ -271,7 +283,7 @@ def test_what_is_no_plan_is_refused(data):
 FLOODS = """
 import json, resource, sys, time
 from xsake.errors import ArgumentError
-from xsake.hads.plan import MOST_BYTES, SparsityPlan
+from xsake.hads.plan import MAX_BYTES, SparsityPlan
 
 text = sys.stdin.read()
 SparsityPlan.from_json(text.encode())
@@ -282,18 +294,18 @@ def with_head(**changes):
     return json.dumps(document | {"heads": heads}).encode()
 
 floods = [
-    lambda: b"[" * MOST_BYTES,
-    lambda: b'{"a":' * (MOST_BYTES // 5),
-    lambda: b"]" * MOST_BYTES,
-    lambda: b'"' * MOST_BYTES,
+    lambda: b"[" * MAX_BYTES,
+    lambda: b'{"a":' * (MAX_BYTES // 5),
+    lambda: b"]" * MAX_BYTES,
+    lambda: b'"' * MAX_BYTES,
     lambda: b'"' + b'\\\\"' * 2**17,
-    lambda: b'"' + b"x" * (MOST_BYTES - 1),
-    lambda: b'{"heads":[' + b"[]," * (MOST_BYTES // 3 - 9) + b"[]]}",
-    lambda: b'{"heads":[' + b"{}," * (MOST_BYTES // 3 - 9) + b"{}]}",
+    lambda: b'"' + b"x" * (MAX_BYTES - 1),
+    lambda: b'{"heads":[' + b"[]," * (MAX_BYTES // 3 - 9) + b"[]]}",
+    lambda: b'{"heads":[' + b"{}," * (MAX_BYTES // 3 - 9) + b"{}]}",
     lambda: b'{"heads":[' + b"{}," * (2**17 - 9) + b"{}]}",
     lambda: b'{"heads":[[' + b'{"kind":3},' * (2**17 - 9) + b"{}]]}",
-    lambda: b'{"heads":[' + b"999," * (MOST_BYTES // 4 - 9) + b"0]}",
-    lambda: b'{"heads":[' + b"1.5," * (MOST_BYTES // 4 - 9) + b"0]}",
+    lambda: b'{"heads":[' + b"999," * (MAX_BYTES // 4 - 9) + b"0]}",
+    lambda: b'{"heads":[' + b"1.5," * (MAX_BYTES // 4 - 9) + b"0]}",
     lambda: b'{"heads":[' + b'"ab",' * (2**17 - 9) + b"0]}",
     lambda: b"{" + b",".join(b'"%05x":0' % i for i in range(2**17 - 9)) + b"}",
     lambda: b"{" + b",".join(b'"%05x":0' % i for i in range(400_000)) + b"}",
@@ -301,8 +313,8 @@ floods = [
     lambda: with_head(weights=[1.5] * 800_000),
     lambda: with_head(kind="static", columns=[999] * 800_000),
     lambda: json.dumps(document | {"components": [[list(range(500_000))]]}).encode(),
-    lambda: json.dumps(document | {"summary": "x" * (MOST_BYTES - 9000)}).encode(),
-    lambda: b" " * (MOST_BYTES + 1),
+    lambda: json.dumps(document | {"summary": "x" * (MAX_BYTES - 9000)}).encode(),
+    lambda: b" " * (MAX_BYTES + 1),
 ]
 used = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 before, slowest = used(), 0.0

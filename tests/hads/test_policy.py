@@ -7,39 +7,39 @@ from hypothesis import strategies as st
 
 from tests.hads.sample import profile
 from xsake.errors import ArgumentError
-from xsake.hads.budget import AlwaysOn, level_totals, row_counts, total_blocks, visible_blocks
+from xsake.hads.budget import ForcedBlocks, level_totals, row_counts, total_blocks, visible_blocks
 from xsake.hads.policy import (
     KL,
     POLICIES,
     Bounded,
-    Effect,
     Entropy,
     EntropyBudget,
-    Mass,
-    Original,
+    EntropyRandom,
+    KeptMass,
+    Sensitivity,
     Static,
     TopP,
     Uniform,
-    kept_by_entropy,
+    entropy_shares,
 )
 
 WITH_BUDGET = (
     Uniform(),
     EntropyBudget(),
-    Original(),
-    Mass(curve="pooled"),
-    Effect(),
+    EntropyRandom(),
+    KeptMass(curve="pooled"),
+    Sensitivity(),
     KL(curve="pooled"),
     KL(curve="oracle", floor=0),
     Static(),
     Bounded(eps=0.05, curve="pooled"),
 )
-WITHOUT = (Entropy(), Original(), TopP(0.9, curve="pooled"))
+WITHOUT = (Entropy(), EntropyRandom(), TopP(0.9, curve="pooled"))
 
 
 def loss_of(found, totals) -> float:
     """Mean loss by the pooled curves; between two levels it is a straight line."""
-    cost = level_totals(np.arange(3, found.n + 1), found.n, found.always)
+    cost = level_totals(np.arange(3, found.n + 1), found.n, found.forced)
     curves = found.curves["pooled"][..., 3:]
     return float(np.mean([np.interp(totals[h], cost, curves[h]) for h in np.ndindex(totals.shape)]))
 
@@ -48,14 +48,14 @@ def loss_of(found, totals) -> float:
 @given(seed=st.integers(0, 10**6), n=st.integers(4, 20), where=st.floats(0, 1))
 def test_every_budget_is_met_to_the_block(policy, seed, n, where):
     found = profile(n=n, seed=seed)
-    least, most = AlwaysOn().total(n), visible_blocks(n)
+    least, most = ForcedBlocks().total(n), visible_blocks(n)
     budget = float(np.ceil((least / most + where * (1 - least / most)) * 1e4) / 1e4)
     totals = policy.plan_shares(found, min(budget, 1.0))
     assert totals.shape == (2, 3)
-    assert totals.sum() == total_blocks(min(budget, 1.0), heads=6, n=n, always=found.always)
+    assert totals.sum() == total_blocks(min(budget, 1.0), heads=6, n=n, forced=found.forced)
     assert totals.min() >= least and totals.max() <= most
     assert all(
-        row_counts(total, n, found.always).sum() == total for total in totals.flat[:].tolist()
+        row_counts(total, n, found.forced).sum() == total for total in totals.flat[:].tolist()
     )
 
 
@@ -63,7 +63,7 @@ def test_every_budget_is_met_to_the_block(policy, seed, n, where):
 @given(seed=st.integers(0, 10**6), n=st.integers(1, 20))
 def test_policies_without_a_budget_stay_inside_what_is_possible(policy, seed, n):
     totals = policy.plan_shares(profile(n=n, seed=seed), None)
-    assert totals.min() >= AlwaysOn().total(n) and totals.max() <= visible_blocks(n)
+    assert totals.min() >= ForcedBlocks().total(n) and totals.max() <= visible_blocks(n)
 
 
 def test_every_policy_has_its_name():
@@ -78,22 +78,22 @@ def test_uniform_heads_differ_by_one_block_at_most():
 
 
 def test_focused_heads_skip_ninety_percent_and_broad_ones_ten():
-    kept = kept_by_entropy(np.array([[0.7, 1.7, 2.7]]))
+    kept = entropy_shares(np.array([[0.7, 1.7, 2.7]]))
     np.testing.assert_allclose(kept, [[0.1, 0.5, 0.9]])
-    np.testing.assert_allclose(kept_by_entropy(np.full((2, 2), 3.0)), 0.1)
+    np.testing.assert_allclose(entropy_shares(np.full((2, 2), 3.0)), 0.1)
     found = profile(n=64)
     shares = Entropy().plan_shares(found, None) / visible_blocks(64)
-    np.testing.assert_allclose(shares, kept_by_entropy(found.entropy), atol=1 / visible_blocks(64))
+    np.testing.assert_allclose(shares, entropy_shares(found.entropy), atol=1 / visible_blocks(64))
     budgeted = EntropyBudget().plan_shares(found, 0.3)
     assert (np.argsort(budgeted, axis=None) == np.argsort(shares, axis=None)).all()
 
 
 def test_the_original_has_a_window_and_no_sink():
-    always = Original(window=2).always
-    assert (always.sinks, always.locals) == (0, 3)
+    forced = EntropyRandom(window=2).forced
+    assert (forced.num_sink, forced.num_local) == (0, 3)
     found = profile(n=32)
     np.testing.assert_array_equal(
-        Original().plan_shares(found, None), Entropy().plan_shares(found, None)
+        EntropyRandom().plan_shares(found, None), Entropy().plan_shares(found, None)
     )
 
 
@@ -119,21 +119,21 @@ def test_top_p_takes_the_first_level_that_keeps_enough(seed, p):
     totals = TopP(p, "pooled").plan_shares(found, None)
     for place in np.ndindex(totals.shape):
         levels = [k for k in range(13) if np.exp(-found.curves["pooled"][place][k]) >= p]
-        expected = level_totals(np.array([min(levels, default=12)]), 12, found.always)
+        expected = level_totals(np.array([min(levels, default=12)]), 12, found.forced)
         assert totals[place] == expected[0]
 
 
 @pytest.mark.parametrize("policy", [Uniform(), KL("pooled"), Static(), EntropyBudget()], ids=repr)
 def test_a_missing_or_too_small_budget_is_refused(policy):
-    with pytest.raises(ArgumentError, match="needs a budget"):
+    with pytest.raises(ArgumentError, match="requires a budget"):
         policy.plan_shares(profile(), None)
-    with pytest.raises(ArgumentError, match="always-on"):
+    with pytest.raises(ArgumentError, match="forced blocks"):
         policy.plan_shares(profile(), 0.1)
 
 
 @pytest.mark.parametrize("policy", [Entropy(), TopP(0.9, "pooled")], ids=repr)
 def test_a_budget_that_would_be_ignored_is_refused(policy):
-    with pytest.raises(ArgumentError, match="its own budget"):
+    with pytest.raises(ArgumentError, match="takes no budget"):
         policy.plan_shares(profile(), 0.5)
 
 
@@ -145,7 +145,7 @@ def test_curves_must_be_those_of_a_calibrated_selector(curve):
 
 @pytest.mark.parametrize("make", [lambda: TopP(0.0), lambda: TopP(1.1), lambda: Bounded(0.0)])
 def test_impossible_settings_are_refused(make):
-    with pytest.raises(ArgumentError, match="share"):
+    with pytest.raises(ArgumentError, match="out of range"):
         make()
 
 
@@ -153,10 +153,10 @@ def test_heads_that_predictions_do_not_heed_get_their_floor():
     found = profile(n=16)
     effects = found.effects["pooled"] * np.array([[1, 1, 0], [1, 1, 1]])[..., None]
     deaf = found.model_copy(update={"effects": {"pooled": effects}})
-    totals = Effect().plan_shares(deaf, 0.5)
-    assert totals[0, 2] == totals.min() == level_totals(np.array([4]), 16, found.always)[0]
+    totals = Sensitivity().plan_shares(deaf, 0.5)
+    assert totals[0, 2] == totals.min() == level_totals(np.array([4]), 16, found.forced)[0]
 
 
 def test_effects_that_nobody_measured_are_missed():
     with pytest.raises(ArgumentError, match="predictions"):
-        Effect().plan_shares(profile(n=16).model_copy(update={"effects": {}}), 0.5)
+        Sensitivity().plan_shares(profile(n=16).model_copy(update={"effects": {}}), 0.5)

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+from pathlib import Path
 
 import jsonschema
 import numpy as np
@@ -13,6 +14,7 @@ from pydantic import ValidationError
 
 from tests.hads.sample import MACHINE, profile
 from xsake.errors import ArgumentError
+from xsake.hads.budget import ForcedBlocks
 from xsake.hads.profile import Profile
 from xsake.schemas import schema_text
 
@@ -43,6 +45,13 @@ def test_the_digest_is_of_the_measurement_not_of_the_machine():
     assert moved.digest == GOOD.digest and moved != GOOD
     other = Profile.model_validate({**dict(GOOD), "seed": 9})
     assert other.digest != GOOD.digest
+
+
+def test_a_profile_of_version_0_1_0_is_read_and_written_unchanged():
+    data = (Path(__file__).parent / "files" / "profile_0_1_0.json").read_bytes()
+    found = Profile.from_json(data)
+    assert json.loads(found.to_json()) == json.loads(data)
+    assert found.digest.startswith("348c3eccdb486805") and found.forced == ForcedBlocks(1, 2)
 
 
 def test_a_real_models_profile_is_small():

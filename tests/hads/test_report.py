@@ -15,10 +15,10 @@ from tests.hads.sample import POOLED, profile
 from xsake import cli
 from xsake.errors import ArgumentError
 from xsake.hads.plan import SparsityPlan
-from xsake.hads.policy import KL, Original, Static
-from xsake.hads.report import Bounds, Figures, draw, page, read_bounds, read_ladder
+from xsake.hads.policy import KL, EntropyRandom, Static
+from xsake.hads.report import BoundFigures, ReportData, draw, page, read_bounds, read_comparisons
 from xsake.hads.report.chart import spread
-from xsake.hads.report.ladder import needed
+from xsake.hads.report.ladder import interpolate_share
 from xsake.pages.markup import element
 
 EVIL = '<script>alert("&")</script>'
@@ -57,9 +57,9 @@ class Page(html.parser.HTMLParser):
 
 
 @functools.cache
-def figures(**sizes) -> Figures:
+def figures(**sizes) -> ReportData:
     measured = profile(**{"n": 12, "weights": 3} | sizes)
-    return Figures(SparsityPlan.of(measured, KL(), 0.6, selector=POOLED), measured)
+    return ReportData(SparsityPlan.of(measured, KL(), 0.6, selector=POOLED), measured)
 
 
 def rows(rule: str = "hads", cost: float = 0.01, **changes) -> list[dict]:
@@ -98,7 +98,9 @@ def test_a_page_of_270_heads_stays_small_and_needs_nothing_else():
 
 
 def test_everybody_can_read_it(ladder):
-    shown = Figures(figures().plan, figures().profile, read_ladder(ladder), Bounds({"bound": 0.5}))
+    shown = ReportData(
+        figures().plan, figures().profile, read_comparisons(ladder), BoundFigures({"bound": 0.5})
+    )
     found = Page(page(shown))
     (language,) = found.all("html")
     assert language["lang"] == "en"
@@ -135,25 +137,25 @@ def test_the_numbers_are_those_of_the_files():
     assert (np.array(losses).reshape(2, 3) >= lowest - 1e-6).all()
 
 
-@pytest.mark.parametrize("policy", [Static(), Original()], ids=["static", "original"])
+@pytest.mark.parametrize("policy", [Static(), EntropyRandom()], ids=["static", "original"])
 def test_plans_that_no_selector_chooses_for_have_a_page_too(policy):
     measured = profile(n=12)
-    shown = Figures(SparsityPlan.of(measured, policy, 0.6), measured)
+    shown = ReportData(SparsityPlan.of(measured, policy, 0.6), measured)
     found = Page(page(shown))
-    assert shown.losses() is None and "kl" not in shown.measured()
+    assert shown.losses() is None and "kl" not in shown.head_metrics()
     assert not [x for x in found.all("circle") if x.get("class") == "plan"]
     assert "was not calibrated" in "".join(found.words["p"])
 
 
 def test_without_a_profile_there_are_shares_and_no_curves():
-    found = Page(page(Figures(figures().plan)))
+    found = Page(page(ReportData(figures().plan)))
     assert len(found.all("rect")) == 6 and not found.all("polyline")
-    assert "No profile was given" in "".join(found.words["p"])
+    assert "Without a profile" in "".join(found.words["p"])
 
 
 def test_a_profile_of_another_plan_is_refused():
-    with pytest.raises(ArgumentError, match="made of another profile"):
-        Figures(figures().plan, profile(n=12, seed=9))
+    with pytest.raises(ArgumentError, match="built from another profile"):
+        ReportData(figures().plan, profile(n=12, seed=9))
 
 
 @given(st.text(), st.text())
@@ -170,24 +172,24 @@ def test_strings_from_files_stay_strings(tmp_path, ladder):
     (tmp_path / "bounds.json").write_text(
         json.dumps({EVIL: 1.5, "text": EVIL, "list": [{EVIL: EVIL}]})
     )
-    shown = Figures(plan, None, read_ladder(ladder), read_bounds(tmp_path / "bounds.json"))
+    shown = ReportData(plan, None, read_comparisons(ladder), read_bounds(tmp_path / "bounds.json"))
     text = page(shown)
     assert "<script" not in text and text.count("&lt;script&gt;") >= 5
     assert not Page(text).all("script")
 
 
 def test_blocks_needed_lie_on_the_line_between_logarithms(ladder):
-    (comparison,) = read_ladder(ladder)
+    (comparison,) = read_comparisons(ladder)
     names = [rule.name for rule in comparison.rules]
     assert names == ["hads", EVIL, "window"]  # those that need least first
     ours, costly, window = comparison.rules
     exact = -math.log2(0.089) / 10
-    assert ours.needed().share == pytest.approx(exact, abs=1e-12)
-    assert costly.needed(with_choosing=True).share == pytest.approx(exact + 0.1, abs=1e-12)
-    assert str(window.needed()) == "> 50.0%"
-    assert str(needed([0.1, 0.2], [0.05, 0.01], 0.089)) == "< 10.0%"
+    assert ours.blocks_for_kl().share == pytest.approx(exact, abs=1e-12)
+    assert costly.blocks_for_kl(with_choosing=True).share == pytest.approx(exact + 0.1, abs=1e-12)
+    assert str(window.blocks_for_kl()) == "> 50.0%"
+    assert str(interpolate_share([0.1, 0.2], [0.05, 0.01], 0.089)) == "< 10.0%"
     assert (comparison.commit, comparison.documents) == ("c0ffee", 3)
-    (told,) = Figures(figures().plan, None, (comparison,)).to_dict()["comparisons"]
+    (told,) = ReportData(figures().plan, None, (comparison,)).to_dict()["comparisons"]
     assert told["rules"][2]["needed"] == {"share": 0.5, "relation": ">"}
 
 
@@ -195,7 +197,7 @@ def test_blocks_needed_lie_on_the_line_between_logarithms(ladder):
 def test_an_exponential_is_met_exactly(rate, start, target):
     shares = np.linspace(0.05, 1, 12).tolist()
     kls = [start * math.exp(-rate * share) for share in shares]
-    found = needed(shares, kls, target)
+    found = interpolate_share(shares, kls, target)
     if found.relation == "=":
         assert start * math.exp(-rate * found.share) == pytest.approx(target, rel=1e-6)
     else:
@@ -203,7 +205,7 @@ def test_an_exponential_is_met_exactly(rate, start, target):
 
 
 def test_our_line_is_told_from_others_by_more_than_its_colour(ladder):
-    found = Page(page(Figures(figures().plan, None, read_ladder(ladder))))
+    found = Page(page(ReportData(figures().plan, None, read_comparisons(ladder))))
     assert len([x for x in found.all("g") if x.get("class") == "rule"]) == 2
     assert len([x for x in found.all("g") if x.get("class") == "ours"]) == 1
     assert len(found.all("circle")) == 3  # points, of our line alone
@@ -212,7 +214,11 @@ def test_our_line_is_told_from_others_by_more_than_its_colour(ladder):
 
 def test_contexts_and_blocks_are_compared_apart(tmp_path):
     path = write_rows(tmp_path / "rows.jsonl", rows(context=4096), rows(block=32), rows())
-    assert [(x.context, x.block) for x in read_ladder(path)] == [(768, 32), (768, 64), (4096, 64)]
+    assert [(x.context, x.block) for x in read_comparisons(path)] == [
+        (768, 32),
+        (768, 64),
+        (4096, 64),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -224,14 +230,17 @@ def test_contexts_and_blocks_are_compared_apart(tmp_path):
         ("nonsense", "not a row of a policy comparison"),
         (json.dumps(rows()[0] | {"kl": -1.0}), "kl"),
         (json.dumps(rows()[0] | {"kl": float("nan")}), "NaN"),
-        (json.dumps(rows()[0]) + "\n" + json.dumps(rows()[0]), "twice at one budget"),
+        (
+            json.dumps(rows()[0]) + "\n" + json.dumps(rows()[0]),
+            "duplicate row of a rule at one budget",
+        ),
         ('{"environment": {"commit": 3}}', "no rows"),
     ],
 )
 def test_rows_that_make_no_sense_are_refused(tmp_path, line, words):
     (tmp_path / "rows.jsonl").write_text(line)
     with pytest.raises(ArgumentError, match=words):
-        read_ladder(tmp_path / "rows.jsonl")
+        read_comparisons(tmp_path / "rows.jsonl")
 
 
 def test_bounds_are_read_from_any_shape(tmp_path):
@@ -243,8 +252,8 @@ def test_bounds_are_read_from_any_shape(tmp_path):
     }
     (tmp_path / "bounds.json").write_text(json.dumps(document))
     found = read_bounds(tmp_path / "bounds.json")
-    assert found == Bounds({"a": 1, "b / c": 0.5}, {"rows": [{"d": True}, {"e": "x"}]})
-    told = Page(page(Figures(figures().plan, None, (), found)))
+    assert found == BoundFigures({"a": 1, "b / c": 0.5}, {"rows": [{"d": True}, {"e": "x"}]})
+    told = Page(page(ReportData(figures().plan, None, (), found)))
     assert told.words["summary"][-1] == "rows" and {"d", "e"} <= set(told.words["th"])
     (tmp_path / "bounds.json").write_text('{"a": 1e999}')
     with pytest.raises(ArgumentError, match="not a finite number"):
@@ -259,7 +268,7 @@ def test_names_of_lines_do_not_cover_each_other(ends):
 
 
 def test_pictures_are_drawn_of_heads_and_rules(tmp_path, ladder):
-    shown = Figures(figures().plan, figures().profile, read_ladder(ladder))
+    shown = ReportData(figures().plan, figures().profile, read_comparisons(ladder))
     files = draw(shown, tmp_path / "png")
     assert [file.name for file in files] == ["heads.png", "rules_768_64.png"]
     assert all(file.read_bytes().startswith(b"\x89PNG") for file in files)
@@ -278,7 +287,7 @@ def saved(tmp_path):
 
 
 def test_the_command_writes_the_page_beside_the_plan(saved, ladder):
-    done = invoke(saved, "--ladder", ladder)
+    done = invoke(saved, "--comparison", ladder)
     assert done.exit_code == 0, done.output
     text = saved.with_suffix(".html").read_text()
     assert (
@@ -302,7 +311,7 @@ def test_json_is_all_that_the_command_prints(saved, tmp_path):
     [
         (("none.json",), "none.json"),
         (("--profile", "none.json"), "none.json"),
-        (("--ladder", "none.jsonl"), "none.jsonl"),
+        (("--comparison", "none.jsonl"), "none.jsonl"),
         (("--bounds", "none.json"), "none.json"),
     ],
 )

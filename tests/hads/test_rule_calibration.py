@@ -19,12 +19,12 @@ from tests.hads.rule_scenes import (
     scene_of,
 )
 from xsake.errors import ArgumentError
-from xsake.hads.rules import RULES, Scene
+from xsake.hads.rules import RULES, LayerSample
 from xsake.hads.rules.calibrated import EqualCoverage, HeadCurves, _isotonic
 from xsake.hads.rules.entropy import EntropyShares
-from xsake.hads.rules.minference import KINDS, Minference
-from xsake.hads.rules.rule import always_on, visible
-from xsake.hads.rules.scores import POOLED, Proxy
+from xsake.hads.rules.minference import PATTERNS, Minference
+from xsake.hads.rules.rule import causal_grid, forced_grid
+from xsake.hads.rules.scores import POOLED, MassEstimator
 from xsake.hads.rules.sparge import Sparge
 
 
@@ -33,7 +33,7 @@ def test_a_rule_that_learns_refuses_to_rank_before(name):
     with pytest.raises(ArgumentError, match="finish"):
         RULES[name]().rank(NEW[0])
     with pytest.raises(ArgumentError, match="true masses"):
-        RULES[name]().watch(dataclasses.replace(NEW[0], masses=None))
+        RULES[name]().observe(dataclasses.replace(NEW[0], masses=None))
     with pytest.raises(ArgumentError, match="layer"):
         calibrated(name).rank(dataclasses.replace(NEW[0], layer=7))
 
@@ -41,7 +41,7 @@ def test_a_rule_that_learns_refuses_to_rank_before(name):
 @pytest.mark.parametrize("name", ["entropy_original", "entropy_original_literal"])
 def test_shares_need_entropies(name):
     with pytest.raises(ArgumentError, match="entropy"):
-        RULES[name]().watch(dataclasses.replace(NEW[0], entropy=None))
+        RULES[name]().observe(dataclasses.replace(NEW[0], entropy=None))
     with pytest.raises(ArgumentError, match="calibrated"):
         RULES[name]().shares(0)
 
@@ -79,18 +79,18 @@ def test_one_level_leaves_the_same_true_mass_in_every_head():
     """The second head's estimate is far too flat, so the same threshold would keep far more."""
     random = np.random.default_rng(0)
     blocks = 64
-    truth = (random.exponential(size=(1, blocks, blocks)) ** 4 * visible(blocks)).repeat(2, 0)
+    truth = (random.exponential(size=(1, blocks, blocks)) ** 4 * causal_grid(blocks)).repeat(2, 0)
     truth /= truth.sum(axis=-1, keepdims=True)
     flat = truth**0.3
     estimate = np.stack([truth[0], flat[1] / flat[1].sum(axis=-1, keepdims=True)])
-    scene = Scene(
+    sample = LayerSample(
         q=np.zeros((blocks, 2, 1)), k=np.zeros((blocks, 1, 1)), scale=1.0, block=1, layer=0,
         masses=truth,
     )  # fmt: skip
-    rule = EqualCoverage("any", Proxy(lambda _: estimate, POOLED.cost))
-    rule.watch(scene)
+    rule = EqualCoverage("any", MassEstimator(lambda _: estimate, POOLED.cost))
+    rule.observe(sample)
     rule.finish()
-    priority = rule.rank(scene).priority
+    priority = rule.rank(sample).priority
     for level in (0.05, 0.1, 0.2):
         lost = np.where(priority > level, 0, truth).sum(axis=-1)[:, 16:].mean(axis=-1)
         np.testing.assert_allclose(lost[0], lost[1], rtol=0.1)
@@ -100,30 +100,30 @@ def test_one_level_leaves_the_same_true_mass_in_every_head():
 
 def test_ada_kv_turns_estimates_into_mean_true_masses():
     rule = calibrated("ada_kv")
-    is_choice = visible(BLOCKS) & ~always_on(BLOCKS)
-    layer = [scene for scene in WATCHED if scene.layer == 0]
-    found = np.mean([rule.rank(scene).priority[:, is_choice] for scene in layer], axis=0)
-    truth = np.mean([np.asarray(scene.masses)[:, is_choice] for scene in layer], axis=0)
+    is_choice = causal_grid(BLOCKS) & ~forced_grid(BLOCKS)
+    layer = [sample for sample in WATCHED if sample.layer == 0]
+    found = np.mean([rule.rank(sample).priority[:, is_choice] for sample in layer], axis=0)
+    truth = np.mean([np.asarray(sample.masses)[:, is_choice] for sample in layer], axis=0)
     np.testing.assert_allclose(found.mean(axis=-1), truth.mean(axis=-1), rtol=0.25)
 
 
 def test_sparge_takes_blocks_that_resemble_nothing_first():
     q, k = quiet()
     q[..., 1], k[..., 1] = 1, 1  # so that every block resembles its mean
-    scene = scene_of(q, k)
+    sample = scene_of(q, k)
     k[5 * BLOCK : 6 * BLOCK] *= np.where(np.arange(BLOCK) % 2, -1, 1)[:, None, None]
     q[9 * BLOCK : 10 * BLOCK] *= np.where(np.arange(BLOCK) % 2, -1, 1)[:, None, None]
     planted = scene_of(q, k)
     rule = Sparge()
-    rule.watch(scene)
-    rule.watch(planted)
+    rule.observe(sample)
+    rule.observe(planted)
     rule.finish()
     priority = rule.rank(planted).priority[0]
-    is_choice = visible(BLOCKS) & ~always_on(BLOCKS)
+    is_choice = causal_grid(BLOCKS) & ~forced_grid(BLOCKS)
     unlike = np.zeros((BLOCKS, BLOCKS), bool)
     unlike[9], unlike[:, 5] = True, True
     assert priority[is_choice & unlike].min() >= 1 >= priority[is_choice & ~unlike].max()
-    assert rule.rank(scene).priority[0][is_choice].max() < 1
+    assert rule.rank(sample).priority[0][is_choice].max() < 1
 
 
 def test_minference_gives_each_head_the_pattern_that_it_has():
@@ -134,9 +134,9 @@ def test_minference_gives_each_head_the_pattern_that_it_has():
     k[:, 1, 2:14] = np.repeat(likes, BLOCK, axis=0)
     q[:, 2:, 2:14] = 4 * np.repeat(likes[random.permutation(BLOCKS)], BLOCK, axis=0)[:, None]
     rule = Minference(budget=0.4)
-    rule.watch(scene_of(q, k))
+    rule.observe(scene_of(q, k))
     rule.finish()
-    kinds = [KINDS[kind] for kind in rule.kinds[0]]
+    kinds = [PATTERNS[kind] for kind in rule.kinds[0]]
     assert kinds[0] in ("vertical_slash", "columns") and kinds[2] == "blocks"
     sizes = (8192, 32, 64)
     costs = [RULES[name]().cost(*sizes) for name in ("pooled_top_k", "vertical_slash")]
@@ -149,11 +149,11 @@ def test_shares_run_from_a_tenth_to_nine_tenths_over_the_whole_model():
     q, k = quiet()
     for layer, entropy in enumerate([[1.0, 2, 3, 4], [5.0, 2, 3, 1]]):
         for shift in (-0.5, 0.5):  # two documents
-            scene = Scene(
+            sample = LayerSample(
                 q=q, k=k, scale=SCALE, block=BLOCK, layer=layer, entropy=np.array(entropy) + shift
             )
-            rule.watch(scene)
-            literal.watch(scene)
+            rule.observe(sample)
+            literal.observe(sample)
     np.testing.assert_allclose(rule.shares(0), [0.1, 0.3, 0.5, 0.7])
     np.testing.assert_allclose(rule.shares(1), [0.9, 0.3, 0.5, 0.1])
     thirds = 0.1 + 0.8 * np.arange(4) / 3

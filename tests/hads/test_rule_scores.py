@@ -95,16 +95,16 @@ def counted(flops, tokens):
 def test_costs_are_products_counted_one_by_one():
     blocks = [(i, j) for i in range(BLOCKS) for j in range(i + 1)]
     sizes = TOKENS, BLOCK, DIM
-    assert cost.free(*sizes) == 0
+    assert cost.zero_cost(*sizes) == 0
     pooled = counted(sum(2 * DIM for _ in blocks), TOKENS)
-    np.testing.assert_allclose(cost.of_pooled(*sizes), pooled)
-    np.testing.assert_allclose(cost.of_gates(*sizes), BLOCK * pooled)
-    np.testing.assert_allclose(cost.of_bounds(*sizes), 2 * BLOCK * pooled)
+    np.testing.assert_allclose(cost.pooled_cost(*sizes), pooled)
+    np.testing.assert_allclose(cost.gate_cost(*sizes), BLOCK * pooled)
+    np.testing.assert_allclose(cost.bound_cost(*sizes), 2 * BLOCK * pooled)
     cells = sum(row + 1 for row in range(TOKENS // 8))
-    np.testing.assert_allclose(cost.of_antidiagonals(8)(*sizes), counted(cells * 16 * DIM, TOKENS))
+    np.testing.assert_allclose(cost.antidiagonal_cost(8)(*sizes), counted(cells * 16 * DIM, TOKENS))
     pairs = sum(query + 1 for query in range(TOKENS - 64, TOKENS))
-    np.testing.assert_allclose(cost.of_last_queries(64)(*sizes), counted(2 * DIM * pairs, TOKENS))
-    np.testing.assert_allclose(cost.of_last_queries(999)(*sizes), 0.5)
+    np.testing.assert_allclose(cost.last_queries_cost(64)(*sizes), counted(2 * DIM * pairs, TOKENS))
+    np.testing.assert_allclose(cost.last_queries_cost(999)(*sizes), 0.5)
 
 
 @pytest.mark.parametrize(

@@ -22,76 +22,83 @@ from tests.hads.rule_scenes import (
     taken,
 )
 from xsake.errors import ArgumentError
-from xsake.hads.rules import RULES, HeadRule, Ranking, Rule, Scene, Scope
-from xsake.hads.rules.cumulative import TopK, TopP
+from xsake.hads.rules import (
+    RULES,
+    HeadSelectionRule,
+    LayerSample,
+    Ranking,
+    RuleScope,
+    SelectionRule,
+)
+from xsake.hads.rules.cumulative import TopKRule, TopPRule
 from xsake.hads.rules.oracle import OracleModel
-from xsake.hads.rules.rule import always_on, visible
-from xsake.hads.rules.scores import POOLED, Proxy, last_attention
+from xsake.hads.rules.rule import causal_grid, forced_grid
+from xsake.hads.rules.scores import POOLED, MassEstimator, last_attention
 from xsake.hads.rules.vertical_slash import FlexPrefill, stripes
 
 ROW = BLOCKS - 2
 
 
-def first_choice(name_or_rule, scene, row=ROW, head=0):
+def first_choice(name_or_rule, sample, row=ROW, head=0):
     """The best block of a row that nobody forces."""
     rule = RULES[name_or_rule]() if isinstance(name_or_rule, str) else name_or_rule
-    priority = rule.rank(scene).priority[head, row]
+    priority = rule.rank(sample).priority[head, row]
     return int(np.argmax(np.where(np.isposinf(priority), -np.inf, priority)))
 
 
 @pytest.mark.parametrize("name", RULES)
 def test_rankings_are_causal_and_force_the_diagonal(name):
     rule = calibrated(name)
-    assert isinstance(rule, Rule) and rule.name == name
-    assert isinstance(rule, HeadRule) == (rule.scope is Scope.HEADS)
-    for scene in NEW:
-        priority = rule.rank(scene).priority
+    assert isinstance(rule, SelectionRule) and rule.name == name
+    assert isinstance(rule, HeadSelectionRule) == (rule.scope is RuleScope.HEADS)
+    for sample in NEW:
+        priority = rule.rank(sample).priority
         assert priority.shape == (HEADS, BLOCKS, BLOCKS) and priority.dtype == np.float32
         assert not np.isnan(priority).any()
-        assert ((priority == -np.inf) == ~visible(BLOCKS)).all()
+        assert ((priority == -np.inf) == ~causal_grid(BLOCKS)).all()
         assert np.isposinf(np.diagonal(priority, axis1=1, axis2=2)).all()
 
 
 @pytest.mark.parametrize("name", RULES)
 def test_a_rule_repeats_itself_and_spends_any_budget_exactly(name):
     rule = calibrated(name)
-    first, again = ([rule.rank(scene) for scene in NEW] for _ in range(2))
+    first, again = ([rule.rank(sample) for sample in NEW] for _ in range(2))
     for one, other in zip(first, again, strict=True):
         np.testing.assert_array_equal(one.priority, other.priority)
     for share in (0.4, 0.6):
         kept = taken(rule, first, share)
-        assert kept.sum() == round(share * len(NEW) * HEADS * visible(BLOCKS).sum())
-        assert not (kept & ~visible(BLOCKS)).any()
+        assert kept.sum() == round(share * len(NEW) * HEADS * causal_grid(BLOCKS).sum())
+        assert not (kept & ~causal_grid(BLOCKS)).any()
         assert all(kept[i][ranking.forced].all() for i, ranking in enumerate(first))
 
 
 def test_only_some_rules_force_other_blocks_than_sink_diagonal_and_previous():
-    window = always_on(BLOCKS, sinks=0, locals=3)
+    window = forced_grid(BLOCKS, num_sink=0, num_local=3)
     others = {
-        "sliding_window": always_on(BLOCKS, sinks=0),
+        "sliding_window": forced_grid(BLOCKS, num_sink=0),
         "random": np.eye(BLOCKS, dtype=bool),
         "entropy_original": window,
         "entropy_original_literal": window,
     }
     for name in RULES:
         forced = calibrated(name).rank(NEW[0]).forced
-        assert (forced == others.get(name, always_on(BLOCKS))).all(), name
+        assert (forced == others.get(name, forced_grid(BLOCKS))).all(), name
 
 
 @pytest.mark.parametrize("name", ["random", "bigbird", "entropy_original"])
 def test_draws_depend_on_the_seed_the_layer_and_the_head(name):
     scenes = [random_scene(seed, layer=layer) for seed, layer in ((3, 0), (4, 0), (3, 1))]
-    one, other_seed, other_layer = (RULES[name]().rank(scene).priority for scene in scenes)
+    one, other_seed, other_layer = (RULES[name]().rank(sample).priority for sample in scenes)
     assert (one != other_seed).any() and (one != other_layer).any() and (one[0] != one[1]).any()
 
 
 def test_scenes_that_do_not_fit_are_refused():
     q, k = quiet()
     for queries, block in ((q, 48), (q[:128], BLOCK), (q[:, :3], BLOCK)):
-        with pytest.raises(ArgumentError, match="whole blocks"):
-            Scene(q=queries, k=k, scale=SCALE, block=block, layer=0)
-    with pytest.raises(ArgumentError, match="not finite"):
-        Ranking.of(np.full((1, 2, 2), np.nan), forced=always_on(2))
+        with pytest.raises(ArgumentError, match="invalid shapes"):
+            LayerSample(q=queries, k=k, scale=SCALE, block=block, layer=0)
+    with pytest.raises(ArgumentError, match="non-finite"):
+        Ranking.of(np.full((1, 2, 2), np.nan), forced=forced_grid(2))
 
 
 # Fixed patterns, written out for the eighth row of eight
@@ -99,8 +106,8 @@ def test_scenes_that_do_not_fit_are_refused():
 
 def order_of(name):
     q, k = np.zeros((128, 1, 4)), np.zeros((128, 1, 4))
-    scene = Scene(q=q, k=k, scale=1.0, block=16, layer=0)
-    priority = RULES[name]().rank(scene).priority[0, 7]
+    sample = LayerSample(q=q, k=k, scale=1.0, block=16, layer=0)
+    priority = RULES[name]().rank(sample).priority[0, 7]
     return np.argsort(-priority, kind="stable").tolist()
 
 
@@ -129,9 +136,9 @@ def test_bigbird_takes_two_columns_then_near_and_random_blocks_in_turns():
 def test_vertical_slash_finds_a_column():
     q, k = quiet()
     q[..., 0], k[4 * BLOCK + 3, :, 0] = 3, 9
-    scene = scene_of(q, k)
-    assert all(first_choice("vertical_slash", scene, row=row) == 4 for row in range(7, BLOCKS))
-    assert all(first_choice("flexprefill", scene, row=row) == 4 for row in range(7, BLOCKS))
+    sample = scene_of(q, k)
+    assert all(first_choice("vertical_slash", sample, row=row) == 4 for row in range(7, BLOCKS))
+    assert all(first_choice("flexprefill", sample, row=row) == 4 for row in range(7, BLOCKS))
 
 
 def test_vertical_slash_finds_a_diagonal():
@@ -140,9 +147,9 @@ def test_vertical_slash_finds_a_diagonal():
     directions = np.concatenate([np.cos(turns * f) for f in (1, 1.7, 2.3, 3.1)], axis=1)
     k[:, :, :4] = 3 * directions[:, None]
     q[5 * BLOCK :, :, :4] = 6 * directions[: -5 * BLOCK, None]
-    scene = scene_of(q, k)
+    sample = scene_of(q, k)
     assert all(
-        first_choice("vertical_slash", scene, row=row) == row - 5 for row in range(8, BLOCKS)
+        first_choice("vertical_slash", sample, row=row) == row - 5 for row in range(8, BLOCKS)
     )
 
 
@@ -152,18 +159,18 @@ def test_antidiagonals_find_a_hit_that_means_cannot_see():
     # On antidiagonals query and key agree; their means are nothing.
     k[5 * BLOCK : 6 * BLOCK, :, 0] = 6 * signs[:, None]
     q[ROW * BLOCK : (ROW + 1) * BLOCK, :, 0] = 6 * signs[::-1][:, None]
-    scene = scene_of(q, k)
+    sample = scene_of(q, k)
     for name in ("xattention_8_top_k", "xattention_16_top_k", "xattention_8_top_p"):
-        assert first_choice(name, scene) == 5
-    assert POOLED.mass(scene)[0, ROW, 5] < 1.1 / ROW
+        assert first_choice(name, sample) == 5
+    assert POOLED.mass(sample)[0, ROW, 5] < 1.1 / ROW
 
 
 def test_bounds_find_a_spike_that_a_mean_dilutes():
     q, k = quiet()
     q[..., 0], k[5 * BLOCK + 7, :, 0], k[8 * BLOCK : 9 * BLOCK, :, 0] = 2, 8, 1
-    scene = scene_of(q, k)
-    assert first_choice("quest", scene) == 5
-    assert first_choice("pooled_top_k", scene) == 8
+    sample = scene_of(q, k)
+    assert first_choice("quest", sample) == 5
+    assert first_choice("pooled_top_k", sample) == 8
 
 
 def test_gates_count_tokens_where_means_add_up_scores():
@@ -171,28 +178,28 @@ def test_gates_count_tokens_where_means_add_up_scores():
     rows = slice(ROW * BLOCK, (ROW + 1) * BLOCK)
     q[rows, :, 0], k[5 * BLOCK : 6 * BLOCK, :, 0] = 1, 2  # all tokens like block 5 a little
     q[ROW * BLOCK, :, 1], k[8 * BLOCK : 9 * BLOCK, :, 1] = 200, 4  # one likes block 8 very much
-    scene = scene_of(q, k)
-    assert first_choice("moba", scene) == 5
-    assert first_choice("pooled_top_k", scene) == 8
+    sample = scene_of(q, k)
+    assert first_choice("moba", sample) == 5
+    assert first_choice("pooled_top_k", sample) == 8
 
 
 def test_flexprefill_is_a_pooled_map_or_stripes_by_its_own_test():
-    scene = NEW[0]
-    aware, striped = (FlexPrefill(tau=tau).rank(scene).priority for tau in (np.inf, 0.0))
-    columns, slashes = stripes(last_attention(scene, 128), BLOCK)
-    is_choice = visible(BLOCKS) & ~always_on(BLOCKS)
+    sample = NEW[0]
+    aware, striped = (FlexPrefill(tau=tau).rank(sample).priority for tau in (np.inf, 0.0))
+    columns, slashes = stripes(last_attention(sample, 128), BLOCK)
+    is_choice = causal_grid(BLOCKS) & ~forced_grid(BLOCKS)
     for gamma in (0.5, 0.8, 0.95):
         for head in range(HEADS):
-            whole = covering(POOLED.mass(scene)[head].ravel() / BLOCKS, gamma)
+            whole = covering(POOLED.mass(sample)[head].ravel() / BLOCKS, gamma)
             expected = whole.reshape(BLOCKS, BLOCKS)[is_choice]
             assert (expected == (aware[head] > 1 - gamma)[is_choice]).all()
             on_column, on_slash = covering(columns[head], gamma), covering(slashes[head], gamma)
             steps = np.subtract.outer(np.arange(BLOCKS), np.arange(BLOCKS))
             expected = (on_column[None, :] | on_slash[np.abs(steps)])[is_choice]
             assert (expected == (striped[head] > 1 - gamma)[is_choice]).all()
-    distances = FlexPrefill().distances(scene, columns)
+    distances = FlexPrefill().distances(sample, columns)
     assert (distances >= 0).all() and (distances <= np.sqrt(np.log(2))).all()
-    between = FlexPrefill(tau=float(np.sort(distances)[1:3].mean())).rank(scene).priority
+    between = FlexPrefill(tau=float(np.sort(distances)[1:3].mean())).rank(sample).priority
     is_aware = distances < np.sort(distances)[1:3].mean()
     assert (between == np.where(is_aware[:, None, None], aware, striped)).all()
 
@@ -210,12 +217,14 @@ def covering(mass, share):
 @hypothesis.given(seed=st.integers(0, 99), threshold=st.floats(0.05, 0.99))
 def test_levels_of_cumulative_rules_are_their_thresholds(seed, threshold):
     random = np.random.default_rng(seed)
-    mass = random.exponential(size=(2, 12, 12)) ** 3 * visible(12)
+    mass = random.exponential(size=(2, 12, 12)) ** 3 * causal_grid(12)
     mass /= mass.sum(axis=-1, keepdims=True)
-    scene = Scene(q=np.zeros((12, 2, 1)), k=np.zeros((12, 1, 1)), scale=1.0, block=1, layer=0)
-    ranking = TopP("any", Proxy(lambda _: mass, POOLED.cost)).rank(scene)
+    sample = LayerSample(
+        q=np.zeros((12, 2, 1)), k=np.zeros((12, 1, 1)), scale=1.0, block=1, layer=0
+    )
+    ranking = TopPRule("any", MassEstimator(lambda _: mass, POOLED.cost)).rank(sample)
     for head, row in itertools.product(range(2), range(12)):
-        forced = always_on(12)[row]
+        forced = forced_grid(12)[row]
         covered, expected = mass[head, row, forced].sum(), forced.copy()
         for block in np.argsort(-np.where(forced, -1, mass[head, row])):
             if covered >= threshold or forced[block] or block > row:
@@ -232,7 +241,7 @@ def test_nothing_beats_the_oracle_of_the_model(share):
     losses = {}
     for name in RULES:
         rule = calibrated(name)
-        losses[name] = mean_loss(NEW, taken(rule, [rule.rank(scene) for scene in NEW], share))
+        losses[name] = mean_loss(NEW, taken(rule, [rule.rank(sample) for sample in NEW], share))
     assert all(np.isfinite(loss) for loss in losses.values())
     assert all(losses["oracle_model"] < losses[name] for name in RULES if name != "oracle_model")
     for name in ("pooled_top_k", "quest", "moba", "vertical_slash", "a_shape"):
@@ -241,25 +250,25 @@ def test_nothing_beats_the_oracle_of_the_model(share):
 
 def test_the_oracle_of_the_model_is_the_best_of_all_choices():
     random = np.random.default_rng(0)
-    masses = random.exponential(size=(1, 6, 6)) ** 2 * visible(6)
+    masses = random.exponential(size=(1, 6, 6)) ** 2 * causal_grid(6)
     masses = (masses / masses.sum(axis=-1, keepdims=True)).astype(np.float32)
     q, k = np.zeros((6, 1, 1)), np.zeros((6, 1, 1))
-    scene = Scene(q=q, k=k, scale=1.0, block=1, layer=0, masses=masses)
-    priority = OracleModel().rank(scene).priority[0]
-    always = always_on(6)
-    free = np.flatnonzero(visible(6) & ~always)
+    sample = LayerSample(q=q, k=k, scale=1.0, block=1, layer=0, masses=masses)
+    priority = OracleModel().rank(sample).priority[0]
+    forced = forced_grid(6)
+    free = np.flatnonzero(causal_grid(6) & ~forced)
     for count in range(len(free) + 1):
         losses = []
         for chosen in itertools.combinations(free, count):
-            kept = always.copy()
+            kept = forced.copy()
             kept.flat[list(chosen)] = True
-            losses.append(mean_loss([scene], kept))
+            losses.append(mean_loss([sample], kept))
         kept = np.zeros(36, bool)
-        kept[np.argsort(-priority.ravel(), kind="stable")[: always.sum() + count]] = True
-        np.testing.assert_allclose(mean_loss([scene], kept.reshape(6, 6)), min(losses), rtol=1e-6)
+        kept[np.argsort(-priority.ravel(), kind="stable")[: forced.sum() + count]] = True
+        np.testing.assert_allclose(mean_loss([sample], kept.reshape(6, 6)), min(losses), rtol=1e-6)
 
 
 def test_top_k_of_the_whole_model_needs_no_equal_rows():
-    rule = TopK("any", POOLED, scope=Scope.MODEL)
-    kept = taken(rule, [rule.rank(scene) for scene in NEW], 0.5)
+    rule = TopKRule("any", POOLED, scope=RuleScope.MODEL)
+    kept = taken(rule, [rule.rank(sample) for sample in NEW], 0.5)
     assert len(set(kept.sum(axis=(2, 3)).ravel().tolist())) > 1

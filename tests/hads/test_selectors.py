@@ -5,11 +5,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from xsake.hads.selectors import SELECTORS, Antidiagonal, Cumulant, Look, Pooled, Sampled, mixed
+from xsake.hads.selectors import (
+    SELECTORS,
+    Antidiagonal,
+    Cumulant,
+    Pooled,
+    Sampled,
+    ScoringContext,
+    correct_masses,
+)
 from xsake.kernels.statistics import block_statistics
 
 BLOCK, SCALE = 16, 0.25
-LOOK = Look(BLOCK, SCALE)
+LOOK = ScoringContext(BLOCK, SCALE)
 
 
 def inputs(tokens=128, q_heads=4, kv_heads=2, dim=16, batch=2, seed=0):
@@ -77,7 +85,7 @@ def test_segments_hide_each_other_from_sampled_queries():
 
 def test_corrections_mix_a_row_with_the_one_before_and_the_even_share():
     masses = jnp.asarray(np.tri(4) / np.arange(1, 5)[:, None])[None, None]
-    found = mixed(masses, np.array([[0.5, 0.25, 1.0]]))[0, 0]
+    found = correct_masses(masses, np.array([[0.5, 0.25, 1.0]]))[0, 0]
     assert np.allclose(found[3], 0.5 / 4 + 1 / 4 + np.array([0.25 / 3] * 3 + [0]))
 
 

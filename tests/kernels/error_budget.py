@@ -4,7 +4,7 @@ import jax
 import numpy as np
 
 from xsake.testing import naive, oracle
-from xsake.testing.budget import judge
+from xsake.testing.budget import check_error
 
 
 def cotangents(out, lse, seed=5):
@@ -23,9 +23,9 @@ def failures(call, arrays, allowed, scale, dtype="float32"):
     names = "out", "lse", "d_q", "d_k", "d_v"
     got = dict(zip(names, (out, lse, *gradients), strict=True))
     d_out = np.asarray(d_out.astype(out.dtype), np.float64)
-    x = oracle.Operands(*(np.asarray(a) for a in arrays), allowed, scale=scale)
+    x = oracle.DenseInputs(*(np.asarray(a) for a in arrays), allowed, scale=scale)
     truth = oracle.attend(x, d_out, d_lse)
-    plain = naive.in_three_orders(x, d_out, d_lse, dtype)
+    plain = naive.run_three_orders(x, d_out, d_lse, dtype)
     products = np.einsum("bqhd,bkhd->bhqk", x.q.astype(float), np.repeat(x.k, group(x), 2))
     condition = float(np.abs(scale * products * allowed).max())
     found = []
@@ -33,7 +33,9 @@ def failures(call, arrays, allowed, scale, dtype="float32"):
         runs = np.stack([np.asarray(getattr(one, name), np.float64) for one in plain])
         kind = "float32" if name == "lse" else dtype
         right = getattr(truth, name)
-        report = judge(name, np.asarray(got[name]), runs, right, dtype=kind, condition=condition)
+        report = check_error(
+            name, np.asarray(got[name]), runs, right, dtype=kind, condition=condition
+        )
         found += [] if report.failure is None else [report.failure]
     return found
 

@@ -6,7 +6,9 @@ from typing import Any
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import tpu as pltpu
 
-from xsake.kernels.block_sparse import mosaic_gpu, mosaic_tpu
+from xsake.kernels.block_sparse import mosaic_tpu
+from xsake.kernels.block_sparse.mosaic_gpu import ampere
+from xsake.kernels.dispatch import BackendSpec
 
 # Two cores, memory that holds NaN until it is written, copies that really take turns, and every
 # access checked: against its neighbours' and against the ends of the array.
@@ -19,26 +21,29 @@ CHECKED = pltpu.InterpretParams(
 )
 
 
+def register(monkeypatch, op, **backends):
+    """Add backends to an operation, each used only when it is named."""
+    specs = [BackendSpec(name, each, is_on_request=True) for name, each in backends.items()]
+    monkeypatch.setattr(op, "backends", (*op.backends, *specs))
+
+
 @dataclasses.dataclass(frozen=True)
 class Interpreted:
     """The backend `mosaic_tpu`, but run by an interpreter and therefore on every platform."""
 
     interpret: Any = True
 
-    def platforms(self):
-        return None
+    def unsupported_reason(self, inputs, config, platform):
+        return mosaic_tpu.unsupported_reason(inputs, config, "tpu")
 
-    def unsupported(self, operands, problem, platform):
-        return mosaic_tpu.unsupported(operands, problem, "tpu")
+    def count_passes(self, inputs, config, platform):
+        return mosaic_tpu.count_passes(inputs, config, "tpu")
 
-    def passes(self, operands, problem, platform):
-        return mosaic_tpu.passes(operands, problem, "tpu")
+    def forward(self, inputs, config, platform):
+        return mosaic_tpu.forward(inputs, config, platform, self.interpret)
 
-    def forward(self, operands, problem):
-        return mosaic_tpu.forward(operands, problem, self.interpret)
-
-    def backward(self, operands, problem, out, lse, cotangents):
-        return mosaic_tpu.backward(operands, problem, out, lse, cotangents, self.interpret)
+    def backward(self, inputs, config, platform, *residuals):
+        return mosaic_tpu.backward(inputs, config, platform, *residuals, self.interpret)
 
 
 # Memory that holds NaN until it is written, copies that end when a barrier says so, and every
@@ -50,20 +55,17 @@ GPU_CHECKED = plgpu.InterpretGPUParams(detect_races=True)
 class InterpretedGpu:
     """A backend for NVIDIA GPUs, run by their interpreter."""
 
-    backend: Any = mosaic_gpu
+    backend: Any = ampere
     interpret: Any = GPU_CHECKED
 
-    def platforms(self):
-        return None
+    def unsupported_reason(self, inputs, config, platform):
+        return self.backend.unsupported_reason(inputs, config, "sm_90")
 
-    def unsupported(self, operands, problem, platform):
-        return self.backend.unsupported(operands, problem, "sm_90")
+    def count_passes(self, inputs, config, platform):
+        return self.backend.count_passes(inputs, config, "sm_90")
 
-    def passes(self, operands, problem, platform):
-        return self.backend.passes(operands, problem, "sm_90")
+    def forward(self, inputs, config, platform):
+        return self.backend.forward(inputs, config, platform, self.interpret)
 
-    def forward(self, operands, problem):
-        return self.backend.forward(operands, problem, self.interpret)
-
-    def backward(self, operands, problem, out, lse, cotangents):
-        return self.backend.backward(operands, problem, out, lse, cotangents, self.interpret)
+    def backward(self, inputs, config, platform, *residuals):
+        return self.backend.backward(inputs, config, platform, *residuals, self.interpret)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import xsake
-from xsake.kernels.block_sparse import xla_decode
+from xsake.kernels.block_sparse.xla import decode
 from xsake.layout import BlockLayout
 from xsake.masks import Causal, PerHead, Window
 
@@ -66,9 +66,9 @@ CALLS = {
 
 def in_place(monkeypatch):
     """Record the calls that read K and V in place."""
-    seen, forward = [], xla_decode.forward
+    seen, forward = [], decode.forward
     monkeypatch.setattr(
-        xla_decode, "forward", lambda *args: seen.append(args) or forward(*args), raising=True
+        decode, "forward", lambda *args: seen.append(args) or forward(*args), raising=True
     )
     return seen
 

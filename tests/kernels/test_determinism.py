@@ -20,8 +20,8 @@ from xsake.testing.conformance import (
     bind,
     call,
     compare,
-    expected,
     failures,
+    reference_results,
     run_case,
     with_gradients,
 )
@@ -102,7 +102,7 @@ def test_the_size_of_the_batch_does_not_matter(implementation):
 @each_implementation
 def test_the_order_of_key_blocks_moves_only_rounding(implementation):
     case = Case("order", Full(), block=(32, 16), q_tokens=64, kv_tokens=96)
-    inputs, truth, plain = expected(case)
+    inputs, truth, plain = reference_results(case)
     order = np.random.default_rng(0).permutation(6)
     tokens = (order[:, None] * 16 + np.arange(16)).reshape(-1)
     moved = inputs.replace(k=inputs.operands["k"][:, tokens], v=inputs.operands["v"][:, tokens])

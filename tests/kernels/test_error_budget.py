@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from xsake.testing.budget import LIMITS, judge, ulp_term
+from xsake.testing.budget import LIMITS, check_error, ulp_term
 
 RNG = np.random.default_rng(0)
 TRUTH = RNG.standard_normal((64, 64))
@@ -11,7 +11,7 @@ NAIVE = TRUTH + 1e-7 * RNG.standard_normal((64, 64))
 
 
 def verdict(got, truth=TRUTH, naive=NAIVE, **rules):
-    return judge("out", got, naive[None], truth, dtype="float32", **rules).failure
+    return check_error("out", got, naive[None], truth, dtype="float32", **rules).failure
 
 
 def test_an_error_like_the_comparators_passes():
@@ -56,7 +56,7 @@ def test_the_backstop_holds_even_when_the_comparator_is_bad():
 
 def test_a_wrong_shape_and_a_broken_comparator_are_refused():
     assert "shape" in verdict(TRUTH[:1])
-    assert "comparator" in verdict(TRUTH, naive=np.full_like(NAIVE, np.nan))
+    assert "naive attention" in verdict(TRUTH, naive=np.full_like(NAIVE, np.nan))
 
 
 def test_low_precision_dtypes_have_coarser_ulps_and_tighter_rms():

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from xsake.kernels.block_sparse.tiles import exp2
+from xsake.kernels.online_softmax import exp2
 
 # As for users, however the tests are compiled: fused multiply-adds are a part of its accuracy.
 AS_FOR_USERS = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}

@@ -12,7 +12,7 @@ from tests.lanes import each_implementation
 from xsake.masks import Causal
 from xsake.testing.budget import non_finite
 from xsake.testing.cases import Case
-from xsake.testing.conformance import bind, call, run_naive, truth_of, with_gradients
+from xsake.testing.conformance import bind, call, compute_truth, run_naive, with_gradients
 
 BASE = Case(
     "extreme",
@@ -79,7 +79,7 @@ def test_finite_and_right_wherever_the_truth_is_finite(implementation, dtype):
     for name, change in VARIANTS.items():
         inputs = case.inputs()
         inputs = inputs.replace(**change(inputs.operands))
-        truth, got, plain = truth_of(case, inputs), call(run, inputs), run_naive(case, inputs)
+        truth, got, plain = compute_truth(case, inputs), call(run, inputs), run_naive(case, inputs)
         # An error of one unit in the last place of the largest logit moves a probability by as
         # much; what it moves is at most as large as the operands that meet in that array.
         size = {

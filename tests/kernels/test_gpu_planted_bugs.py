@@ -8,19 +8,19 @@ import numpy as np
 import pytest
 
 import xsake
-from tests.kernels.interpreted import InterpretedGpu
-from xsake.kernels.block_sparse import (
-    gpu_call,
-    gpu_lists,
-    gpu_passes,
-    gpu_step,
-    mosaic_gpu,
-    mosaic_gpu_hopper,
-    op,
-    tiles,
+from tests.kernels.interpreted import InterpretedGpu, register
+from xsake.kernels import online_softmax
+from xsake.kernels.block_sparse.api import OP
+from xsake.kernels.block_sparse.mosaic_gpu import (
+    ampere,
+    hopper,
+    kernels,
+    launch,
+    masking,
+    schedule,
 )
-from xsake.kernels.block_sparse.ragged_grid import RaggedGrid
-from xsake.kernels.mosaic_gpu_compat import Machine
+from xsake.kernels.block_sparse.mosaic_gpu.ops import GpuOps
+from xsake.layout.numbering import RaggedGrid
 from xsake.masks import Causal, Explicit, PerHead, Window
 from xsake.testing.cases import Case
 from xsake.testing.conformance import check_case, failures
@@ -50,7 +50,7 @@ CASES = {
 
 
 def noticed(case: str) -> list[str]:
-    """What the interpreter has to say: broken budgets, or the error it stopped with."""
+    """Failures that the interpreter reports: exceeded budgets, or the error it stopped with."""
     try:
         return failures(check_case(xsake.attention, CASES[case], "gpu_checked"))
     except (jax.errors.JaxRuntimeError, IndexError, ValueError, RuntimeError) as error:
@@ -58,13 +58,12 @@ def noticed(case: str) -> list[str]:
 
 
 @pytest.fixture(autouse=True)
-def fresh(monkeypatch):
-    """The interpreter, and no trace or list of an earlier kernel."""
-    monkeypatch.setitem(op.BACKENDS, "gpu_checked", InterpretedGpu())
+def fresh():
+    """No trace or schedule of an earlier kernel."""
 
     def forget():
         jax.clear_caches()
-        gpu_lists._static_lists.cache_clear()
+        schedule._static_lists.cache_clear()
         _forget_interpreted()
 
     forget()
@@ -73,7 +72,7 @@ def fresh(monkeypatch):
 
 
 def _forget_interpreted() -> None:
-    """After an error the interpreter keeps what it was doing."""
+    """Reset the interpreter, which keeps its state after an error."""
     from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 
     interpret_pallas_call.reset_gpu_interpret_mode_state()
@@ -105,42 +104,42 @@ def bug(owner, attribute, case="windows"):
     return enter
 
 
-@bug(Machine, "wait")
+@bug(GpuOps, "wait")
 def a_tile_is_used_before_it_has_arrived(right):
     return lambda self, barriers, slot=0: None
 
 
-@bug(gpu_call, "STAGES")
+@bug(launch, "STAGES")
 def the_tile_that_is_read_is_overwritten(right):
     return 1
 
 
-@bug(Machine, "done_reading")
-def a_slot_is_given_back_without_saying_so(right):
+@bug(GpuOps, "release")
+def a_slot_is_released_without_a_commit(right):
     return lambda self: None
 
 
-@bug(gpu_call.Row, "_met")
+@bug(launch.RowProgram, "_inner_coords")
 def every_step_takes_the_first_item(right):
     return lambda self, step: right(self, 0 * step)
 
 
-@bug(gpu_step, "place_of", case="shared")
-def the_next_part_of_a_block_is_taken(right):
+@bug(masking, "locate_tile", case="shared")
+def the_next_tile_of_a_block_is_taken(right):
     return lambda number, part, *rest: right(number, part + 1, *rest)
 
 
-@bug(RaggedGrid, "met_shift", case="shared")
-def copies_of_a_list_read_the_first_batch_element(right):
-    return lambda self, copy: 0 * copy
+@bug(RaggedGrid, "inner_offset", case="shared")
+def replicas_of_a_list_read_the_first_batch_element(right):
+    return lambda self, replica: 0 * replica
 
 
-@bug(RaggedGrid, "own_number", case="shared")
-def copies_of_a_list_write_the_first_batch_element(right):
-    return lambda self, row, copy: right(self, row, 0 * copy)
+@bug(RaggedGrid, "outer_number", case="shared")
+def replicas_of_a_list_write_the_first_batch_element(right):
+    return lambda self, row, replica: right(self, row, 0 * replica)
 
 
-@bug(gpu_lists, "partial_first")
+@bug(schedule, "partial_first")
 def the_last_partial_item_of_a_row_counts_as_full(right):
     def broken(row_starts, is_partial):
         order, partial = right(row_starts, is_partial)
@@ -149,65 +148,67 @@ def the_last_partial_item_of_a_row_counts_as_full(right):
     return broken
 
 
-@bug(gpu_step.Pairs, "_token")
+@bug(masking.TilePairs, "_token")
 def tokens_are_counted_from_one(right):
     return lambda self, axis: right(self, axis) + (1 if axis else 0)
 
 
-@bug(gpu_step.Pairs, "_padded", case="padded")
-def keys_that_fill_a_tile_are_seen(right):
+@bug(masking.TilePairs, "_padded_tiles", case="padded")
+def keys_that_pad_a_tile_are_visible(right):
     return lambda self: []
 
 
-@bug(gpu_step.Pairs, "_scalars")
+@bug(masking.TilePairs, "_scalars")
 def every_head_has_the_window_of_the_first(right):
-    return lambda self, rule: [self.lists.tables[row * rule.heads] for row in range(len(rule.rows))]
+    return lambda self, program: [
+        self.lists.tables[row * program.heads] for row in range(len(program.rows))
+    ]
 
 
-@bug(gpu_lists, "mask_tiles", case="table")
+@bug(schedule, "build_mask_blocks", case="table")
 def items_have_the_element_mask_of_their_neighbour(right):
     def broken(*given, **named):
-        shown, numbers = right(*given, **named)
-        return shown, np.roll(numbers, 1)
+        mask_blocks, mask_ids = right(*given, **named)
+        return mask_blocks, np.roll(mask_ids, 1)
 
     return broken
 
 
-@bug(gpu_step.Pairs, "_ids", case="packed")
-def segments_do_not_keep_keys_apart(right):
+@bug(masking.TilePairs, "_ids", case="packed")
+def segments_do_not_separate_keys(right):
     return lambda self, axis: 0 * right(self, axis)
 
 
-@bug(tiles, "raised")
+@bug(online_softmax, "rescale")
 def earlier_sums_are_not_rescaled(right):
-    def broken(peak, highest, unit):
-        new, origin, decay = right(peak, highest, unit)
-        return new, origin, 0 * decay + 1
+    def broken(m, m_tile, base):
+        m_new, m_safe, alpha = right(m, m_tile, base)
+        return m_new, m_safe, 0 * alpha + 1
 
     return broken
 
 
-@bug(tiles, "logit_gradient")
+@bug(online_softmax, "score_grad")
 def the_row_term_of_the_gradient_is_dropped(right):
-    return lambda weight, d_weight, delta, slope: right(weight, d_weight, 0 * delta, slope)
+    return lambda p, dp, delta, slope: right(p, dp, 0 * delta, slope)
 
 
-@bug(tiles, "softcap_slope", case="capped")
+@bug(online_softmax, "softcap_grad", case="capped")
 def the_softcap_has_no_slope(right):
     return lambda *given, **named: None
 
 
-@bug(gpu_passes, "_logits")
-def logits_are_scaled_by_the_square_of_the_scale(right):
+@bug(kernels, "_scores")
+def scores_are_scaled_by_the_square_of_the_scale(right):
     return lambda *given: right(*given) * given[-1].scale
 
 
-# Hopper's warp groups hand slots back by barriers, so that one slot is right there, only slow.
+# Hopper's warp groups release slots by barriers, so that one slot is correct there, only slow.
 NO_BUG_ON_HOPPER = ("the_tile_that_is_read_is_overwritten",)
 
 
 def _marked(found: Bug, backend):
-    is_quick = backend is mosaic_gpu and found.name in EVERY_TIME
+    is_quick = backend is ampere and found.name in EVERY_TIME
     name = backend.__name__.rpartition(".")[2]
     marks = () if is_quick else (pytest.mark.slow,)
     return pytest.param(found, backend, id=f"{name}-{found.name}", marks=marks)
@@ -215,19 +216,20 @@ def _marked(found: Bug, backend):
 
 @pytest.mark.parametrize(
     ("found", "backend"),
-    [_marked(each, mosaic_gpu) for each in BUGS]
-    + [_marked(each, mosaic_gpu_hopper) for each in BUGS if each.name not in NO_BUG_ON_HOPPER],
+    [_marked(each, ampere) for each in BUGS]
+    + [_marked(each, hopper) for each in BUGS if each.name not in NO_BUG_ON_HOPPER],
 )
 def test_a_planted_bug_is_noticed(found, backend, monkeypatch):
-    monkeypatch.setitem(op.BACKENDS, "gpu_checked", InterpretedGpu(backend))
+    register(monkeypatch, OP, gpu_checked=InterpretedGpu(backend))
     right = getattr(found.owner, found.attribute)
     monkeypatch.setattr(found.owner, found.attribute, found.broken(right))
-    if found.owner is gpu_step and found.attribute == "place_of":
-        monkeypatch.setattr(gpu_call, "place_of", found.broken(right))
+    if found.attribute == "locate_tile":
+        monkeypatch.setattr(launch, "locate_tile", found.broken(right))
     assert noticed(found.case) != []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_nothing_is_noticed_without_a_bug(case):
+def test_nothing_is_noticed_without_a_bug(case, monkeypatch):
+    register(monkeypatch, OP, gpu_checked=InterpretedGpu())
     assert noticed(case) == []

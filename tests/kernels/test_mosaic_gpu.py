@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 
 import xsake
-from tests.kernels.interpreted import GPU_CHECKED, InterpretedGpu
+from tests.kernels.interpreted import GPU_CHECKED, InterpretedGpu, register
 from xsake.errors import UnsupportedError
-from xsake.kernels.block_sparse import gpu_lists, mosaic_gpu, mosaic_gpu_hopper, op
-from xsake.kernels.block_sparse.problem import Cotangents, Operands, Problem
+from xsake.kernels.block_sparse.api import OP
+from xsake.kernels.block_sparse.mosaic_gpu import ampere, hopper, schedule
+from xsake.kernels.block_sparse.types import BlockSparseConfig, BlockSparseInputs
 from xsake.layout import BlockLayout
 from xsake.layout.synthetic import ragged_grid
 from xsake.masks import Causal, FromFunction, PerHead, Window
@@ -70,9 +71,8 @@ EVERY_TIME = [
 
 @pytest.fixture(autouse=True)
 def interpreter(monkeypatch):
-    """The interpreter, by name, as if it were an implementation."""
-    monkeypatch.setitem(op.BACKENDS, "gpu_checked", InterpretedGpu())
-    monkeypatch.setitem(op.BACKENDS, "hopper_checked", InterpretedGpu(mosaic_gpu_hopper))
+    """Both backends, run by the interpreter."""
+    register(monkeypatch, OP, gpu_checked=InterpretedGpu(), hopper_checked=InterpretedGpu(hopper))
 
 
 @pytest.mark.parametrize("case", EVERY_TIME, ids=lambda case: case.name)
@@ -80,7 +80,7 @@ def test_kernels_are_within_the_error_budget_and_without_races(case):
     assert failures(check_case(xsake.attention, case, "gpu_checked")) == []
 
 
-def test_teams_of_warp_groups_are_within_the_error_budget_and_without_races():
+def test_specialized_warp_groups_are_within_the_error_budget_and_without_races():
     assert failures(check_case(xsake.attention, OWN_CASES[3], "hopper_checked")) == []
 
 
@@ -95,16 +95,16 @@ def test_the_whole_table_is_within_the_error_budget_and_without_races(case, impl
     assert failures(check_case(xsake.attention, case, implementation)) == []
 
 
-def operands_of(name: str, dtype=jnp.bfloat16) -> Operands:
+def inputs_of(name: str, dtype=jnp.bfloat16) -> BlockSparseInputs:
     case = BY_NAME[name]
     x = case.inputs().operands
-    return Operands(*(jnp.asarray(x[part], dtype) for part in "qkv"), case.schedule)
+    return BlockSparseInputs(*(jnp.asarray(x[part], dtype) for part in "qkv"), case.schedule)
 
 
 @pytest.mark.parametrize(
     ("platform", "reason"),
     [
-        ("cuda", "no GPU is here"),
+        ("cuda", "no GPU was found"),
         ("sm_75", "7.5 is older than 8.0"),
         ("sm_130", "13.0 is not among those"),
         ("sm_80", None),
@@ -114,82 +114,81 @@ def operands_of(name: str, dtype=jnp.bfloat16) -> Operands:
     ],
 )
 def test_the_capability_is_checked_before_anything_is_lowered(platform, reason):
-    found = mosaic_gpu.unsupported(operands_of("ragged_grid"), Problem(0.2), platform)
+    found = ampere.unsupported_reason(inputs_of("ragged_grid"), BlockSparseConfig(0.2), platform)
     assert found is None if reason is None else reason in found
 
 
 def test_float32_and_bias_are_declined_with_their_reasons():
-    operands, problem = operands_of("ragged_grid", jnp.float32), Problem(0.2)
-    assert "not float32" in mosaic_gpu.unsupported(operands, problem, "sm_80")
+    inputs, config = inputs_of("ragged_grid", jnp.float32), BlockSparseConfig(0.2)
+    assert "not float32" in ampere.unsupported_reason(inputs, config, "sm_80")
     with pytest.raises(UnsupportedError, match="bias"):
         check_case(xsake.attention, _half(BY_NAME["bias_shared"]), "gpu_checked")
 
 
-def test_explain_tells_what_each_gpu_would_run_and_why():
+def test_explain_reports_the_backend_of_each_gpu_and_why():
     half, whole = (jax.ShapeDtypeStruct((1, 1024, 4, 64), x) for x in ("bfloat16", "float32"))
-    told = lambda x, platform: xsake.explain(x, x, x, mask=Causal(), platform=platform)
-    assert told(half, "sm_80").implementation == "mosaic_gpu"
-    assert told(half, "sm_90a").implementation == "mosaic_gpu_hopper"
-    assert "not 12.0" in told(half, "sm_120a").declined["mosaic_gpu_hopper"]
+    explain = lambda x, platform: xsake.explain(x, x, x, mask=Causal(), platform=platform)
+    assert explain(half, "sm_80").implementation == "mosaic_gpu"
+    assert explain(half, "sm_90a").implementation == "mosaic_gpu_hopper"
+    assert "not 12.0" in explain(half, "sm_120a").declined["mosaic_gpu_hopper"]
     for platform, x, reason in (
         ("sm_75", half, "older than 8.0 (Ampere)"),
         ("sm_90", whole, "not float32"),
         ("rocm", half, "runs on cuda only"),
     ):
-        found = told(x, platform)
+        found = explain(x, platform)
         assert found.implementation == "xla"
         assert reason in found.declined["mosaic_gpu"]
 
 
 def test_rules_that_need_tables_are_declined_for_traced_layouts_and_positions():
-    operands = operands_of("explicit_with_empty_rows_and_columns")
-    problem = Problem(0.25)
-    assert mosaic_gpu.unsupported(operands, problem, "sm_80") is None
-    traced = operands._replace(layout=operands.layout.traced())
-    assert "traced layout" in mosaic_gpu.unsupported(traced, problem, "sm_80")
-    moved = operands._replace(q_positions=jnp.arange(90)[None])
-    assert "positions" in mosaic_gpu.unsupported(moved, problem, "sm_80")
+    inputs = inputs_of("explicit_with_empty_rows_and_columns")
+    config = BlockSparseConfig(0.25)
+    assert ampere.unsupported_reason(inputs, config, "sm_80") is None
+    traced = inputs._replace(layout=inputs.layout.traced())
+    assert "traced layout" in ampere.unsupported_reason(traced, config, "sm_80")
+    moved = inputs._replace(q_positions=jnp.arange(90)[None])
+    assert "positions" in ampere.unsupported_reason(moved, config, "sm_80")
 
 
-def every_result(operands: Operands, problem: Problem) -> list[bytes]:
-    """out, lse, dQ, dK, dV of one call, as bytes."""
+def every_result(inputs: BlockSparseInputs, config: BlockSparseConfig) -> list[bytes]:
+    """o, lse, dq, dk, dv of one call, as bytes."""
 
     @jax.jit
-    def run(q, k, v, d_out, d_lse):
-        given = operands._replace(q=q, k=k, v=v)
-        out, lse = mosaic_gpu.forward(given, problem, GPU_CHECKED)
-        wanted = Cotangents(d_out, d_lse)
-        found = mosaic_gpu.backward(given, problem, out, lse, wanted, GPU_CHECKED)
-        return out, lse, *found[:3]
+    def run(q, k, v, do, dlse):
+        given = inputs._replace(q=q, k=k, v=v)
+        o, lse = ampere.forward(given, config, "cuda", GPU_CHECKED)
+        grads = ampere.backward(given, config, "cuda", o, lse, do, dlse, GPU_CHECKED)
+        return o, lse, *grads[:3]
 
     rng = np.random.default_rng(1)
-    d_out = jnp.asarray(rng.standard_normal(operands.q.shape), operands.q.dtype)
-    d_lse = rng.standard_normal(operands.q.shape[:3], np.float32)
-    return [np.asarray(x).tobytes() for x in run(*operands[:3], d_out, d_lse)]
+    do = jnp.asarray(rng.standard_normal(inputs.q.shape), inputs.q.dtype)
+    dlse = rng.standard_normal(inputs.q.shape[:3], np.float32)
+    return [np.asarray(x).tobytes() for x in run(*inputs[:3], do, dlse)]
 
 
-def small_operands() -> Operands:
+def small_inputs() -> BlockSparseInputs:
     rng = np.random.default_rng(0)
     layout = BlockLayout.from_mask(Causal() & Window(20, 0), q_tokens=70, block_q=32, block_kv=32)
     shapes = (1, 70, 4, 16), (1, 70, 2, 16), (1, 70, 2, 16)
     arrays = (jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for shape in shapes)
-    return Operands(*arrays, layout)
+    return BlockSparseInputs(*arrays, layout)
 
 
 @pytest.mark.slow
 def test_a_traced_layout_gives_the_bits_of_the_static_one():
-    operands = small_operands()
-    traced = operands._replace(layout=operands.layout.traced(capacity=40))
-    assert every_result(traced, Problem(0.2)) == every_result(operands, Problem(0.2))
+    inputs, config = small_inputs(), BlockSparseConfig(0.2)
+    traced = inputs._replace(layout=inputs.layout.traced(capacity=40))
+    assert every_result(traced, config) == every_result(inputs, config)
 
 
 @pytest.mark.slow
 def test_what_no_query_sees_changes_no_bit():
-    # Keys 50..53 and queries 60..63 share blocks with others, but see nobody.
+    # Keys 50..53 and queries 60..63 share blocks with others, but have no visible pair.
     hidden = lambda q, kv: ((kv < 50) | (kv >= 54)) & ((q < 60) | (q >= 64))
     mask = Causal() & FromFunction(hidden)
     layout = BlockLayout.from_mask(mask, q_tokens=70, block_q=32, block_kv=32)
-    clean = small_operands()._replace(layout=layout)
+    clean = small_inputs()._replace(layout=layout)
     token = jnp.arange(70)[None, :, None, None]
     bad_key, bad_query = (token >= 50) & (token < 54), (token >= 60) & (token < 64)
     dirty = clean._replace(
@@ -197,11 +196,12 @@ def test_what_no_query_sees_changes_no_bit():
         v=jnp.where(bad_key, jnp.inf, clean.v),
         q=jnp.where(bad_query, jnp.nan, clean.q),
     )
-    assert every_result(dirty, Problem(0.2)) == every_result(clean, Problem(0.2))
+    config = BlockSparseConfig(0.2)
+    assert every_result(dirty, config) == every_result(clean, config)
 
 
 def test_rows_start_longest_first_and_every_row_once():
-    lists = gpu_lists.by_query(operands_of("ragged_grid"), 32).lists
+    lists = schedule.schedule_queries(inputs_of("ragged_grid"), 32).lists
     assert (np.diff(lists.stops - lists.starts) <= 0).all()
     assert sorted(lists.rows) == list(range(len(lists.rows)))
 
@@ -211,13 +211,13 @@ def test_ragged_heads_keep_132_multiprocessors_busy_and_explain_says_so(mean):
     grid = ragged_grid(32, 32, mean, seed=0, low=0.1, high=0.9)
     layout = BlockLayout.from_block_mask(grid, block_q=128, block_kv=128, mask=Causal())
     q, k = (jax.ShapeDtypeStruct((1, 4096, heads, 128), "bfloat16") for heads in (32, 8))
-    told = xsake.explain(q, k, k, layout=layout, platform="sm_90a")
-    assert told.implementation == "mosaic_gpu_hopper"
-    for each in told.passes:
+    report = xsake.explain(q, k, k, layout=layout, platform="sm_90a")
+    assert report.implementation == "mosaic_gpu_hopper"
+    for each in report.passes:
         assert (each.cores, each.computed) == (132, each.listed)
         assert 1 <= each.balance <= 1.10
         assert each.padded > 1.2
-    assert "busiest of 132 cores" in str(told) and "padded to the widest head" in str(told)
+    assert "mean of 132 cores" in str(report) and "padding to the widest head" in str(report)
 
 
 @pytest.mark.parametrize(
@@ -227,6 +227,6 @@ def test_ragged_heads_keep_132_multiprocessors_busy_and_explain_says_so(mean):
 )  # fmt: skip
 def test_heads_that_do_not_fit_into_shared_memory_are_declined(platform, features, implementation):
     q = jax.ShapeDtypeStruct((1, 256, 2, features), "bfloat16")
-    told = xsake.explain(q, q, q, mask=Causal(), platform=platform)
-    assert told.implementation == implementation
-    assert ("KiB of shared memory" in str(told)) == (implementation == "xla")
+    report = xsake.explain(q, q, q, mask=Causal(), platform=platform)
+    assert report.implementation == implementation
+    assert ("KiB of shared memory" in str(report)) == (implementation == "xla")

@@ -12,11 +12,13 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 import xsake
-from tests.kernels.interpreted import CHECKED, Interpreted
+from tests.kernels.interpreted import CHECKED, Interpreted, register
 from tests.lanes import gate
 from xsake.errors import UnsupportedError
-from xsake.kernels.block_sparse import mosaic_tpu, op, tpu_lists
-from xsake.kernels.block_sparse.problem import Cotangents, Operands, Problem, TileSizes
+from xsake.kernels.block_sparse import mosaic_tpu
+from xsake.kernels.block_sparse.api import OP
+from xsake.kernels.block_sparse.mosaic_tpu import schedule
+from xsake.kernels.block_sparse.types import BlockSparseConfig, BlockSparseInputs, TileSizes
 from xsake.layout import BlockLayout
 from xsake.masks import Causal, Explicit, PerHead, Window
 from xsake.testing.case_table import BY_NAME, CASES
@@ -105,10 +107,9 @@ STRICT_EVERY_TIME = ["three_query_heads_a_group", "ragged_grid_traced", "empty_l
 
 @pytest.fixture(autouse=True)
 def interpreters(monkeypatch):
-    """Both interpreters, by name, as if they were implementations."""
-    monkeypatch.setitem(op.BACKENDS, "tpu_interpreted", Interpreted())
-    monkeypatch.setitem(op.BACKENDS, "tpu_checked", Interpreted(CHECKED))
-    monkeypatch.setattr(tpu_lists, "MOST_SLOTS", 2)  # half the code, half the time to compile it
+    """Both interpreters as backends, each under its name."""
+    register(monkeypatch, OP, tpu_interpreted=Interpreted(), tpu_checked=Interpreted(CHECKED))
+    monkeypatch.setattr(schedule, "MAX_SLOTS", 2)  # half the code, half the time to compile it
     yield
     pltpu.reset_tpu_interpret_mode_state()
 
@@ -138,64 +139,64 @@ def test_what_is_declined_is_declined_with_its_reason(name, reason):
 def test_rules_that_need_tables_are_declined_for_traced_layouts_and_positions():
     case = BY_NAME["explicit_with_empty_rows_and_columns"]
     x = case.inputs().operands
-    operands = Operands(*(jnp.asarray(x[name]) for name in "qkv"), case.schedule)
-    problem = Problem(0.25)
-    assert mosaic_tpu.unsupported(operands, problem, "tpu") is None
-    traced = operands._replace(layout=case.schedule.traced())
-    assert "traced layout" in mosaic_tpu.unsupported(traced, problem, "tpu")
-    moved = operands._replace(q_positions=jnp.arange(90)[None])
-    assert "positions" in mosaic_tpu.unsupported(moved, problem, "tpu")
+    inputs = BlockSparseInputs(*(jnp.asarray(x[name]) for name in "qkv"), case.schedule)
+    config = BlockSparseConfig(0.25)
+    assert mosaic_tpu.unsupported_reason(inputs, config, "tpu") is None
+    traced = inputs._replace(layout=case.schedule.traced())
+    assert "traced layout" in mosaic_tpu.unsupported_reason(traced, config, "tpu")
+    moved = inputs._replace(q_positions=jnp.arange(90)[None])
+    assert "positions" in mosaic_tpu.unsupported_reason(moved, config, "tpu")
 
 
-def every_result(operands, problem, seed=1):
-    """out, lse, dQ, dK, dV of one call by the plain interpreter, as bytes."""
+def every_result(inputs, config, seed=1):
+    """o, lse, dq, dk, dv of one call by the plain interpreter, as bytes."""
 
     @jax.jit
-    def run(q, k, v, d_out, d_lse):
-        given = operands._replace(q=q, k=k, v=v)
-        out, lse = mosaic_tpu.forward(given, problem, True)
-        found = mosaic_tpu.backward(given, problem, out, lse, Cotangents(d_out, d_lse), True)
-        return out, lse, *found[:3]
+    def run(q, k, v, do, dlse):
+        given = inputs._replace(q=q, k=k, v=v)
+        o, lse = mosaic_tpu.forward(given, config, "tpu", True)
+        grads = mosaic_tpu.backward(given, config, "tpu", o, lse, do, dlse, True)
+        return o, lse, *grads[:3]
 
     rng = np.random.default_rng(seed)
-    d_out = rng.standard_normal(operands.q.shape, np.float32)
-    d_lse = rng.standard_normal(operands.q.shape[:3], np.float32)
-    return [np.asarray(x).tobytes() for x in run(*operands[:3], d_out, d_lse)]
+    do = rng.standard_normal(inputs.q.shape, np.float32)
+    dlse = rng.standard_normal(inputs.q.shape[:3], np.float32)
+    return [np.asarray(x).tobytes() for x in run(*inputs[:3], do, dlse)]
 
 
-def ragged_operands() -> Operands:
+def ragged_inputs() -> BlockSparseInputs:
     case = BY_NAME["ragged_grid"]
     x = case.inputs().operands
-    return Operands(*(jnp.asarray(x[name]) for name in "qkv"), case.schedule)
+    return BlockSparseInputs(*(jnp.asarray(x[name]) for name in "qkv"), case.schedule)
 
 
 @pytest.mark.slow
-def test_launches_and_parts_change_no_bit(monkeypatch):
-    operands, problem = ragged_operands(), Problem(0.2)
-    whole = every_result(operands, problem)
-    assert [x.launches for x in mosaic_tpu.passes(operands, problem, "tpu")] == [1, 1, 1]
-    monkeypatch.setattr(tpu_lists, "PARTS", 1)
-    assert every_result(operands, problem) == whole
-    monkeypatch.setattr(tpu_lists, "PARTS", 2)
-    monkeypatch.setattr(tpu_lists, "MOST_WORDS", 55)
-    assert all(x.launches > 1 for x in mosaic_tpu.passes(operands, problem, "tpu"))
-    assert every_result(operands, problem) == whole
+def test_launches_and_cores_change_no_bit(monkeypatch):
+    inputs, config = ragged_inputs(), BlockSparseConfig(0.2)
+    whole = every_result(inputs, config)
+    assert [x.launches for x in mosaic_tpu.count_passes(inputs, config, "tpu")] == [1, 1, 1]
+    monkeypatch.setattr(schedule, "CORES", 1)
+    assert every_result(inputs, config) == whole
+    monkeypatch.setattr(schedule, "CORES", 2)
+    monkeypatch.setattr(schedule, "MAX_ENTRIES", 55)
+    assert all(x.launches > 1 for x in mosaic_tpu.count_passes(inputs, config, "tpu"))
+    assert every_result(inputs, config) == whole
 
 
 @pytest.mark.slow
 def test_a_traced_layout_gives_the_bits_of_the_static_one(monkeypatch):
-    operands, problem = ragged_operands(), Problem(0.2)
-    whole = every_result(operands, problem)
-    traced = operands._replace(layout=operands.layout.traced(capacity=120))
-    assert every_result(traced, problem) == whole
-    monkeypatch.setattr(tpu_lists, "MOST_WORDS", 150)
-    assert all(x.launches > 1 for x in mosaic_tpu.passes(traced, problem, "tpu"))
-    assert every_result(traced, problem) == whole
+    inputs, config = ragged_inputs(), BlockSparseConfig(0.2)
+    whole = every_result(inputs, config)
+    traced = inputs._replace(layout=inputs.layout.traced(capacity=120))
+    assert every_result(traced, config) == whole
+    monkeypatch.setattr(schedule, "MAX_ENTRIES", 150)
+    assert all(x.launches > 1 for x in mosaic_tpu.count_passes(traced, config, "tpu"))
+    assert every_result(traced, config) == whole
 
 
 @pytest.mark.slow
 def test_launches_pass_the_strict_interpreter(monkeypatch):
-    monkeypatch.setattr(tpu_lists, "MOST_WORDS", 150)
+    monkeypatch.setattr(schedule, "MAX_ENTRIES", 150)
     case = dataclasses.replace(BY_NAME["ragged_grid_traced"], name="split")
     assert failures(check_case(xsake.attention, case, "tpu_checked")) == []
 
@@ -203,7 +204,7 @@ def test_launches_pass_the_strict_interpreter(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("slots", [1, 3, 4])
 def test_groups_of_any_size_stay_within_the_error_budget(slots, monkeypatch):
-    monkeypatch.setattr(tpu_lists, "MOST_SLOTS", slots)
+    monkeypatch.setattr(schedule, "MAX_SLOTS", slots)
     case = dataclasses.replace(BY_NAME["ragged_grid"], name=f"groups_of_{slots}")
     assert failures(check_case(xsake.attention, case, "tpu_interpreted")) == []
 
@@ -221,16 +222,26 @@ def kernel_calls(jaxpr):
             yield from kernel_calls(inner) if hasattr(inner, "eqns") else ()
 
 
-def test_the_compiler_is_told_what_the_cost_model_counts():
-    operands, problem = ragged_operands(), Problem(0.2)
-    traced = jax.make_jaxpr(
-        lambda q, k, v: mosaic_tpu.forward(operands._replace(q=q, k=k, v=v), problem)
-    )(*operands[:3])
-    (call,) = kernel_calls(traced.jaxpr)
-    counted = mosaic_tpu.passes(operands, problem, "tpu")[0]
-    told = call.params["cost_estimate"]
-    assert told.flops == counted.flops > 0
-    assert told.bytes_accessed == counted.bytes_read + counted.bytes_written
+@pytest.mark.parametrize("is_traced", [False, True])
+def test_the_compiler_gets_the_cost_that_the_model_counts(is_traced):
+    static, config = ragged_inputs(), BlockSparseConfig(0.2)
+
+    def run(arrays, layout, do, dlse):
+        inputs = BlockSparseInputs(*arrays, static.layout if layout is None else layout)
+        o, lse = mosaic_tpu.forward(inputs, config, "tpu")
+        return mosaic_tpu.backward(inputs, config, "tpu", o, lse, do, dlse)
+
+    abstract = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
+    layout = jax.tree.map(abstract, static.layout.traced()) if is_traced else None
+    arrays, lse = static[:3], jax.ShapeDtypeStruct(static.q.shape[:3], "float32")
+    calls = kernel_calls(jax.make_jaxpr(run)(arrays, layout, static.q, lse).jaxpr)
+    inputs = static if layout is None else static._replace(layout=layout)
+    counted = mosaic_tpu.count_passes(inputs, config, "tpu")
+    assert [x.launches for x in counted] == [1, 1, 1]
+    for call, expected in zip(calls, counted, strict=True):
+        estimate = call.params["cost_estimate"]
+        assert estimate.flops == expected.flops > 0
+        assert estimate.bytes_accessed == expected.bytes_read + expected.bytes_written
 
 
 @pytest.mark.slow
@@ -279,15 +290,16 @@ def test_another_budget_in_the_same_bucket_is_the_same_program_for_a_tpu():
 def test_a_global_matmul_precision_changes_no_product():
     x = jnp.zeros((1, 128, 1, 64), jnp.bfloat16)
     layout = BlockLayout.from_mask(Causal(), q_tokens=128)
-    run = jax.make_jaxpr(lambda x: mosaic_tpu.forward(Operands(x, x, x, layout), Problem(1.0)))
+    inputs = lambda x: BlockSparseInputs(x, x, x, layout)
+    run = jax.make_jaxpr(lambda x: mosaic_tpu.forward(inputs(x), BlockSparseConfig(1.0), "tpu"))
     usual = str(run(x))
     with jax.default_matmul_precision("highest"):  # which libtpu refuses for bfloat16
         assert str(run(x)) == usual
 
 
 def test_tiles_can_be_chosen():
-    operands = ragged_operands()
-    counted = mosaic_tpu.passes(operands, Problem(0.2, tiles=TileSizes(1, 2)), "tpu")
+    inputs = ragged_inputs()
+    counted = mosaic_tpu.count_passes(inputs, BlockSparseConfig(0.2, tiles=TileSizes(1, 2)), "tpu")
     assert [x.tiles.blocks for x in counted] == [2, 2, 2]
     assert counted[0].computed == 2 * counted[0].steps
 
@@ -296,6 +308,6 @@ def test_element_masks_are_stored_once_each():
     table = np.tile(np.random.default_rng(0).random((16, 16)) < 0.5, (6, 6))
     layout = BlockLayout.from_mask(Explicit(table), q_tokens=96, block_q=16, block_kv=16)
     x = jnp.zeros((1, 96, 2, 8))
-    listing = tpu_lists.by_query(Operands(x, x, x, layout), Problem(1.0))
-    tiles, _ = listing.element_masks(keys_first=True)
-    assert tiles.shape == (1, 16, 16)
+    made = schedule.schedule_queries(BlockSparseInputs(x, x, x, layout), BlockSparseConfig(1.0))
+    mask_blocks, _ = made.mask_blocks(keys_first=True)
+    assert mask_blocks.shape == (1, 16, 16)

@@ -18,7 +18,7 @@ def problem(*, bias_shape=(1, HQ, TQ, TK), sinks_shape=(HQ, 2), softcap=2.0, see
     allowed[:, 1, :, 2] = True  # heads of one group differ
     allowed[0, :, 3] = False  # an empty row
     allowed[:, :, :, 7] = False  # an empty column
-    x = oracle.Operands(
+    x = oracle.DenseInputs(
         q=rng.standard_normal((B, TQ, HQ, D)),
         k=rng.standard_normal((B, TK, HK, D)),
         v=rng.standard_normal((B, TK, HK, DV)),
@@ -86,7 +86,7 @@ def test_oracle_equals_autodiff_of_the_dense_formula(sinks_shape):
 def test_oracle_and_the_comparator_in_float64_are_the_same_function(sinks_shape, softcap):
     x, d_out, d_lse = problem(sinks_shape=sinks_shape, softcap=softcap)
     truth = oracle.attend(x, d_out, d_lse)
-    for plain in naive.in_three_orders(x, d_out, d_lse, "float64"):
+    for plain in naive.run_three_orders(x, d_out, d_lse, "float64"):
         for field in dataclasses.fields(truth):
             if getattr(truth, field.name) is not None:
                 np.testing.assert_allclose(

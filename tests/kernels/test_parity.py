@@ -12,7 +12,7 @@ from tests.lanes import RUNNABLE, each_implementation, gate
 from xsake.masks import Causal, Window
 from xsake.testing.case_table import BY_NAME
 from xsake.testing.cases import Case
-from xsake.testing.conformance import compare, expected, failures, run_case
+from xsake.testing.conformance import compare, failures, reference_results, run_case
 
 SHARED = {
     "causal": (Causal(), {"is_causal": True}),
@@ -55,7 +55,7 @@ def test_agrees_with_jax_nn(name, implementation):
 @pytest.mark.parametrize("pair", list(itertools.combinations(RUNNABLE, 2)), ids="-".join)
 def test_implementations_agree_with_each_other(pair):
     case = BY_NAME["everything"]
-    inputs, truth, plain = expected(case)
+    inputs, truth, plain = reference_results(case)
     first, second = (run_case(xsake.attention, case, name, inputs) for name in pair)
     # Stricter than it must be: the second takes the place of the truth.
     wide = {

@@ -8,9 +8,10 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 import xsake
-from tests.kernels.interpreted import Interpreted, InterpretedGpu
+from tests.kernels.interpreted import Interpreted, InterpretedGpu, register
 from tests.lanes import RUNNABLE, each_implementation
-from xsake.kernels.block_sparse import op, tpu_lists
+from xsake.kernels.block_sparse import api
+from xsake.kernels.block_sparse.mosaic_tpu import schedule
 from xsake.layout import BlockLayout
 from xsake.masks import Causal, PerHead, Sinks, Window
 from xsake.testing.case_table import BY_NAME
@@ -212,9 +213,8 @@ PADDING = {
 
 @pytest.fixture
 def interpreters(monkeypatch):
-    monkeypatch.setitem(op.BACKENDS, "tpu_interpreted", Interpreted())
-    monkeypatch.setitem(op.BACKENDS, "gpu_interpreted", InterpretedGpu())
-    monkeypatch.setattr(tpu_lists, "MOST_SLOTS", 2)
+    register(monkeypatch, api.OP, tpu_interpreted=Interpreted(), gpu_interpreted=InterpretedGpu())
+    monkeypatch.setattr(schedule, "MAX_SLOTS", 2)
     yield
     pltpu.reset_tpu_interpret_mode_state()
 

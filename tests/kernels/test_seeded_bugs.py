@@ -11,8 +11,10 @@ import pytest
 
 import xsake
 from tests.lanes import gate
-from xsake.kernels.block_sparse import blocked, op, problem, tiles, xla
-from xsake.kernels.block_sparse.call import Call
+from xsake.kernels import blocking, online_softmax
+from xsake.kernels.block_sparse import api
+from xsake.kernels.block_sparse.xla import backward_pass
+from xsake.kernels.block_sparse.xla.tiles import BlockedCall
 from xsake.masks import Causal, Explicit, Full, PerHead, Window
 from xsake.testing.cases import Case
 from xsake.testing.conformance import (
@@ -20,10 +22,10 @@ from xsake.testing.conformance import (
     call,
     check_case,
     compare,
+    compute_truth,
     failures,
     run_case,
     run_naive,
-    truth_of,
     with_gradients,
 )
 
@@ -86,7 +88,9 @@ def rows_lost_to_bias_found():
     bias[:, :, [3, 30]] = -np.inf
     inputs = inputs.replace(bias=bias)
     got = run_case(xsake.attention, case, "xla", inputs)
-    return failures(compare(got, run_naive(case, inputs), truth_of(case, inputs), dtype="float32"))
+    return failures(
+        compare(got, run_naive(case, inputs), compute_truth(case, inputs), dtype="float32")
+    )
 
 
 SPECIAL = {"poison": poison_found, "rows_lost_to_bias": rows_lost_to_bias_found}
@@ -116,102 +120,102 @@ def bug(owner, attribute, caught_by="plain"):
     return enter
 
 
-def decay(state, found):
-    """What the sums so far must be multiplied with after a step."""
-    return tiles.exp2(state.peak - jnp.where(found.peak == -jnp.inf, 0, found.peak))
+def alpha(state, new):
+    """The factor on the sums so far after a step."""
+    return online_softmax.exp2(state.m - jnp.where(new.m == -jnp.inf, 0, new.m))
 
 
-@bug(tiles, "accumulate")
+@bug(online_softmax, "update")
 def sums_are_not_rescaled(right):
     def broken(state, *step):
-        found = right(state, *step)
-        surplus = state.accumulator * (1 - decay(state, found))[..., None]
-        return found._replace(accumulator=found.accumulator + surplus)
+        new = right(state, *step)
+        surplus = state.acc * (1 - alpha(state, new))[..., None]
+        return new._replace(acc=new.acc + surplus)
 
     return broken
 
 
-@bug(tiles, "accumulate")
-def mass_is_not_rescaled(right):
+@bug(online_softmax, "update")
+def l_is_not_rescaled(right):
     def broken(state, *step):
-        found = right(state, *step)
-        return found._replace(mass=found.mass + state.mass * (1 - decay(state, found)))
+        new = right(state, *step)
+        return new._replace(l=new.l + state.l * (1 - alpha(state, new)))
 
     return broken
 
 
-@bug(tiles, "accumulate")
-def peak_of_the_last_tile_stays(right):
-    return lambda state, tile, *rest: right(state, tile, *rest)._replace(peak=tile.max(-1))
+@bug(online_softmax, "update")
+def m_of_the_last_tile_stays(right):
+    return lambda state, s, *rest: right(state, s, *rest)._replace(m=s.max(-1))
 
 
-@bug(tiles, "settle")
-def lse_is_left_in_bits(right):
-    return lambda state: (right(state)[0], right(state)[1] * tiles.LOG2_E)
+@bug(online_softmax, "finalize")
+def lse_is_left_in_base_2(right):
+    return lambda state: (right(state)[0], right(state)[1] * online_softmax.LOG2E)
 
 
-@bug(tiles, "settle")
-def lse_forgets_the_mass(right):
-    return lambda state: (right(state)[0], state.peak / tiles.LOG2_E)
+@bug(online_softmax, "finalize")
+def lse_forgets_l(right):
+    return lambda state: (right(state)[0], state.m / online_softmax.LOG2E)
 
 
-@bug(tiles, "settle", caught_by="gaps")
+@bug(online_softmax, "finalize", caught_by="gaps")
 def empty_rows_are_divided_by_zero(right):
-    return lambda state: (state.accumulator / state.mass[..., None], right(state)[1])
+    return lambda state: (state.acc / state.l[..., None], right(state)[1])
 
 
-@bug(tiles, "lse_in_unit", caught_by="rows_lost_to_bias")
+@bug(online_softmax, "lse_to_base", caught_by="rows_lost_to_bias")
 def empty_rows_get_weights_backward(right):
-    return lambda lse, unit: lse * tiles.LOG2_E
+    return lambda lse, base: lse * online_softmax.LOG2E
 
 
-@bug(tiles, "lse_in_unit")
-def backward_mixes_nats_and_bits(right):
-    return lambda lse, unit: right(lse, unit) / tiles.LOG2_E
+@bug(online_softmax, "lse_to_base")
+def backward_mixes_bases(right):
+    return lambda lse, base: right(lse, base) / online_softmax.LOG2E
 
 
-@bug(tiles, "logit_gradient")
+@bug(online_softmax, "score_grad")
 def row_term_is_dropped(right):
-    return lambda weight, d_weight, delta, slope: right(weight, d_weight, 0 * delta, slope)
+    return lambda p, dp, delta, slope: right(p, dp, 0 * delta, slope)
 
 
-@bug(tiles, "logit_gradient")
+@bug(online_softmax, "score_grad")
 def row_term_has_the_wrong_sign(right):
-    return lambda weight, d_weight, delta, slope: right(weight, d_weight, -delta, slope)
+    return lambda p, dp, delta, slope: right(p, dp, -delta, slope)
 
 
-@bug(tiles, "softcap_slope", caught_by="capped")
+@bug(online_softmax, "softcap_grad", caught_by="capped")
 def softcap_slope_is_ignored(right):
     return lambda tile, softcap, exists: None
 
 
-@bug(tiles, "softcap_slope", caught_by="capped")
+@bug(online_softmax, "softcap_grad", caught_by="capped")
 def softcap_slope_is_not_squared(right):
-    wrong = lambda tile, cap: 1 - jnp.abs(tile / (cap * tiles.LOG2_E))
+    wrong = lambda tile, cap: 1 - jnp.abs(tile / (cap * online_softmax.LOG2E))
     return lambda tile, cap, exists: None if cap is None else wrong(tile, cap)
 
 
-@bug(tiles, "logits", caught_by="gaps")
-def bias_is_added_in_the_wrong_unit(right):
-    return lambda products, bias, cap: right(products, bias / tiles.LOG2_E, cap)
+@bug(online_softmax, "to_scores", caught_by="gaps")
+def bias_is_added_in_the_wrong_base(right):
+    return lambda qk, bias, cap: right(qk, bias / online_softmax.LOG2E, cap)
 
 
-@bug(tiles, "logits", caught_by="capped")
+@bug(online_softmax, "to_scores", caught_by="capped")
 def bias_is_added_after_the_cap(right):
-    return lambda products, bias, cap: right(products, None, cap) + bias * tiles.LOG2_E
+    return lambda qk, bias, cap: right(qk, None, cap) + bias * online_softmax.LOG2E
 
 
-@bug(tiles, "query_factor", caught_by="capped")
-def scale_is_in_bits_under_the_cap(right):
-    return lambda scale, softcap: scale * tiles.LOG2_E
+@bug(online_softmax, "query_factor", caught_by="capped")
+def scale_is_in_base_2_under_the_cap(right):
+    return lambda scale, softcap: scale * online_softmax.LOG2E
 
 
-@bug(tiles, "_POWERS")
+@bug(online_softmax, "_EXP2_COEFFICIENTS")
 def exponential_lacks_its_last_term(right):
     return right[:-1]
 
 
-@bug(tiles, "matmul")
+@bug(online_softmax, "matmul")
 def products_are_rounded_to_bfloat16(right):
     narrow = lambda x: x.astype(jnp.bfloat16).astype(x.dtype)
     return lambda a, b: right(narrow(a), narrow(b))
@@ -227,22 +231,22 @@ def with_rows(right, change):
     return broken
 
 
-@bug(blocked, "row_lists")
+@bug(blocking, "list_rows")
 def last_partial_block_is_skipped(right):
     return with_rows(right, lambda rows: {"partial": np.maximum(rows.partial - 1, 0)})
 
 
-@bug(blocked, "row_lists")
+@bug(blocking, "list_rows")
 def last_full_block_is_skipped(right):
     return with_rows(right, lambda rows: {"full": np.maximum(rows.full - 1, 0)})
 
 
-@bug(blocked, "row_lists")
+@bug(blocking, "list_rows")
 def lists_begin_one_block_late(right):
     return with_rows(right, lambda rows: {"start": rows.start + 1})
 
 
-@bug(blocked, "row_lists")
+@bug(blocking, "list_rows")
 def a_partial_block_passes_for_full(right):
     def change(rows):
         moved = np.minimum(rows.partial, 1)
@@ -251,17 +255,17 @@ def a_partial_block_passes_for_full(right):
     return with_rows(right, change)
 
 
-@bug(blocked, "column_lists")
+@bug(blocking, "list_columns")
 def a_term_of_dk_is_dropped(right):
     return with_rows(right, lambda rows: {"partial": np.maximum(rows.partial - 1, 0)})
 
 
-@bug(blocked, "column_lists")
+@bug(blocking, "list_columns")
 def dk_reads_one_head_of_its_group(right):
     return lambda *arguments: right(*arguments)._replace(head=0 * right(*arguments).head)
 
 
-@bug(Call, "visible")
+@bug(BlockedCall, "element_mask")
 def every_head_uses_the_mask_of_head_zero(right):
     def broken(call, row, *rest):
         heads, blocks = call.q_heads, call.layout.q_blocks
@@ -270,75 +274,75 @@ def every_head_uses_the_mask_of_head_zero(right):
     return broken
 
 
-@bug(blocked, "_places", caught_by="late")
+@bug(blocking, "_token_blocks", caught_by="late")
 def keys_past_the_end_are_visible(right):
     return lambda *arguments: right(*arguments)._replace(tokens=arguments[2] + 1)
 
 
-@bug(blocked, "_places", caught_by="packed")
+@bug(blocking, "_token_blocks", caught_by="packed")
 def padding_sees_padding(right):
     return lambda positions, segments, *sizes: right(positions, jnp.abs(segments), *sizes)
 
 
-@bug(blocked, "_places", caught_by="late")
+@bug(blocking, "_token_blocks", caught_by="late")
 def positions_are_ignored(right):
     return lambda positions, *rest: right(None, *rest)
 
 
-@bug(xla, "_query_gradient", caught_by="gaps")
-def dq_beside_a_bias_lacks_the_scale(right):
+@bug(backward_pass, "dq_pass", caught_by="gaps")
+def dq_with_a_bias_lacks_the_scale(right):
     def broken(call, *rest):
-        d_q, d_bias = right(call, *rest)
-        return d_q / call.problem.scale, d_bias
+        dq, dbias = right(call, *rest)
+        return dq / call.config.scale, dbias
 
     return broken
 
 
-@bug(xla, "_walk_keys")
+@bug(backward_pass, "dkv_pass")
 def dq_lacks_the_scale(right):
     def broken(call, *rest, **options):
-        d_q, d_k, d_v = right(call, *rest, **options)
-        return d_q / call.problem.scale, d_k, d_v
+        dq, dk, dv = right(call, *rest, **options)
+        return dq / call.config.scale, dk, dv
 
     return broken
 
 
-@bug(xla, "_walk_keys")
-def dk_keeps_the_factor_of_bits(right):
+@bug(backward_pass, "dkv_pass")
+def dk_keeps_the_factor_of_base_2(right):
     def broken(*arguments, **options):
-        d_q, d_k, d_v = right(*arguments, **options)
-        return d_q, d_k * tiles.LOG2_E, d_v
+        dq, dk, dv = right(*arguments, **options)
+        return dq, dk * online_softmax.LOG2E, dv
 
     return broken
 
 
-@bug(xla, "_queries")
+@bug(online_softmax, "backward_rows")
 def cotangent_of_lse_is_ignored(right):
-    return lambda call, out, lse, given: right(call, out, lse, given._replace(lse=0 * given.lse))
+    return lambda dtype, o, lse, do, dlse: right(dtype, o, lse, do, 0 * dlse)
 
 
-@bug(op, "_with_sinks", caught_by="capped")
+@bug(api, "_add_sinks", caught_by="capped")
 def sinks_are_left_out_of_lse(right):
     return lambda out, lse, sinks: (right(out, lse, sinks)[0], lse)
 
 
-@bug(op, "_with_sinks", caught_by="capped")
-def sinks_take_no_mass(right):
+@bug(api, "_add_sinks", caught_by="capped")
+def sinks_take_no_probability(right):
     return lambda out, lse, sinks: (out, right(out, lse, sinks)[1])
 
 
-@bug(op, "_with_sinks", caught_by="capped")
+@bug(api, "_add_sinks", caught_by="capped")
 def only_one_sink_counts(right):
     return lambda out, lse, sinks: right(out, lse, sinks[:, :1])
 
 
-@bug(problem, "quarantine", caught_by="poison")
-def bad_values_are_not_quarantined(right):
+@bug(online_softmax, "isolate_nonfinite", caught_by="poison")
+def bad_values_are_not_isolated(right):
     return lambda k, v: (k, v)
 
 
-@bug(problem, "cleaned", caught_by="poison")
-def bad_queries_are_not_cleaned(right):
+@bug(online_softmax, "zero_nonfinite", caught_by="poison")
+def bad_queries_are_not_zeroed(right):
     return lambda x: x
 
 

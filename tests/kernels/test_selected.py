@@ -7,13 +7,11 @@ import pytest
 
 from tests.kernels.error_budget import failures
 from xsake.errors import ArgumentError
-from xsake.kernels.selected import selected
-from xsake.kernels.selected.call import Tuning, cut_for
-from xsake.kernels.selected.lists import most_tiles, tiles_of
-from xsake.kernels.selected.problem import Operands, Problem
+from xsake.kernels.selected import selected_attention, xla
+from xsake.kernels.selected.chunking import SelectedTuning, chunk_sizes
+from xsake.kernels.selected.routing import max_tiles, route_queries
+from xsake.kernels.selected.types import SelectedConfig, SelectedInputs
 from xsake.kernels.selected.xla import CPU
-from xsake.kernels.selected.xla import _backward as xla_backward
-from xsake.kernels.selected.xla import _forward as xla_forward
 
 # The reference is compared with float64 at every commit too, through the whole of native sparse
 # attention; apart from that it belongs to the nightly lane.
@@ -60,9 +58,11 @@ CASES = {
 def test_outputs_and_gradients_are_within_the_error_budget(name, implementation):
     (tokens, q_heads, kv_heads), more = CASES[name]
     arrays, blocks = drawn(tokens, q_heads, kv_heads, **more)
-    problem = Problem(more["block"], 0.4)
+    problem = SelectedConfig(more["block"], 0.4)
     pairs = allowed(blocks, more["block"], q_heads // kv_heads, tokens)
-    call = lambda *x: selected(Operands(*x, blocks), problem, implementation=implementation)
+    call = lambda *x: selected_attention(
+        SelectedInputs(*x, blocks), problem, implementation=implementation
+    )
     dtype = np.dtype(more.get("dtype", np.float32)).name
     assert failures(call, arrays, pairs, 0.4, dtype) == []
 
@@ -74,8 +74,8 @@ def test_queries_may_be_anywhere_in_the_keys(implementation):
     blocks = np.asarray([[[[6, 0, -1]] * 2, [[0, -1, -1]] * 2], [[[2, 1, 0]] * 2, [[3, 5, 1]] * 2]])
     blocks = blocks.astype(np.int32)  # block 5 is of the future of its query: it adds nothing
     pairs = allowed(blocks, 8, 3, 50, positions)
-    call = lambda *x: selected(
-        Operands(*x, blocks, positions), Problem(8, 0.3), implementation=implementation
+    call = lambda *x: selected_attention(
+        SelectedInputs(*x, blocks, positions), SelectedConfig(8, 0.3), implementation=implementation
     )
     assert failures(call, (q[:, :2], k, v), pairs, 0.3) == []
 
@@ -85,25 +85,33 @@ def test_float64_is_computed_in_float64(implementation):
     with jax.enable_x64(True):
         arrays, blocks = drawn(37, 3, 1, block=8, slots=3, dtype=np.float64)
         pairs = allowed(blocks, 8, 3, 37)
-        call = lambda *x: selected(
-            Operands(*x, jnp.asarray(blocks)), Problem(8, 0.4), implementation=implementation
+        call = lambda *x: selected_attention(
+            SelectedInputs(*x, jnp.asarray(blocks)),
+            SelectedConfig(8, 0.4),
+            implementation=implementation,
         )
         assert failures(call, arrays, pairs, 0.4, "float64") == []
 
 
-def test_chunks_and_tiles_change_nothing():
+def test_chunks_and_tiles_change_nothing(monkeypatch):
     arrays, blocks = drawn(75, 6, 2, block=8, slots=4, batch=2)
-    operands = Operands(*map(jnp.asarray, (*arrays, blocks)))
-    problem = Problem(8, 0.4)
+    operands = SelectedInputs(*map(jnp.asarray, (*arrays, blocks)))
+    problem = SelectedConfig(8, 0.4)
     d_out = np.random.default_rng(1).normal(size=(2, 75, 6, 12)).astype(np.float32)
     found = []
-    for tuning in (CPU, Tuning(rows=12, tiles=3, queries=1), Tuning(rows=24, tiles=2, queries=20)):
-        cut = cut_for(operands, problem, tuning)
-        out, lse = jax.jit(xla_forward, static_argnums=(1, 2))(operands, problem, cut)
-        given = jnp.asarray(d_out), jnp.zeros_like(lse)
-        back = jax.jit(xla_backward, static_argnums=(1, 2))
-        found.append((out, lse, *back(operands, problem, cut, (out, lse), given)))
-    assert cut_for(operands, problem, CPU).chunks == 1 and cut.chunks > 1
+    for tuning in (
+        CPU,
+        SelectedTuning(rows=12, tiles=3, queries=1),
+        SelectedTuning(rows=24, tiles=2, queries=20),
+    ):
+        monkeypatch.setattr(xla, "CPU", tuning)
+        cut = chunk_sizes(operands, problem, tuning)
+        forward = jax.jit(lambda *x: xla.forward(SelectedInputs(*x), problem, "cpu"))
+        out, lse = forward(*operands)
+        back = jax.jit(lambda x, *rest: xla.backward(SelectedInputs(*x), problem, "cpu", *rest))
+        grads = back(tuple(operands), out, lse, jnp.asarray(d_out), jnp.zeros_like(lse))
+        found.append((out, lse, *grads[:3]))
+    assert chunk_sizes(operands, problem, CPU).chunks == 1 and cut.chunks > 1
     for other in found[1:]:
         for x, y in zip(found[0], other, strict=True):
             np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-6)
@@ -118,8 +126,8 @@ def test_tiles_hold_every_chosen_pair_once(kv_blocks, slots, tile):
     for t in range(queries):
         found = rng.permutation(kv_blocks)[: rng.integers(0, slots + 1)]
         blocks[t, : found.size] = found
-    room = most_tiles(queries, slots, kv_blocks, tile)
-    find = jax.jit(tiles_of, static_argnums=(1, 2, 3))
+    room = max_tiles(queries, slots, kv_blocks, tile)
+    find = jax.jit(route_queries, static_argnums=(1, 2, 3))
     tiles = jax.tree.map(np.asarray, find(jnp.asarray(blocks), kv_blocks, tile, room))
     wanted = {(t, b) for t in range(queries) for b in blocks[t] if b >= 0}
     held = [
@@ -142,7 +150,7 @@ def test_tiles_hold_every_chosen_pair_once(kv_blocks, slots, tile):
 def test_what_is_not_selected_changes_no_bit(implementation):
     (q, k, v), blocks = drawn(64, 6, 2, block=8, slots=3)
     blocks[blocks == 3] = -1  # nobody selects block 3
-    run = lambda k, v: _with_gradients(q, k, v, blocks, Problem(8, 0.4), implementation)
+    run = lambda k, v: _with_gradients(q, k, v, blocks, SelectedConfig(8, 0.4), implementation)
     clean = run(k, v)
     for bad in (np.nan, np.inf, 1e30):
         k2, v2 = k.copy(), v.copy()
@@ -155,8 +163,8 @@ def test_what_is_not_selected_changes_no_bit(implementation):
 @each_implementation
 def test_the_future_changes_no_bit_of_the_past(implementation):
     (q, k, v), blocks = drawn(80, 6, 2, block=8, slots=3)
-    problem, past = Problem(8, 0.4), 43
-    call = lambda *x: selected(Operands(*x), problem, implementation=implementation)
+    problem, past = SelectedConfig(8, 0.4), 43
+    call = lambda *x: selected_attention(SelectedInputs(*x), problem, implementation=implementation)
     before = call(q, k, v, blocks)
     (q2, k2, v2), blocks2 = drawn(80, 6, 2, block=8, slots=3, seed=9)
     parts = zip((q, k, v, blocks), (q2, np.full_like(k, np.nan), v2, blocks2), strict=True)
@@ -169,14 +177,16 @@ def test_the_future_changes_no_bit_of_the_past(implementation):
 def test_a_query_without_blocks_gets_zeros_and_gives_none(implementation):
     (q, k, v), blocks = drawn(20, 2, 1, block=8, slots=2)
     blocks[:, 5] = -1
-    out, lse, d_q, *_ = _with_gradients(q, k, v, blocks, Problem(8, 0.4), implementation)
+    out, lse, d_q, *_ = _with_gradients(q, k, v, blocks, SelectedConfig(8, 0.4), implementation)
     assert (out[:, 5] == 0).all() and (lse[:, 5] == -np.inf).all() and (d_q[:, 5] == 0).all()
 
 
 @each_implementation
 def test_it_works_under_vmap_and_jit(implementation):
     arrays, blocks = drawn(20, 4, 2, block=8, slots=2, batch=3)
-    call = lambda *x: selected(Operands(*x), Problem(8, 0.4), implementation=implementation)
+    call = lambda *x: selected_attention(
+        SelectedInputs(*x), SelectedConfig(8, 0.4), implementation=implementation
+    )
     whole = call(*arrays, blocks)[0]
     split = jax.jit(jax.vmap(lambda *x: call(*(a[None] for a in x))[0][0]))(*arrays, blocks)
     np.testing.assert_allclose(whole, split, rtol=1e-5, atol=1e-6)
@@ -185,12 +195,14 @@ def test_it_works_under_vmap_and_jit(implementation):
 def test_an_unknown_name_is_refused():
     arrays, blocks = drawn(4, 1, 1, block=2, slots=1)
     with pytest.raises(ArgumentError, match="no such implementation"):
-        selected(Operands(*arrays, blocks), Problem(2, 1.0), implementation="fast")
+        selected_attention(
+            SelectedInputs(*arrays, blocks), SelectedConfig(2, 1.0), implementation="fast"
+        )
 
 
 def _with_gradients(q, k, v, blocks, problem, implementation):
-    call = lambda q, k, v: selected(
-        Operands(q, k, v, blocks), problem, implementation=implementation
+    call = lambda q, k, v: selected_attention(
+        SelectedInputs(q, k, v, blocks), problem, implementation=implementation
     )
     (out, lse), pull = jax.vjp(call, q, k, v)
     return out, lse, *pull((jnp.cos(jnp.arange(out.size)).reshape(out.shape), jnp.zeros_like(lse)))

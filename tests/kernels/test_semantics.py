@@ -14,7 +14,7 @@ from xsake.layout import BlockLayout
 from xsake.masks import Causal, Explicit, Full, Window
 from xsake.testing.case_table import BY_NAME
 from xsake.testing.cases import Case
-from xsake.testing.conformance import compare, expected, failures, run_case
+from xsake.testing.conformance import compare, failures, reference_results, run_case
 
 
 @each_implementation
@@ -50,7 +50,7 @@ def test_sinks_alone_give_their_own_lse(implementation):
 @each_implementation
 def test_sink_mass_does_not_depend_on_how_keys_are_cut(implementation):
     whole = Case("cut", Full(), block=(64, 64), q_tokens=64, kv_tokens=64, q_heads=2, sinks=0)
-    inputs, truth, plain = expected(whole)
+    inputs, truth, plain = reference_results(whole)
     for block in ((64, 64), (16, 4)):
         got = run_case(
             xsake.attention, dataclasses.replace(whole, block=block), implementation, inputs
@@ -63,7 +63,7 @@ def test_sink_mass_does_not_depend_on_how_keys_are_cut(implementation):
 def test_block_sizes_never_change_the_meaning(implementation):
     rule = Causal() & Window(left=60, right=0)
     case = Case("blocks", rule, block=(128, 128), q_tokens=150, kv_tokens=150, kv_heads=1)
-    inputs, truth, plain = expected(case)
+    inputs, truth, plain = reference_results(case)
     coarse = BlockLayout.from_mask(rule, q_tokens=150, block_q=128, block_kv=128)
     for block in ((128, 128), (64, 64), (32, 64), (64, 32)):
         resized = dataclasses.replace(case, layout=lambda case, block=block: coarse.resize(*block))
@@ -124,7 +124,7 @@ def test_mask_and_layout_together_mean_both(implementation):
         q_tokens=64,
         kv_tokens=64,
     )
-    inputs, truth, plain = expected(both)
+    inputs, truth, plain = reference_results(both)
     attend = jax.jit(
         lambda q, k, v: xsake.attention(
             q,
@@ -146,7 +146,7 @@ def test_mask_is_asked_at_the_given_positions_even_beside_a_layout(implementatio
     """Blocks above the diagonal of indices hold visible pairs when the queries come late."""
     case = Case("late", Causal(), q_tokens=32, kv_tokens=64, q_positions=tuple(range(20, 52)))
     every_block = BlockLayout.from_block_mask(np.ones((2, 4), bool), block_q=16, block_kv=16)
-    inputs, truth, plain = expected(case)
+    inputs, truth, plain = reference_results(case)
     out, lse = xsake.attention(
         **inputs.operands,
         **inputs.integers,

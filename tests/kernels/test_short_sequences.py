@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import xsake
-from xsake.kernels.block_sparse import xla_dense
+from xsake.kernels.block_sparse.xla import dense
 from xsake.layout import BlockLayout
 from xsake.masks import Causal, PerHead, Window
 
@@ -68,15 +68,15 @@ def gradients(arrays, rules, implementation):
 
 @pytest.mark.parametrize(
     ("name", "step"),
-    [(name, xla_dense.STEP_LOGITS) for name in CALLS]
+    [(name, dense.STEP_LOGITS) for name in CALLS]
     + [(name, 4 * TOKENS**2 * 2) for name in ("traced list", "positions and ids", "shared bias")],
 )
 def test_results_and_gradients_equal_the_reference(name, step, monkeypatch):
     """In one step, and in two steps of two batch elements with one element left over."""
     jax.clear_caches()  # the size of a step is no part of what jit compares
-    seen, forward = [], xla_dense.forward
-    monkeypatch.setattr(xla_dense, "STEP_LOGITS", step)
-    monkeypatch.setattr(xla_dense, "forward", lambda *x: seen.append(x) or forward(*x))
+    seen, forward = [], dense.forward
+    monkeypatch.setattr(dense, "STEP_LOGITS", step)
+    monkeypatch.setattr(dense, "forward", lambda *x: seen.append(x) or forward(*x))
     arrays, rules = operands(), CALLS[name]
     got, expected = (gradients(arrays, rules, x) for x in ("xla", "reference"))
     assert seen

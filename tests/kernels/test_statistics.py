@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 from xsake.errors import ArgumentError, ShapeError
 from xsake.kernels.statistics import Statistics, block_statistics, xla
-from xsake.kernels.statistics.arguments import operands_of, problem_of
-from xsake.kernels.statistics.op import BACKENDS, _run
-from xsake.kernels.statistics.schedule import visits
+from xsake.kernels.statistics.api import OP, _run
+from xsake.kernels.statistics.schedule import list_spans
+from xsake.kernels.statistics.validation import operands_of, problem_of
 from xsake.masks import Causal, Explicit, Full, PerHead, Random, Sinks, Window
-from xsake.testing.budget import judge
+from xsake.testing.budget import check_error
 from xsake.testing.cases import Case
 
-each_implementation = pytest.mark.parametrize("implementation", list(BACKENDS))
+each_implementation = pytest.mark.parametrize("implementation", [spec.name for spec in OP.backends])
 
 LOCAL = Causal() & (Window(left=20, right=0) | Sinks(count=3))
 HOLES = np.random.default_rng(7).random((90, 75)) < 0.3
@@ -116,7 +116,7 @@ def test_every_statistic_is_within_the_error_budget(case, block, implementation)
         got = getattr(found, name)
         assert got.dtype == np.float32  # for narrower inputs too
         worst = np.stack([one[name] for one in plain])
-        report = judge(name, got, worst, right, dtype="float32", backstop=case.logits == 1.0)
+        report = check_error(name, got, worst, right, dtype="float32", backstop=case.logits == 1.0)
         assert report.failure is None
     assert (found.entropy >= 0).all()
 
@@ -306,7 +306,7 @@ def spans_visited(q_tokens, kv_tokens, mask, **integers):
     operands = operands_of(q, k, *(integers.get(name) for name in names))
     problem = problem_of(operands, mask, 64, None, None)
     cut = xla.cut_for(operands, problem, xla.CPU)
-    rows = jax.jit(lambda: visits(operands, problem, cut).rows)()
+    rows = jax.jit(lambda: list_spans(operands, problem, cut).rows)()
     return int(rows.partial.sum()), int(rows.full.sum())
 
 

@@ -6,13 +6,12 @@ import pytest
 
 from tests.lanes import gate
 from xsake.errors import UnsupportedError
-from xsake.kernels import select
-from xsake.kernels.block_sparse.op import BACKENDS, block_sparse
-from xsake.kernels.block_sparse.problem import Operands, Problem, TileSizes
+from xsake.kernels.block_sparse.api import OP, block_sparse
+from xsake.kernels.block_sparse.types import BlockSparseConfig, BlockSparseInputs, TileSizes
 from xsake.testing.case_table import BY_NAME
-from xsake.testing.conformance import call, compare, expected, failures, with_gradients
+from xsake.testing.conformance import call, compare, failures, reference_results, with_gradients
 
-TILED = [name for name, b in BACKENDS.items() if name != "reference" and b.platforms() is None]
+TILED = [s.name for s in OP.backends if s.platforms is None and not s.is_on_request]
 SIZES = [TileSizes(1, 1), TileSizes(3, 2), TileSizes(64, 1), TileSizes(2, 5)]
 
 
@@ -23,13 +22,13 @@ SIZES = [TileSizes(1, 1), TileSizes(3, 2), TileSizes(64, 1), TileSizes(2, 5)]
 )
 def test_tile_sizes_never_change_the_result(name, backend):
     case = BY_NAME[name]
-    inputs, truth, plain = expected(case)
+    inputs, truth, plain = reference_results(case)
     for tiles in SIZES:
-        problem = Problem(scale=case.head_dim**-0.5, tiles=tiles)
+        problem = BlockSparseConfig(scale=case.head_dim**-0.5, tiles=tiles)
 
         def attend(operands, integers, problem=problem):
-            arrays = Operands(*(jnp.asarray(operands[n]) for n in "qkv"), case.schedule)
-            return block_sparse(arrays, problem, backend=backend)
+            arrays = BlockSparseInputs(*(jnp.asarray(operands[n]) for n in "qkv"), case.schedule)
+            return block_sparse(arrays, problem, implementation=backend)
 
         got = call(jax.jit(with_gradients(attend)), inputs)
         assert failures(compare(got, plain, truth, dtype="float32")) == [], tiles
@@ -38,7 +37,7 @@ def test_tile_sizes_never_change_the_result(name, backend):
 def test_a_backend_without_tiles_says_so():
     case = BY_NAME["causal"]
     inputs = case.inputs()
-    arrays = Operands(*(jnp.asarray(inputs.operands[n]) for n in "qkv"), case.schedule)
-    problem = Problem(scale=1.0, tiles=TileSizes(1, 1))
+    arrays = BlockSparseInputs(*(jnp.asarray(inputs.operands[n]) for n in "qkv"), case.schedule)
+    problem = BlockSparseConfig(scale=1.0, tiles=TileSizes(1, 1))
     with pytest.raises(UnsupportedError):
-        select.choose(arrays, problem, "cpu", "reference")
+        OP.choose(arrays, problem, "cpu", ("reference",))

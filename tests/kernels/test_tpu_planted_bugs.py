@@ -9,19 +9,14 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 import xsake
-from tests.kernels.interpreted import CHECKED, Interpreted
+from tests.kernels.interpreted import CHECKED, Interpreted, register
 from tests.lanes import gate
-from xsake.kernels.block_sparse import (
-    mosaic_tpu,
-    op,
-    ragged_grid,
-    tiles,
-    tpu_call,
-    tpu_lists,
-    tpu_step,
-    work_list,
-)
+from xsake.kernels import online_softmax
+from xsake.kernels.block_sparse import mosaic_tpu
+from xsake.kernels.block_sparse.api import OP
+from xsake.kernels.block_sparse.mosaic_tpu import launch, schedule
 from xsake.layout import BlockLayout
+from xsake.layout.numbering import RaggedGrid
 from xsake.masks import Causal, Explicit, PerHead, Window
 from xsake.testing.cases import Case
 from xsake.testing.conformance import check_case, failures
@@ -59,7 +54,7 @@ CASES = {
 
 
 def noticed(case: str, interpreter: str) -> list[str]:
-    """What an interpreter has to say: broken budgets, or the error it stopped with."""
+    """Failures that an interpreter reports: exceeded budgets, or the error it stopped with."""
     try:
         return failures(check_case(xsake.attention, CASES[case], interpreter))
     except (jax.errors.JaxRuntimeError, IndexError, ValueError) as error:
@@ -68,15 +63,14 @@ def noticed(case: str, interpreter: str) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
-    """Both interpreters, several launches, and no trace or list of an earlier kernel."""
-    monkeypatch.setitem(op.BACKENDS, "plain", Interpreted())
-    monkeypatch.setitem(op.BACKENDS, "strict", Interpreted(CHECKED))
-    monkeypatch.setattr(tpu_lists, "MOST_SLOTS", 2)
+    """Both interpreters, and no trace or schedule of an earlier kernel."""
+    register(monkeypatch, OP, plain=Interpreted(), strict=Interpreted(CHECKED))
+    monkeypatch.setattr(schedule, "MAX_SLOTS", 2)
 
     def forget():
         jax.clear_caches()
-        tpu_lists._static_list.cache_clear()
-        tpu_lists._static_tiles.cache_clear()
+        schedule._pack_static.cache_clear()
+        schedule._static_mask_blocks.cache_clear()
         pltpu.reset_tpu_interpret_mode_state()
 
     forget()
@@ -94,7 +88,7 @@ class Bug:
     broken: Callable
     case: str
     interpreter: str
-    launches: int  # 1, or 2 for bugs that need a list cut in two
+    launches: int  # 1, or 2 for bugs that need a schedule of two launches
 
 
 BUGS: list[Bug] = []
@@ -111,122 +105,122 @@ def bug(owner, attribute, case="windows", interpreter="plain", launches=1):
     return enter
 
 
-@bug(tiles, "raised")
+@bug(online_softmax, "rescale")
 def earlier_sums_are_not_rescaled(right):
-    def broken(peak, highest, unit):
-        new, origin, decay = right(peak, highest, unit)
-        return new, origin, 0 * decay + 1
+    def broken(m, m_tile, base):
+        m_new, m_safe, alpha = right(m, m_tile, base)
+        return m_new, m_safe, 0 * alpha + 1
 
     return broken
 
 
-@bug(tiles, "logit_gradient")
+@bug(online_softmax, "score_grad")
 def the_row_term_of_dk_is_dropped(right):
-    return lambda weight, d_weight, delta, slope: right(weight, d_weight, 0 * delta, slope)
+    return lambda p, dp, delta, slope: right(p, dp, 0 * delta, slope)
 
 
-@bug(mosaic_tpu, "_ready")
+@bug(mosaic_tpu, "_scale")
 def queries_are_not_scaled(right):
-    return lambda q, problem: q
+    return lambda q, config: q
 
 
 @bug(mosaic_tpu, "_late_scale", case="rounded")
 def products_of_bfloat16_are_not_scaled(right):
-    return lambda dtype, problem: 1.0
+    return lambda dtype, config: 1.0
 
 
-@bug(tpu_call.Fetch, "wait", interpreter="strict")
+@bug(launch.Prefetch, "wait", interpreter="strict")
 def a_group_is_used_before_it_has_arrived(right):
-    return lambda self, number: None
+    return lambda self, group: None
 
 
-@bug(tpu_call.Fetch, "_copy", interpreter="strict")
+@bug(launch.Prefetch, "_copy", interpreter="strict")
 def both_groups_share_one_buffer(right):
-    return lambda self, number, *rest: right(self, 0 * number, *rest)
+    return lambda self, group, *rest: right(self, 0 * group, *rest)
 
 
-@bug(tpu_call.Fetch, "arrived", interpreter="strict")
+@bug(launch.Prefetch, "blocks", interpreter="strict")
 def the_other_half_of_the_buffer_is_read(right):
-    return lambda self, number: right(self, number + 1)
+    return lambda self, group: right(self, group + 1)
 
 
-@bug(tpu_call.Fetch, "blocks", interpreter="strict")
-def a_block_behind_the_last_one_is_fetched(right):
-    return lambda self, number: [block + 99 for block in right(self, number)]
+@bug(launch.Prefetch, "numbers", interpreter="strict")
+def a_block_after_the_last_one_is_fetched(right):
+    return lambda self, group: [number + 99 for number in right(self, group)]
 
 
-@bug(ragged_grid.RaggedGrid, "met_shift", case="shared")
-def copies_of_a_list_read_the_first_head(right):
-    return lambda self, copy: 0 * copy
+@bug(RaggedGrid, "inner_offset", case="shared")
+def replicas_of_a_list_read_the_first_head(right):
+    return lambda self, replica: 0 * replica
 
 
-@bug(ragged_grid.RaggedGrid, "own_number", case="shared", interpreter="strict")
-def copies_of_a_list_write_the_first_head(right):
-    return lambda self, row, copy: right(self, row, 0 * copy)
+@bug(RaggedGrid, "outer_number", case="shared", interpreter="strict")
+def replicas_of_a_list_write_the_first_head(right):
+    return lambda self, row, replica: right(self, row, 0 * replica)
 
 
-@bug(tpu_call, "_row_of", interpreter="strict", case="holes")
-def the_last_row_of_a_part_is_not_written(right):
-    def broken(lists, part, turn):
-        row, active = right(lists, part, turn)
-        return row, active & (row != lists.bounds[part + 1] - 1)
+@bug(launch, "_row_of", interpreter="strict", case="holes")
+def the_last_row_of_a_core_is_not_written(right):
+    def broken(lists, core, step):
+        row, is_active = right(lists, core, step)
+        return row, is_active & (row != lists.bounds[core + 1] - 1)
 
     return broken
 
 
-@bug(tpu_call, "_row_of", interpreter="strict")
-def a_part_that_is_through_goes_on(right):
-    return lambda lists, part, turn: (lists.bounds[part] + turn, turn >= 0)
+@bug(launch, "_row_of", interpreter="strict")
+def a_core_that_is_done_continues(right):
+    return lambda lists, core, step: (lists.bounds[core] + step, step >= 0)
 
 
-@bug(tpu_call, "_aliases", interpreter="strict", launches=2)
-def a_launch_forgets_the_rows_of_the_one_before(right):
-    return lambda lists, inputs: {}
+@bug(launch, "_aliases", interpreter="strict", launches=2)
+def a_launch_drops_the_rows_of_the_one_before(right):
+    return lambda lists, operands: {}
 
 
-@bug(tpu_call.Walk, "_own_block", interpreter="strict")
+@bug(launch.TpuLaunch, "_outer_block", interpreter="strict")
 def two_cores_write_one_row(right):
-    def broken(self, part, *rest):
-        block, *others = right(self, part, *rest)
-        return block - part, *others
+    def broken(self, core, *rest):
+        block, *others = right(self, core, *rest)
+        return block - core, *others
 
     return broken
 
 
-@bug(tpu_step, "LIVE", case="holes")
+@bug(launch, "LIVE", case="holes")
 def dead_slots_count(right):
     return 0xFFFFFF
 
 
-@bug(tpu_step, "PARTIAL")
+@bug(launch, "PARTIAL")
 def element_masks_are_never_applied(right):
     return 0
 
 
-@bug(tpu_step.Group, "_scalars")
-def every_head_has_the_rule_of_the_first(right):
-    return lambda self, rule, q_number: right(self, rule, 0 * q_number)
+@bug(launch.GroupMasks, "_scalars")
+def every_head_has_the_mask_of_the_first(right):
+    return lambda self, program, q_number: right(self, program, 0 * q_number)
 
 
-@bug(tpu_step, "_tokens")
+@bug(launch, "_token_index")
 def positions_restart_in_every_block(right):
     return lambda number, blocks, *rest: right(0 * number, blocks, *rest)
 
 
-@bug(tpu_call, "_by_batch", case="packed")
+@bug(launch, "_index_by_batch", case="packed")
 def segments_are_those_of_the_first_batch_element(right):
-    return lambda grid, x, number, own: right(grid, x, number, own) % grid.q_blocks
+    return lambda grid, x, number, is_outer: right(grid, x, number, is_outer) % grid.q_blocks
 
 
-@bug(tpu_lists.Listing, "element_masks", case="table")
+@bug(schedule.TpuSchedule, "mask_blocks", case="table")
 def every_partial_block_has_the_first_mask(right):
     return lambda self, keys_first: (right(self, keys_first)[0], 0 * right(self, keys_first)[1])
 
 
-@bug(work_list, "_bounds", interpreter="strict", launches=2)
-def a_row_between_two_parts_is_lost(right):
-    def broken(xp, starts, cut):
-        bounds = right(xp, starts, cut)
+@bug(schedule, "_bounds", interpreter="strict", launches=2)
+def a_row_between_two_cores_is_lost(right):
+    def broken(xp, starts, sizes):
+        bounds = right(xp, starts, sizes)
         bounds[:, 0] += 1
         return bounds
 
@@ -245,7 +239,7 @@ def test_there_are_at_least_ten_bugs():
 @pytest.mark.parametrize("launches", [1, 2])
 def test_the_right_kernels_are_not_accused(interpreter, launches, monkeypatch):
     if launches == 2:
-        monkeypatch.setattr(tpu_lists, "MOST_WORDS", 100)
+        monkeypatch.setattr(schedule, "MAX_ENTRIES", 100)
     for case in CASES if interpreter == "plain" and launches == 1 else ("windows", "holes"):
         assert noticed(case, interpreter) == []
 
@@ -253,6 +247,6 @@ def test_the_right_kernels_are_not_accused(interpreter, launches, monkeypatch):
 @pytest.mark.parametrize("bug", gate(EVERY_TIME, BUGS), ids=lambda bug: bug.name)
 def test_planted_bug_is_noticed(bug, monkeypatch):
     if bug.launches == 2:
-        monkeypatch.setattr(tpu_lists, "MOST_WORDS", 100)
+        monkeypatch.setattr(schedule, "MAX_ENTRIES", 100)
     monkeypatch.setattr(bug.owner, bug.attribute, bug.broken(getattr(bug.owner, bug.attribute)))
     assert noticed(bug.case, bug.interpreter) != [], "the bug went unnoticed"

@@ -7,8 +7,8 @@ import pytest
 
 import xsake
 from xsake.kernels.block_sparse import xla
-from xsake.kernels.block_sparse.problem import TileSizes
-from xsake.kernels.tuning import Bucket, TileTable, pinned
+from xsake.kernels.block_sparse.types import TileSizes
+from xsake.kernels.tuning import Bucket, TileTable, pin_tiles
 from xsake.masks import Causal
 
 Q = jnp.asarray(np.random.default_rng(0).standard_normal((1, 96, 2, 8)), jnp.float32)
@@ -23,13 +23,13 @@ def told(layout=LAYOUT):
 def test_the_bucket_of_a_call_is_found_and_others_keep_their_own_sizes():
     assert Bucket.of(LAYOUT, 12, "cpu", "float32", 8) == BUCKET
     own = told()
-    assert own == xla.tile_sizes(LAYOUT, 12, "cpu")
-    with pinned(TileTable.of({BUCKET: TileSizes(5, 3)})):
+    assert own == xla.default_sizes(LAYOUT, 12, "cpu")
+    with pin_tiles(TileTable.of({BUCKET: TileSizes(5, 3)})):
         assert told() == TileSizes(5, 3)
-        with pinned(TileTable()):
+        with pin_tiles(TileTable()):
             assert told() == own
     other = Bucket("cpu", "float32", 16, 16, 16, 8, 2)
-    with pinned(TileTable.of({other: TileSizes(5, 3)})):
+    with pin_tiles(TileTable.of({other: TileSizes(5, 3)})):
         assert told() == own
     assert told() == own
 
@@ -39,7 +39,7 @@ def test_a_compiled_function_notices_another_table_and_gives_the_same_numbers(mo
     monkeypatch.setattr(xla, "_sizes", lambda *x: used.append(before(*x)) or used[-1])
     attend = jax.jit(lambda q: xsake.attention(q, q, q, layout=LAYOUT))
     plain = attend(Q)
-    with pinned(TileTable.of({BUCKET: TileSizes(7, 2)})):
+    with pin_tiles(TileTable.of({BUCKET: TileSizes(7, 2)})):
         found = attend(Q)
         count = len(used)
         attend(Q)

@@ -19,7 +19,7 @@ from tests.layout.expansion import (
     pairs_of_mask,
 )
 from xsake.errors import LayoutError
-from xsake.layout import BlockLayout, cover
+from xsake.layout import BlockLayout, coverage
 from xsake.masks import Causal, Explicit, FromFunction, Full, PerHead, Random, Sinks, Window
 
 # While tests run, beartype checks lists by random samples, also when strategies build masks.
@@ -125,8 +125,8 @@ def test_a_shared_choice_takes_the_heads_of_its_mask():
     assert listed_items(static) == listed_items(traced) == listed_items(whole)
 
 
-def test_masks_with_other_heads_than_the_choice_are_refused():
-    with pytest.raises(LayoutError, match="other heads"):
+def test_masks_with_other_heads_than_the_grid_are_rejected():
+    with pytest.raises(LayoutError, match="different numbers of heads"):
         BlockLayout.from_block_mask(
             np.ones((3, 2, 2), bool), block_q=8, block_kv=8, mask=PerHead([Causal(), Full()])
         )
@@ -137,7 +137,7 @@ def test_block_counts_that_contradict_the_lengths_are_refused():
         BlockLayout.from_block_mask(np.ones((4, 4), bool), q_tokens=8, block_q=8, block_kv=8)
     with pytest.raises(LayoutError, match="kv blocks"):
         BlockLayout.from_block_mask(np.ones((4, 4), bool), kv_tokens=33, block_q=8, block_kv=8)
-    with pytest.raises(LayoutError, match="usable size"):
+    with pytest.raises(LayoutError, match="invalid q_tokens"):
         BlockLayout.from_mask(Causal(), q_tokens=0)
 
 
@@ -158,8 +158,8 @@ def test_equal_heads_are_built_once_and_layouts_are_cached():
 
 
 def test_tokens_are_only_looked_at_in_bounded_chunks(monkeypatch):
-    monkeypatch.setattr(cover, "CHUNK_TOKENS", 50)
-    monkeypatch.setattr(cover, "CHUNK_BLOCKS", 3)
+    monkeypatch.setattr(coverage, "CHUNK_TOKENS", 50)
+    monkeypatch.setattr(coverage, "CHUNK_BLOCKS", 3)
     largest = []
 
     def rule(q, kv):

@@ -75,18 +75,18 @@ def test_static_duplicates_are_refused():
 
 @pytest.mark.parametrize("stray", [2, -2, 2**40])
 def test_static_strays_are_refused(stray):
-    with pytest.raises(LayoutError, match="outside the kv blocks"):
+    with pytest.raises(LayoutError, match="index is out of range"):
         BlockLayout.from_indices_counts(np.array([[0, 1], [0, stray]]), np.array([2, 2]), **SIZES)
 
 
 @pytest.mark.parametrize("count", [-1, 3])
 def test_static_counts_that_do_not_fit_are_refused(count):
-    with pytest.raises(LayoutError, match="does not fit its row"):
+    with pytest.raises(LayoutError, match="exceeds its row"):
         BlockLayout.from_indices_counts(np.array([[0, 1], [0, 1]]), np.array([2, count]), **SIZES)
 
 
 def test_shapes_that_do_not_fit_are_refused():
-    with pytest.raises(LayoutError, match="fit each other"):
+    with pytest.raises(LayoutError, match="incompatible shapes"):
         BlockLayout.from_indices_counts(np.zeros((2, 2), int), np.zeros((1, 2), int), **SIZES)
 
 
@@ -121,8 +121,8 @@ REFUSED = {
     "from_indices_counts([[0]], np.ones(1, int), block_q=8, block_kv=8)": "must be an array",
     "from_block_mask(np.ones((1, 1), bool), block_q=8, block_kv=8, capacity=4.0)": "capacity",
     "from_mask(Causal(), q_tokens=8).with_capacity('4')": "capacity",
-    "from_mask(np.ones((8, 8), bool), q_tokens=8)": "must be a rule on positions",
-    "from_block_mask(np.ones((1, 1), bool), block_q=8, block_kv=8, mask='causal')": "be a rule",
+    "from_mask(np.ones((8, 8), bool), q_tokens=8)": "unsupported type",
+    "from_block_mask(np.ones((1, 1), bool), block_q=8, block_kv=8, mask='causal')": "unsupported",
 }
 
 
@@ -156,5 +156,5 @@ def test_an_exported_function_of_a_layout_is_written_and_read():
     assert again.in_tree == jax.tree.structure(((layout,), {}))
     rule = FromFunction(lambda q_pos, kv_pos: kv_pos <= q_pos)
     other = BlockLayout.from_mask(rule, q_tokens=20, **SIZES).traced()
-    with pytest.raises(LayoutError, match="cannot be written"):
+    with pytest.raises(LayoutError, match="cannot be serialized"):
         jax.export.export(count)(other).serialize()

@@ -9,8 +9,8 @@ import pytest
 
 from xsake.errors import ArgumentError, LayoutError
 from xsake.layout import BlockGrid, BlockLayout
+from xsake.layout.csr import Items
 from xsake.layout.invariants import check_shapes
-from xsake.layout.ragged import Items
 from xsake.masks import Causal, Full, PerHead, Window
 
 RAGGED = PerHead([Causal(), Causal() & Window(31, 0)])
@@ -36,16 +36,16 @@ def make(row_starts=(0, 1, 3), kv_block=(0, 0, 1), is_partial=(0, 0, 0), **chang
         ({"row_starts": (1, 1, 3)}, "row_starts"),
         ({"row_starts": (0, 2, 1)}, "row_starts"),
         ({"row_starts": (0, 1, 4)}, "row_starts"),
-        ({"row_starts": (0, 3)}, "fit each other"),
+        ({"row_starts": (0, 3)}, "incompatible shapes"),
         ({"kv_block": (0, 1, 1)}, "strictly ascending"),
         ({"kv_block": (0, 1, 0)}, "strictly ascending"),
-        ({"kv_block": (0, 0, 2)}, "does not exist"),
-        ({"kv_block": (-1, 0, 1)}, "does not exist"),
-        ({"kv_tokens": 13}, "sticks out"),
-        ({"heads": 2}, "fit each other"),
-        ({"mask": PerHead([Causal(), Full()])}, "other heads"),
-        ({"block_q": 0}, "usable size"),
-        ({"q_tokens": 2**40}, "usable size"),
+        ({"kv_block": (0, 0, 2)}, "out of range"),
+        ({"kv_block": (-1, 0, 1)}, "out of range"),
+        ({"kv_tokens": 13}, "extends past"),
+        ({"heads": 2}, "incompatible shapes"),
+        ({"mask": PerHead([Causal(), Full()])}, "different numbers of heads"),
+        ({"block_q": 0}, "invalid block_q"),
+        ({"q_tokens": 2**40}, "invalid q_tokens"),
     ],
 )
 def test_broken_layouts_are_refused(broken, message):
@@ -57,9 +57,9 @@ def test_broken_layouts_are_refused(broken, message):
 def test_arrays_of_unequal_length_or_other_types_are_refused():
     grid = BlockGrid(q_tokens=8, kv_tokens=8, block_q=8, block_kv=8)
     starts, one, two = np.array([0, 1], np.int32), np.zeros(1, np.int32), np.zeros(2, bool)
-    with pytest.raises(LayoutError, match="fit each other"):
+    with pytest.raises(LayoutError, match="incompatible shapes"):
         check_shapes(Items(starts, one, two), grid, None)
-    with pytest.raises(LayoutError, match="other types"):
+    with pytest.raises(LayoutError, match="wrong dtypes"):
         check_shapes(Items(starts, one.astype(np.int64), two[:1]), grid, None)
 
 
@@ -107,7 +107,7 @@ def test_static_layouts_become_traced_when_passed_through_jit():
     @jax.jit
     def count(layout):
         seen.append(layout.is_static)
-        with pytest.raises(LayoutError, match="not known while it is traced"):
+        with pytest.raises(LayoutError, match="not available inside jit"):
             _ = layout.items
         assert str(layout).startswith("BlockLayout(traced")
         return layout.row_starts[-1]
@@ -185,7 +185,9 @@ def test_grid_arithmetic():
     grid = BlockGrid(q_tokens=20, kv_tokens=30, block_q=8, block_kv=16, batch=2, heads=3)
     assert (grid.q_blocks, grid.kv_blocks, grid.rows) == (3, 2, 18)
     row = np.arange(18)
-    assert ((grid.batch_of(row) * 3 + grid.head_of(row)) * 3 + grid.q_block_of(row) == row).all()
+    assert (
+        (grid.row_to_batch(row) * 3 + grid.row_to_head(row)) * 3 + grid.row_to_q_block(row) == row
+    ).all()
     spans = grid.spans(jnp, jnp.array([0, 2]), jnp.array([0, 1]))
     assert [edge.tolist() for edge in spans] == [[0, 16], [7, 19], [0, 16], [15, 29]]
     with pytest.raises(LayoutError, match="int32"):

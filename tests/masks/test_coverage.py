@@ -123,7 +123,7 @@ def test_common_masks_are_never_unknown(mask):
 
 def test_tables_for_numpy_and_formulas_for_jax_agree():
     left, right = np.meshgrid(np.arange(4, dtype=np.int8), np.arange(4, dtype=np.int8))
-    for rule in (coverage.both, coverage.either):
+    for rule in (coverage.intersect, coverage.unite):
         in_jax = rule(jnp, jnp.asarray(left), jnp.asarray(right))
         np.testing.assert_array_equal(rule(np, left, right), in_jax)
         np.testing.assert_array_equal(rule(np, left, right), rule(np, right, left))

@@ -8,7 +8,7 @@ import pytest
 from tests.masks import examples
 from xsake.errors import ArgumentError, MissingExtraError
 from xsake.masks import Causal, Explicit, FromFunction, Full, Longformer, PerHead, Sinks, Window
-from xsake.masks.draw import covered_cells
+from xsake.masks.draw import coverage_cells
 
 
 def test_golden_streaming_window():
@@ -49,7 +49,7 @@ def test_pictures_of_unknown_masks_look_at_tokens():
 
 @pytest.mark.parametrize("mask", examples.HEADLESS, ids=repr)
 def test_cells_of_one_token_are_the_mask(mask):
-    cells = covered_cells(mask, 20, 24, rows=20, columns=24)
+    cells = coverage_cells(mask, 20, 24, rows=20, columns=24)
     expected = mask.allows(np.arange(20)[:, None], np.arange(24))
     np.testing.assert_array_equal(cells, np.where(expected, 2, 0))
 

@@ -140,9 +140,9 @@ def test_a_mask_with_heads_needs_a_head():
     mask = PerHead([Causal(), Full()])
     with pytest.raises(MaskError, match="needs `head`"):
         mask.allows(Q, KV)
-    with pytest.raises(MaskError, match="no such head"):
+    with pytest.raises(MaskError, match="out of range"):
         mask.allows(Q, KV, 2)
-    with pytest.raises(MaskError, match="no such head"):
+    with pytest.raises(MaskError, match="out of range"):
         mask.for_head(-1)
 
 
@@ -193,7 +193,7 @@ def test_arrays_must_be_known_while_tracing():
     def build(ids):
         return examples.Segments(ids).allows(Q, KV)
 
-    with pytest.raises(MaskError, match="known while tracing"):
+    with pytest.raises(MaskError, match="must be concrete"):
         jax.jit(build)(jnp.zeros(3, jnp.int32))
 
 

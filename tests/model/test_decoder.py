@@ -11,7 +11,15 @@ from flax import nnx
 import xsake
 from xsake.errors import ArgumentError
 from xsake.masks import Causal, Sinks, Window
-from xsake.model import Decoder, DecoderConfig, Dense, LayerKind, Listed, Masked, Rope
+from xsake.model import (
+    Decoder,
+    DecoderConfig,
+    DenseAttention,
+    LayerKind,
+    LayoutAttention,
+    MaskedAttention,
+    Rope,
+)
 from xsake.model.attend import LayerCall
 
 CONFIG = DecoderConfig.tiny()
@@ -29,7 +37,7 @@ def decoder(config=CONFIG, **options) -> Decoder:
     return Decoder(config, rngs=nnx.Rngs(0), **options)
 
 
-def logits(model, attend=Dense(OPERATOR)):  # noqa: B008 (frozen)
+def logits(model, attend=DenseAttention(OPERATOR)):  # noqa: B008 (frozen)
     return nnx.jit(lambda model, tokens: model(tokens, attend=attend))(model, TOKENS)
 
 
@@ -44,14 +52,14 @@ def windowed(window: int | None) -> DecoderConfig:
 
 def test_a_mask_as_attention_is_the_same_as_the_mask_in_the_model():
     own = logits(decoder(windowed(9)))
-    given = logits(decoder(), attend=Masked(Window(left=8, right=0), OPERATOR))
+    given = logits(decoder(), attend=MaskedAttention(Window(left=8, right=0), OPERATOR))
     assert largest(own - given) < 1e-5
     assert largest(own - logits(decoder())) > 1e-2, "the window changes nothing here"
 
 
 def test_the_models_own_rule_holds_whatever_mask_is_given():
     model = decoder(windowed(9))
-    wide = Masked(Window(left=40, right=40) | Sinks(2), OPERATOR)
+    wide = MaskedAttention(Window(left=40, right=40) | Sinks(2), OPERATOR)
     assert largest(logits(model, attend=wide) - logits(model)) < 1e-5
 
 
@@ -62,15 +70,17 @@ def test_one_layout_for_all_layers_is_scanned_and_one_each_is_unrolled():
         for left in (7, 20, 49)
     ]
     model = decoder()
-    assert largest(logits(model, attend=Listed(layouts[2], OPERATOR)) - logits(model)) < 1e-5
-    same = Listed((layouts[2],) * 3, OPERATOR)
+    assert (
+        largest(logits(model, attend=LayoutAttention(layouts[2], OPERATOR)) - logits(model)) < 1e-5
+    )
+    same = LayoutAttention((layouts[2],) * 3, OPERATOR)
     assert largest(logits(model, attend=same) - logits(model)) < 1e-5
 
     def by_hand(q, k, v, call: LayerCall):
         return OPERATOR(q, k, v, layout=layouts[call.layer]).out
 
     by_hand.needs_layer_number = True
-    found = logits(model, attend=Listed(tuple(layouts), OPERATOR))
+    found = logits(model, attend=LayoutAttention(tuple(layouts), OPERATOR))
     assert largest(found - logits(model, attend=by_hand)) < 1e-5
     assert largest(found - logits(model)) > 1e-2, "the layouts skip nothing that matters"
 
@@ -78,7 +88,7 @@ def test_one_layout_for_all_layers_is_scanned_and_one_each_is_unrolled():
 def test_too_few_layouts_are_refused_by_name():
     layout = xsake.BlockLayout.from_mask(Causal(), q_tokens=50)
     with pytest.raises(xsake.XsakeError, match="2 layouts, layer 2"):
-        logits(decoder(), attend=Listed((layout, layout), OPERATOR))
+        logits(decoder(), attend=LayoutAttention((layout, layout), OPERATOR))
 
 
 def test_any_function_can_be_the_attention():
@@ -86,7 +96,7 @@ def test_any_function_can_be_the_attention():
         return jax.nn.dot_product_attention(q, k, v, scale=call.scale, is_causal=True)
 
     model = decoder()
-    assert largest(logits(model, attend=plain) - logits(model, attend=Dense())) < 1e-5
+    assert largest(logits(model, attend=plain) - logits(model, attend=DenseAttention())) < 1e-5
 
 
 def test_layers_of_two_kinds_scan_like_they_unroll():
@@ -95,7 +105,7 @@ def test_layers_of_two_kinds_scan_like_they_unroll():
     model = decoder(config)
 
     @dataclasses.dataclass(frozen=True)
-    class Unrolled(Dense):
+    class Unrolled(DenseAttention):
         needs_layer_number: bool = True
 
     assert largest(logits(model, attend=Unrolled(OPERATOR)) - logits(model)) < 1e-5
@@ -109,7 +119,7 @@ def test_packed_documents_do_not_see_each_other():
     packed = jnp.concatenate([first, second], axis=1)
     ids = jnp.asarray([[0] * 20 + [1] * 30])
     positions = jnp.concatenate([jnp.arange(20), jnp.arange(30)])[None]
-    dense = Dense(OPERATOR)
+    dense = DenseAttention(OPERATOR)
     found = model(packed, attend=dense, positions=positions, segment_ids=ids)
     assert largest(found[:, :20] - model(first, attend=dense)) < 1e-5
     assert largest(found[:, 20:] - model(second, attend=dense)) < 1e-5
@@ -117,7 +127,7 @@ def test_packed_documents_do_not_see_each_other():
 
 def loss_and_gradients(model):
     def loss(model):
-        found = model(TOKENS, attend=Dense(OPERATOR))
+        found = model(TOKENS, attend=DenseAttention(OPERATOR))
         picked = jnp.take_along_axis(found[:, :-1], TOKENS[:, 1:, None], axis=-1)
         return -jax.nn.log_softmax(picked, axis=1).mean()
 
@@ -126,7 +136,7 @@ def loss_and_gradients(model):
 
 def test_rematerialised_layers_give_the_same_gradients():
     kept = loss_and_gradients(decoder())
-    again = loss_and_gradients(decoder(is_rematerialised=True))
+    again = loss_and_gradients(decoder(remat=True))
     for one, other in zip(jax.tree.leaves(kept), jax.tree.leaves(again), strict=True):
         assert largest(one - other) <= 1e-6 * max(1.0, largest(one))
     assert all(largest(leaf) > 0 for leaf in jax.tree.leaves(kept[1])), "a parameter is not used"
@@ -135,7 +145,7 @@ def test_rematerialised_layers_give_the_same_gradients():
 def test_bfloat16_computes_on_float32_parameters():
     model = decoder(compute_dtype=jnp.bfloat16)
     assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(model))} == {jnp.dtype("float32")}
-    assert model.hidden(TOKENS, attend=Dense(OPERATOR)).dtype == jnp.bfloat16
+    assert model.hidden(TOKENS, attend=DenseAttention(OPERATOR)).dtype == jnp.bfloat16
     found = logits(model)
     assert found.dtype == jnp.float32
     exact = logits(decoder())
@@ -172,7 +182,7 @@ def test_an_abstract_decoder_costs_no_memory():
     ("change", "said"),
     [
         ({"kv_heads": 4}, "q_heads"),
-        ({"kinds": ()}, "at least one kind"),
+        ({"kinds": ()}, "kinds must not be empty"),
         ({"kind_of_layer": (0, 0)}, "layers=3"),
         ({"kind_of_layer": (0, 0, 1)}, "beyond the 1"),
         ({"head_dim": 7}, "even"),
@@ -193,7 +203,7 @@ def test_tokens_and_positions_that_the_tables_lack_are_refused():
     for bad in (-1, config.vocab_size):
         with pytest.raises(ArgumentError, match="token ids are outside the vocabulary"):
             model(known.at[0, 1].set(bad))
-        run = nnx.jit(lambda model, tokens: model(tokens, attend=Dense(OPERATOR)))
+        run = nnx.jit(lambda model, tokens: model(tokens, attend=DenseAttention(OPERATOR)))
         found = run(model, known.at[0, 1].set(bad))
         assert np.isnan(found[0, 1]).all() and np.isfinite(found[0, 0]).all()
     long = jnp.zeros((1, context + 1), jnp.int32)

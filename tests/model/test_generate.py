@@ -14,7 +14,15 @@ import xsake
 from xsake.errors import ArgumentError
 from xsake.layout import BlockLayout
 from xsake.masks import Causal, Sinks, Window
-from xsake.model import Decoder, DecoderConfig, Dense, LayerKind, Listed, Masked, Rope
+from xsake.model import (
+    Decoder,
+    DecoderConfig,
+    DenseAttention,
+    LayerKind,
+    LayoutAttention,
+    MaskedAttention,
+    Rope,
+)
 from xsake.model.generate import GenerationOptions, generate, padded_length
 
 ROOM, LENGTHS = 24, np.array([9, 4, 1], np.int32)
@@ -30,10 +38,10 @@ GPT = {
 }  # fmt: skip
 REFERENCE = xsake.BlockSparseAttention(implementation="reference")  # compiles fastest
 CASES = {
-    "causal": ({}, Dense(REFERENCE)),
-    "two kinds of layers, one with a window": (TWO_KINDS, Dense()),
-    "learned positions": (GPT, Dense(REFERENCE)),
-    "a mask of the caller's": ({}, Masked(SPARSE)),
+    "causal": ({}, DenseAttention(REFERENCE)),
+    "two kinds of layers, one with a window": (TWO_KINDS, DenseAttention()),
+    "learned positions": (GPT, DenseAttention(REFERENCE)),
+    "a mask of the caller's": ({}, MaskedAttention(SPARSE)),
 }
 
 
@@ -70,7 +78,7 @@ def prefill_of(case: str):
 
     @jax.jit
     def prefill(tokens, lengths):
-        hidden, cache = model.prefill(tokens, lengths, room=ROOM, attend=attend)
+        hidden, cache = model.prefill(tokens, lengths, capacity=ROOM, attend=attend)
         return model.logits(hidden), cache
 
     return prefill
@@ -118,7 +126,7 @@ def test_reading_a_prompt_in_pieces_equals_reading_it_at_once():
     whole, _ = prefill_of(case)(TEXT, np.full(3, ROOM))
     _, cache = prefill_of(case)(TEXT, LENGTHS)
     for start in (LENGTHS, LENGTHS + 7):
-        logits, cache = extend_of(case, Dense(REFERENCE))(at(start, 7), cache)
+        logits, cache = extend_of(case, DenseAttention(REFERENCE))(at(start, 7), cache)
         for row in range(3):
             expected = whole[row, start[row] : start[row] + 7]
             np.testing.assert_allclose(logits[row], expected, atol=1e-4)
@@ -218,9 +226,11 @@ def test_a_layout_reads_prompts_of_its_length_and_decoding_needs_its_own_attenti
     tokens = padded_length(9, 256)
     layout = BlockLayout.from_mask(Causal(), q_tokens=tokens, block_q=16, block_kv=16)
     with pytest.raises(ArgumentError, match="decode_attend"):
-        generate(model, PROMPTS, GREEDY, attend=Listed(layout))
+        generate(model, PROMPTS, GREEDY, attend=LayoutAttention(layout))
     options = GenerationOptions(max_new_tokens=2, temperature=0)
-    found = generate(model, PROMPTS, options, attend=Listed(layout), decode_attend=Dense())
+    found = generate(
+        model, PROMPTS, options, attend=LayoutAttention(layout), decode_attend=DenseAttention()
+    )
     expected = generate(model, PROMPTS, GREEDY)
     assert [x.tokens for x in found.rows] == [x.tokens[:2] for x in expected.rows]
 
@@ -276,12 +286,12 @@ def test_time_is_told_without_compiling():
 @pytest.mark.parametrize(
     ("prompts", "options", "words"),
     [
-        ([], {}, "needs a token"),
-        ([[1], []], {}, "needs a token"),
+        ([], {}, "empty prompt"),
+        ([[1], []], {}, "empty prompt"),
         ([[1] * 200], {"max_new_tokens": 57}, "at most 256 together"),
-        ([[1], [5, 96]], {}, "prompt 1 has ids"),
-        ([[-1]], {}, "prompt 0 has ids"),
-        ([[1]], {"max_new_tokens": 0}, "nothing to generate"),
+        ([[1], [5, 96]], {}, "prompt 1 has token ids"),
+        ([[-1]], {}, "prompt 0 has token ids"),
+        ([[1]], {"max_new_tokens": 0}, "max_new_tokens is out of range"),
         ([[1]], {"seed": -1}, "seed is out of range"),
         ([[1]], {"temperature": -0.1}, "temperature is out of range"),
         ([[1]], {"temperature": math.nan}, "temperature is out of range"),
@@ -298,7 +308,7 @@ def test_what_cannot_be_generated_is_refused(prompts, options, words):
 
 def test_a_text_may_fill_the_context_to_the_last_token():
     options = GenerationOptions(max_new_tokens=1, temperature=0)
-    attend = Dense(REFERENCE)
+    attend = DenseAttention(REFERENCE)
     found = generate(model_of("learned positions"), [TEXT[0, :-1]], options, attend=attend)
     assert np.isfinite(found.rows[0].logprobs).all()
 
@@ -308,7 +318,7 @@ def test_the_cache_is_written_in_place():
     config = DecoderConfig.tiny(layers=8, context=4096)
     model = filled(config)
     cache = jax.eval_shape(
-        lambda: model.prefill(jnp.zeros((2, 4), jnp.int32), jnp.ones(2, int), room=4096)[1]
+        lambda: model.prefill(jnp.zeros((2, 4), jnp.int32), jnp.ones(2, int), capacity=4096)[1]
     )
     step = jax.jit(lambda tokens, cache: model.extend(tokens, cache)[1], donate_argnums=1)
     memory = step.lower(jnp.zeros((2, 1), jnp.int32), cache).compile().memory_analysis()

@@ -9,7 +9,7 @@ from tests.model.checkpoints import NAMES, config_of, copied
 from xsake.errors import XsakeError
 from xsake.model.config import DecoderConfig
 from xsake.model.huggingface.configs import read_config
-from xsake.model.huggingface.files import Folder, parse_object
+from xsake.model.huggingface.files import CheckpointFolder, parse_object
 
 JUNK = st.recursive(
     st.none()
@@ -66,10 +66,10 @@ def test_damaged_weights_are_read_or_refused_but_never_crash(data, tmp_path_fact
     path.write_bytes(
         damaged[: data.draw(st.sampled_from([len(damaged), 9, 700, len(damaged) - 1]))]
     )
-    opened = Folder(folder.resolve())
+    opened = CheckpointFolder(folder.resolve())
     try:
         tensors = opened.tensors()
-        with opened.reading() as read:
+        with opened.open_reader() as read:
             for tensor in tensors.values():
                 assert read(tensor).shape == tensor.shape
     except XsakeError as error:

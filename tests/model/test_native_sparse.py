@@ -8,7 +8,7 @@ from flax import nnx
 
 from xsake.errors import ArgumentError, UnsupportedError
 from xsake.masks import Causal, Window
-from xsake.model import Decoder, DecoderConfig, Masked, NativeSparseSizes
+from xsake.model import Decoder, DecoderConfig, MaskedAttention, NativeSparseSizes
 from xsake.model.generate import GenerationOptions, generate
 
 SIZES = NativeSparseSizes(length=8, stride=4, size=8, count=4, window=12)
@@ -37,7 +37,7 @@ def test_reading_at_once_equals_reading_token_by_token(model):
     whole = model.hidden(TOKENS)
     lengths = np.asarray([21, 3], np.int32)
     prompt = np.where(np.arange(21)[None] < lengths[:, None], TOKENS[:, :21], 0)
-    hidden, cache = jax.jit(lambda x, n: model.prefill(x, n, room=40))(prompt, lengths)
+    hidden, cache = jax.jit(lambda x, n: model.prefill(x, n, capacity=40))(prompt, lengths)
     for row, length in enumerate(lengths):
         np.testing.assert_allclose(hidden[row, :length], whole[row, :length], rtol=1e-4, atol=1e-4)
     extend = jax.jit(model.extend)
@@ -46,12 +46,12 @@ def test_reading_at_once_equals_reading_token_by_token(model):
         hidden, cache = extend(token, cache)
         right = whole[np.arange(2), lengths + step]
         np.testing.assert_allclose(hidden[:, 0], right, rtol=1e-4, atol=1e-4)
-    assert cache.lengths.tolist() == [39, 21] and cache.room == 40
+    assert cache.lengths.tolist() == [39, 21] and cache.capacity == 40
 
 
 @pytest.mark.slow  # the first test goes the same way one token at a time
 def test_several_tokens_at_once_are_as_one_after_the_other(model):
-    _, cache = model.prefill(TOKENS[:, :10], np.asarray([10, 10]), room=40)
+    _, cache = model.prefill(TOKENS[:, :10], np.asarray([10, 10]), capacity=40)
     hidden, longer = model.extend(TOKENS[:, 10:16], cache)
     np.testing.assert_allclose(hidden, model.hidden(TOKENS[:, :16])[:, 10:], rtol=1e-4, atol=1e-4)
     assert longer.lengths.tolist() == [16, 16]
@@ -94,11 +94,11 @@ def test_learned_positions_and_norms_work_too():
 
 
 def test_what_it_cannot_do_is_refused(model):
-    with pytest.raises(ArgumentError, match="chooses its blocks itself"):
-        model.hidden(TOKENS, attend=Masked(Causal() & Window(left=3, right=0)))
-    with pytest.raises(UnsupportedError, match="from their beginning"):
+    with pytest.raises(ArgumentError, match="selects its blocks itself"):
+        model.hidden(TOKENS, attend=MaskedAttention(Causal() & Window(left=3, right=0)))
+    with pytest.raises(UnsupportedError, match="sequences from position 0"):
         model.hidden(TOKENS, segment_ids=jnp.zeros((2, 40), jnp.int32))
-    with pytest.raises(ValueError, match="windows of its own"):
+    with pytest.raises(ValueError, match="does not support windows"):
         DecoderConfig.tiny(native_sparse=SIZES, attention_softcap=3.0)
     with pytest.raises(ValueError, match="stride must divide"):
         NativeSparseSizes(length=10, stride=4)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from xsake.model import sampling
-from xsake.model.sampling import Sampling
+from xsake.model.sampling import SamplingParams
 
 VOCAB = 50
 LOGITS = np.random.default_rng(0).normal(scale=3, size=(4, VOCAB)).astype(np.float32)
@@ -73,7 +73,7 @@ def test_min_p_keeps_what_is_likely_enough_beside_the_likeliest(share):
 
 
 def test_temperature_divides():
-    found = sampling.at_temperature(jnp.asarray(LOGITS), 0.7)
+    found = sampling.apply_temperature(jnp.asarray(LOGITS), 0.7)
     np.testing.assert_allclose(
         jax.nn.softmax(found), [probabilities(row / 0.7) for row in LOGITS], rtol=1e-5
     )
@@ -82,7 +82,7 @@ def test_temperature_divides():
 @pytest.mark.parametrize("temperature", [1e-30, 1e-300, 1e30])
 def test_no_temperature_makes_nan(temperature):
     logits = jnp.asarray(LOGITS).at[:, 3].set(-jnp.inf)
-    found = sampling.at_temperature(logits, temperature)
+    found = sampling.apply_temperature(logits, temperature)
     likeliest = np.asarray(logits).argmax(-1).tolist()
     assert all(token in tokens for token, tokens in zip(likeliest, kept(found), strict=True))
     assert np.isfinite(jax.nn.softmax(found)).all()
@@ -91,7 +91,7 @@ def test_no_temperature_makes_nan(temperature):
 def test_the_repetition_penalty_lowers_seen_tokens_on_both_sides_of_zero():
     logits = jnp.array([[2.0, -2.0, 2.0, 0.0]])
     seen = jnp.array([[True, True, False, True]])
-    assert sampling.penalised(logits, seen, 2.0).tolist() == [[1.0, -4.0, 2.0, 0.0]]
+    assert sampling.apply_repetition_penalty(logits, seen, 2.0).tolist() == [[1.0, -4.0, 2.0, 0.0]]
 
 
 @hypothesis.settings(max_examples=25)
@@ -107,7 +107,7 @@ def test_the_repetition_penalty_lowers_seen_tokens_on_both_sides_of_zero():
 )  # fmt: skip
 def test_no_mixture_of_rules_rules_out_everything(row, **rules):
     with jax.disable_jit():
-        logits = sampling.allowed(jnp.asarray([row], jnp.float32), Sampling(**rules))
+        logits = sampling.filter_logits(jnp.asarray([row], jnp.float32), SamplingParams(**rules))
     tokens = kept(logits)[0]
     assert int(np.argmax(np.float32(row))) in tokens
     assert np.isfinite(jax.nn.softmax(logits)).all()
@@ -116,22 +116,26 @@ def test_no_mixture_of_rules_rules_out_everything(row, **rules):
 def test_rules_apply_to_what_the_ones_before_left():
     logits = jnp.log(jnp.array([[0.4, 0.3, 0.2, 0.1]]))
     # Of the two that top_k leaves, the first alone has 4/7 of the probability.
-    assert kept(sampling.allowed(logits, Sampling(temperature=1, top_k=2, top_p=0.55))) == [{0}]
-    assert kept(sampling.allowed(logits, Sampling(temperature=1, top_p=0.55))) == [{0, 1}]
+    assert kept(
+        sampling.filter_logits(logits, SamplingParams(temperature=1, top_k=2, top_p=0.55))
+    ) == [{0}]
+    assert kept(sampling.filter_logits(logits, SamplingParams(temperature=1, top_p=0.55))) == [
+        {0, 1}
+    ]
 
 
 def test_draws_follow_the_distribution():
     shares = np.array([0.5, 0.3, 0.15, 0.05])
     many = jnp.broadcast_to(jnp.log(jnp.asarray(shares, jnp.float32))[None], (4000, 4))
-    drawn = sampling.pick(many, Sampling(temperature=1), key=jax.random.key(0))
+    drawn = sampling.sample_tokens(many, SamplingParams(temperature=1), key=jax.random.key(0))
     surprise = np.bincount(drawn, minlength=4) - 4000 * shares
     assert (np.abs(surprise) < 4 * np.sqrt(4000 * shares * (1 - shares))).all()
 
 
 def test_draws_depend_on_key_row_and_step_and_not_on_the_number_of_rows():
     flat = jnp.zeros((64, 1000))
-    draw = lambda seed, step, rows=64: sampling.pick(
-        flat[:rows], Sampling(temperature=1), key=jax.random.key(seed), step=step
+    draw = lambda seed, step, rows=64: sampling.sample_tokens(
+        flat[:rows], SamplingParams(temperature=1), key=jax.random.key(seed), step=step
     ).tolist()
     assert draw(0, 0) == draw(0, 0)
     assert draw(0, 0)[:5] == draw(0, 0, rows=5)
@@ -141,6 +145,6 @@ def test_draws_depend_on_key_row_and_step_and_not_on_the_number_of_rows():
 
 
 def test_greedy_takes_the_likeliest_whatever_else_is_asked():
-    rules = Sampling(temperature=0, top_k=3, top_p=0.5, min_p=0.2)
-    found = sampling.pick(jnp.asarray(LOGITS), rules, key=jax.random.key(0))
+    rules = SamplingParams(temperature=0, top_k=3, top_p=0.5, min_p=0.2)
+    found = sampling.sample_tokens(jnp.asarray(LOGITS), rules, key=jax.random.key(0))
     assert found.tolist() == LOGITS.argmax(-1).tolist()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from xsake.errors import ArgumentError
 from xsake.observability import goodput
-from xsake.observability.goodput import Recorder, report
+from xsake.observability.goodput import GoodputRecorder, read_goodput
 
 
 class Clocks:
@@ -25,7 +25,7 @@ class Clocks:
         self.wall += seconds
 
     def recorder(self, path):
-        return Recorder(path, clock=lambda: self.steady, wall_clock=lambda: self.wall)
+        return GoodputRecorder(path, clock=lambda: self.steady, wall_clock=lambda: self.wall)
 
 
 @pytest.fixture
@@ -49,12 +49,12 @@ def test_waiting_for_the_last_step_is_a_part_of_it_and_no_step_of_its_own(clocks
         walk(recorder, clocks, range(3))
         with recorder.rest_of_step():
             clocks.take(5)
-    assert report(path).seconds["step"] == pytest.approx(3 * 2 + 5)
+    assert read_goodput(path).seconds["step"] == pytest.approx(3 * 2 + 5)
     with clocks.recorder(path) as recorder:
         walk(recorder, clocks, [2])
         with recorder.rest_of_step():
             clocks.take(4)
-    found = report(path)
+    found = read_goodput(path)
     assert found.seconds["recompute"] == pytest.approx(2 + 4) and found.lost_steps == 1
 
 
@@ -73,12 +73,12 @@ def test_every_kind_gets_its_seconds(clocks, path):
             clocks.take(1)
         with recorder.during("evaluation"):
             clocks.take(2)
-    found = report(path)
+    found = read_goodput(path)
     expected = {"init": 5, "restore": 3, "data": 1, "step": 8, "save": 1, "evaluation": 2}
     assert found.seconds == {**dict.fromkeys(goodput.MEANINGS, 0.0), **expected, "other": 0.5}
     assert found.total_seconds == 20.5
     assert found.share == pytest.approx(8 / 20.5)
-    assert (found.lives, found.last_step, found.lost_steps, found.unreadable) == (1, 2, 0, 0)
+    assert (found.attempts, found.last_step, found.lost_steps, found.unreadable) == (1, 2, 0, 0)
 
 
 def test_what_interrupts_a_step_is_not_part_of_it(clocks, path):
@@ -87,8 +87,8 @@ def test_what_interrupts_a_step_is_not_part_of_it(clocks, path):
         with recorder.during("evaluation"):
             clocks.take(10)
         clocks.take(1)
-    assert report(path).seconds["step"] == 2
-    assert report(path).seconds["evaluation"] == 10
+    assert read_goodput(path).seconds["step"] == 2
+    assert read_goodput(path).seconds["evaluation"] == 10
 
 
 def test_steps_that_were_lost_are_recomputed_and_the_pause_is_idle(clocks, path):
@@ -96,17 +96,17 @@ def test_steps_that_were_lost_are_recomputed_and_the_pause_is_idle(clocks, path)
     clocks.take(30)
     with clocks.recorder(path) as recorder:
         walk(recorder, clocks, range(5, 11), seconds=3)
-    found = report(path)
+    found = read_goodput(path)
     assert found.seconds["step"] == 7 * 2 + 3 * 3
     assert found.seconds["recompute"] == 3 * 3
     assert found.seconds["idle"] == 30
-    assert (found.lives, found.last_step, found.lost_steps) == (2, 10, 3)
+    assert (found.attempts, found.last_step, found.lost_steps) == (2, 10, 3)
 
 
 def test_steps_lost_twice_count_twice(clocks, path):
     for first in (1, 3, 3):
         walk(clocks.recorder(path), clocks, range(first, 6))
-    assert report(path).lost_steps == 6
+    assert read_goodput(path).lost_steps == 6
 
 
 def test_a_step_that_fails_is_not_done(clocks, path):
@@ -114,13 +114,13 @@ def test_a_step_that_fails_is_not_done(clocks, path):
     with pytest.raises(ZeroDivisionError), recorder, recorder.step(1):
         clocks.take(1)
         _ = 1 / 0
-    assert report(path).last_step is None
-    assert report(path).seconds["step"] == 1
+    assert read_goodput(path).last_step is None
+    assert read_goodput(path).seconds["step"] == 1
 
 
 def test_a_crash_costs_a_second_at_most(clocks, path):
     walk(clocks.recorder(path), clocks, range(1, 1000), seconds=0.01)
-    assert report(path).seconds["step"] == pytest.approx(9.99, abs=1.02)
+    assert read_goodput(path).seconds["step"] == pytest.approx(9.99, abs=1.02)
     assert len(path.read_bytes().splitlines()) < 15
 
 
@@ -128,7 +128,7 @@ def test_a_clock_that_jumps_back_between_lives_gives_no_time(clocks, path):
     walk(clocks.recorder(path), clocks, [1])
     clocks.wall -= 1e6
     walk(clocks.recorder(path), clocks, [2])
-    found = report(path)
+    found = read_goodput(path)
     assert found.seconds["idle"] == 0
     assert found.total_seconds == 4
 
@@ -140,7 +140,7 @@ def test_a_wall_clock_that_jumps_within_a_life_changes_nothing(clocks, path):
     walk(recorder, clocks, [2])
     clocks.take(7)
     walk(clocks.recorder(path), clocks, [3])
-    assert report(path).total_seconds == 13
+    assert read_goodput(path).total_seconds == 13
 
 
 @given(
@@ -176,7 +176,7 @@ def test_nothing_is_counted_twice_or_forgotten_or_negative(tmp_path_factory, eve
                 with recorder.during("evaluation" if what == "inside" else what):
                     clocks.take(seconds / 2)
     recorder.close()
-    found = report(path)
+    found = read_goodput(path)
     assert all(seconds >= 0 for seconds in found.seconds.values())
     assert found.total_seconds - found.seconds["idle"] == pytest.approx(lived, abs=1e-3)
     assert 0 <= found.share <= 1
@@ -188,8 +188,8 @@ def test_a_torn_last_line_costs_only_itself(clocks, path, cut):
     walk(clocks.recorder(path), clocks, [1, 2])
     path.write_bytes(path.read_bytes()[:-cut])
     walk(clocks.recorder(path), clocks, [2, 3])
-    found = report(path)
-    assert (found.lives, found.last_step, found.lost_steps) == (2, 3, 0)
+    found = read_goodput(path)
+    assert (found.attempts, found.last_step, found.lost_steps) == (2, 3, 0)
     assert found.unreadable == 1
     assert found.seconds["step"] == 6
 
@@ -200,7 +200,7 @@ def test_lines_of_anything_else_do_not_count(clocks, path):
         file.write(b'{"life": "goes on", "wall": 1.0, "seconds": {"step": -5.0}}\n')
         file.write(b'{"life": "goes on", "wall": 1.0, "seconds": {"step": 1e999}}\n')
         file.write(b"\0" * 10_000 + b"\n")
-    found = report(path)
+    found = read_goodput(path)
     assert found.seconds["step"] == 2
     assert found.unreadable >= 3
 
@@ -217,13 +217,13 @@ def test_a_full_disk_stops_nothing_and_what_was_spent_is_written_later(clocks, p
     kept.replace(path)
     walk(recorder, clocks, [3])
     recorder.close()
-    assert report(path).seconds["step"] == 6
+    assert read_goodput(path).seconds["step"] == 6
 
 
 def test_a_place_that_cannot_be_written_is_refused_at_once(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(ArgumentError, match="cannot be written"):
-        Recorder(tmp_path / "file" / "goodput.jsonl")
+    with pytest.raises(ArgumentError, match="cannot write goodput"):
+        GoodputRecorder(tmp_path / "file" / "goodput.jsonl")
 
 
 def test_without_a_path_nothing_is_written(clocks, tmp_path):
@@ -244,13 +244,13 @@ def test_a_file_of_no_life_is_refused(path, content):
     path.parent.mkdir()
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(ArgumentError, match="cannot be read|no life"):
-        report(path)
+    with pytest.raises(ArgumentError, match="cannot read goodput|no attempt"):
+        read_goodput(path)
 
 
 def test_a_life_that_has_only_begun_has_no_share(clocks, path):
     clocks.recorder(path)
-    assert (report(path).share, report(path).total_seconds) == (0.0, 0.0)
+    assert (read_goodput(path).share, read_goodput(path).total_seconds) == (0.0, 0.0)
 
 
 def test_the_table_tells_the_share_and_every_kind(clocks, path):
@@ -258,9 +258,9 @@ def test_the_table_tells_the_share_and_every_kind(clocks, path):
     path.write_bytes(path.read_bytes() + b"torn")
     walk(clocks.recorder(path), clocks, [2])
     console = rich.console.Console(width=120, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
-    console.print(goodput.table(report(path)))
+    console.print(goodput.goodput_table(read_goodput(path)))
     console.file.close()
     text = console.export_text()
-    assert "Goodput 66.7%: step 2, lives: 2, lost steps: 1" in text
+    assert "Goodput 66.7%: step 2, attempts: 2, lost steps: 1" in text
     assert all(f" {kind} " in text for kind in goodput.MEANINGS)
-    assert "left unfinished: 1" in text
+    assert "truncated lines: 1" in text

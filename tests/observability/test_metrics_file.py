@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from xsake.observability import METRICS, MetricsFile, flat, read_metrics
+from xsake.observability import METRICS, MetricsFile, flatten_metrics, read_metrics
 from xsake.observability.metrics import markdown_table
 
 
@@ -25,17 +25,17 @@ def steps_of(path):
 
 def test_a_run_that_goes_back_does_steps_again_and_the_file_only_grows(path):
     metrics = MetricsFile(path)
-    metrics.began(0)
+    metrics.start_attempt(0)
     for step in range(5):
         metrics.add(step, loss=float(step))
     before = path.read_bytes()
     with path.open("a") as file:
         file.write('{"step": 5, "lo')
     metrics = MetricsFile(path)
-    metrics.began(3)
+    metrics.start_attempt(3)
     assert steps_of(path) == [0, 1, 2]
     metrics.add(3, loss=33.0)
-    metrics.ended("done")
+    metrics.end_attempt("done")
     assert [line["loss"] for line in read_metrics(path)] == [0, 1, 2, 33]
     assert path.read_bytes().startswith(before)
 
@@ -45,8 +45,21 @@ def test_a_line_of_an_evaluation_goes_back_with_its_step(path):
     for step in range(3):
         metrics.add(step, validation_loss=1.0)
         metrics.add(step, loss=1.0)
-    metrics.began(2)
+    metrics.start_attempt(2)
     assert steps_of(path) == [0, 0, 1, 1]
+
+
+def test_metrics_of_0_1_0_are_read_under_their_current_names(path):
+    path.write_text('{"step": 0, "loss": 1.0, "skips": 2, "budget": 0.5}\n'
+                    '{"step": 0, "kept_mass": [[0.5]], "kept_least": [[0.25]], "kl": [[0.7]], '
+                    '"budget_spent": [[0.3]], "drift": 1.5, "heads_lost": 1}\n')  # fmt: skip
+    step, probe = read_metrics(path)
+    assert step == {"step": 0, "loss": 1.0, "consecutive_skips": 2, "budget": 0.5}
+    assert probe == {
+        "step": 0, "attn_mass_recall": [[0.5]], "attn_mass_recall_min": [[0.25]], "kl": [[0.7]],
+        "block_density": [[0.3]], "drift": 1.5, "drifted_heads": 1,
+    }  # fmt: skip
+    assert all(name in METRICS for line in (step, probe) for name in line.keys() - {"step"})
 
 
 def test_numbers_that_are_not_finite_become_null(path):
@@ -61,7 +74,7 @@ def test_a_disk_without_room_delays_lines_and_loses_none(path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 5, hard))
     try:
-        with pytest.warns(RuntimeWarning, match="cannot be written for now") as told:
+        with pytest.warns(RuntimeWarning, match="cannot write metrics, will retry") as told:
             for step in (1, 2, 3):
                 metrics.add(step, loss=1.0)
     finally:
@@ -124,4 +137,4 @@ def test_the_documentation_has_the_table_of_metrics():
 
 def test_only_finite_numbers_of_known_metrics_become_series():
     line = {"step": 3, "loss": None, "kl": [[1.0, None], [2.0]], "windows": [1], "entropy": 4.0}
-    assert flat(line) == {"kl/0/0": 1.0, "kl/1/0": 2.0}
+    assert flatten_metrics(line) == {"kl/0/0": 1.0, "kl/1/0": 2.0}

@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from xsake.cli import app
 from xsake.errors import ArgumentError
-from xsake.observability.profiler import Profiler, StepRange, traces
+from xsake.observability.profiler import Profiler, StepRange, find_traces
 
 
 @pytest.mark.parametrize("text", ["", "5", "5:5", "9:3", "0:5000", "steps=1:2:3", "-1:3", "٣:٤"])
@@ -22,13 +22,13 @@ def test_the_steps_that_were_named_are_traced_and_the_command_finds_them(tmp_pat
         profiler.before(step)
         profiler.after(step, jax.jit(lambda x: x @ x)(jnp.ones((8, 8))))
     profiler.close()
-    [found] = traces(tmp_path)
+    [found] = find_traces(tmp_path)
     assert any(found.iterdir())
-    told = CliRunner().invoke(app, ["profile", "open", str(tmp_path)])
+    told = CliRunner().invoke(app, ["profile", "show", str(tmp_path)])
     assert told.exit_code == 0 and str(found) in told.output and "perfetto" in told.output
 
 
 def test_a_run_without_a_trace_says_how_to_make_one(tmp_path):
     Profiler(tmp_path, None).before(0)
-    told = CliRunner().invoke(app, ["profile", "open", str(tmp_path)])
+    told = CliRunner().invoke(app, ["profile", "show", str(tmp_path)])
     assert told.exit_code == 2 and "--profile steps=10:15" in told.output

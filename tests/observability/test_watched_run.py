@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.faults.runs import prepare
 from xsake.observability import read_metrics
-from xsake.observability.profiler import traces
+from xsake.observability.profiler import find_traces
 from xsake.training import telling
 
 
@@ -39,7 +39,7 @@ def test_bad_trackers_lose_no_step_and_a_probe_and_a_trace_are_made(tmp_path, mo
     bad = {name: (lambda act=act: Bad(act)) for name, act in acts.items()}
     monkeypatch.setattr(telling, "make_trackers", lambda names, subject: bad)
     ground = prepare(tmp_path, is_inside=True)
-    run = ground.run("run", "run.steps=12", "attention.probe_every=5")
+    run = ground.run("run", "run.steps=12", "attention.probe_interval=5")
     try:
         begin = time.monotonic()
         run.train("--profile", "steps=3:5")
@@ -49,6 +49,6 @@ def test_bad_trackers_lose_no_step_and_a_probe_and_a_trace_are_made(tmp_path, mo
     lines = read_metrics(run.folder / "metrics.jsonl")
     assert [line["step"] for line in lines if "loss" in line] == list(range(12))
     assert [line["step"] for line in lines if "entropy" in line] == [4, 9]
-    assert len(traces(run.folder)) == 1
-    assert "hangs does not end" in caplog.text and "raises is left alone" in caplog.text
+    assert len(find_traces(run.folder)) == 1
+    assert "hangs did not finish in time" in caplog.text and "raises is disabled" in caplog.text
     assert "No space left" in caplog.text and whole < 500

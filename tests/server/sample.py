@@ -25,8 +25,8 @@ def probe(step, layers=2, heads=4):
     """What a probe of a made-up run tells."""
     grid = np.arange(layers * heads).reshape(layers, heads)
     return {
-        "entropy": (grid / 4 + step % 5).tolist(), "kept_mass": (1 - grid / 100).tolist(),
-        "drift": 1.25, "heads_lost": 1,
+        "entropy": (grid / 4 + step % 5).tolist(), "attn_mass_recall": (1 - grid / 100).tolist(),
+        "drift": 1.25, "drifted_heads": 1,
     }  # fmt: skip
 
 
@@ -34,13 +34,13 @@ def write_run(folder, steps, *, begin=0, name="made-up", ending=None, probe_ever
     """Steps of a run; more of them if it is called again."""
     folder.mkdir(parents=True, exist_ok=True)
     metrics = MetricsFile(folder / "metrics.jsonl")
-    metrics.began(begin, name=name, steps=10_000, layers=2, heads=4)
+    metrics.start_attempt(begin, name=name, steps=10_000, layers=2, heads=4)
     for step in range(begin, steps):
         metrics.add(step, **values(step))
         if probe_every and step % probe_every == probe_every - 1:
             metrics.add(step, **probe(step))
     if ending:
-        metrics.ended(ending)
+        metrics.end_attempt(ending)
     return metrics
 
 

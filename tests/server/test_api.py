@@ -46,6 +46,7 @@ def test_a_run_is_listed_without_telling_where_it_is(server, folder):
     assert details["latest"]["loss"] == pytest.approx(values(1499)["loss"])
     assert details["skipped_total"] == 30 and "entropy/1/3" in details["series"]
     assert str(folder) not in json.dumps([run, details])
+    assert run["last_update_time"] > 0
 
 
 def test_series_come_in_as_many_points_as_were_asked_for(server):
@@ -126,7 +127,7 @@ def test_a_run_that_goes_on_is_followed_live_and_turns_done(server, folder):
         while not update["lines"]:
             update = next_update(answer)
         assert update["summary"]["step"] >= 1500 and update["lines"][-1]["loss"]
-        metrics.ended("done")
+        metrics.end_attempt("done")
         while update["summary"]["state"] != "done":
             update = next_update(answer)
     server.until(lambda: server.run()["state"] == "done", "done")

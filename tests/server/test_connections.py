@@ -8,8 +8,8 @@ import pytest
 
 from tests.server.sample import TOKEN, inside, served, write_run
 from xsake.errors import ArgumentError
-from xsake.server.guard import COOKIE, session_of
-from xsake.server.settings import Settings
+from xsake.server.guard import COOKIE, session_cookie
+from xsake.server.settings import ServerSettings
 
 HALF = b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nX-a: "
 
@@ -62,7 +62,7 @@ def server(folder):
 @pytest.mark.parametrize("text", [b"", HALF, b"\r\n"], ids=["idle", "slow headers", "newlines"])
 @pytest.mark.parametrize("addresses", [1, 5])
 def test_500_connections_that_send_no_request_lock_out_no_one(server, text, addresses):
-    cookie = {"Cookie": f"{COOKIE}={session_of(TOKEN)}"}
+    cookie = {"Cookie": f"{COOKIE}={session_cookie(TOKEN)}"}
     with contextlib.ExitStack() as stack:
         for number in range(addresses):
             stack.enter_context(crowd(server, 500 // addresses, text, f"127.0.0.{1 + number}"))
@@ -74,7 +74,7 @@ def test_500_connections_that_send_no_request_lock_out_no_one(server, text, addr
 
 
 def test_slow_senders_run_out_of_time_wherever_they_stop(folder):
-    settings = Settings((folder,), token=TOKEN, port=0, header_seconds=1.0)
+    settings = ServerSettings((folder,), token=TOKEN, port=0, header_seconds=1.0)
     whole = f"GET /api/v1/runs HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {TOKEN}\r\n\r\n"
     with inside(settings) as server, crowd(server, 5) as lines:
         idle, slow, again, body, living = lines
@@ -102,7 +102,7 @@ def test_slow_senders_run_out_of_time_wherever_they_stop(folder):
 
 
 def test_the_oldest_of_too_many_makes_room(folder):
-    settings = Settings((folder,), port=0, max_waiting=20, max_waiting_per_address=8)
+    settings = ServerSettings((folder,), port=0, max_waiting=20, max_waiting_per_address=8)
     with inside(settings) as server, crowd(server, 12) as lines:
         server.until(lambda: sum(map(is_closed, lines)) >= 4, "the oldest are closed")
         closed = [is_closed(line) for line in lines]
@@ -110,7 +110,7 @@ def test_the_oldest_of_too_many_makes_room(folder):
 
 
 def test_others_without_the_token_do_not_use_up_the_requests_of_a_user(folder):
-    settings = Settings((folder,), token=TOKEN, port=0, requests_per_second=2.0)
+    settings = ServerSettings((folder,), token=TOKEN, port=0, requests_per_second=2.0)
     with inside(settings) as server:
         statuses = [server.ask("/api/v1/runs", token=False)[0] for _ in range(30)]
         assert statuses.count(429) >= 10
@@ -119,7 +119,7 @@ def test_others_without_the_token_do_not_use_up_the_requests_of_a_user(folder):
 
 
 def test_too_many_answers_at_once_are_refused_but_health_is_not(folder):
-    settings = Settings((folder,), port=0, clients=2, max_requests=0)
+    settings = ServerSettings((folder,), port=0, max_clients=2, max_requests=0)
     with inside(settings) as server, crowd(server, 2) as lines:
         number = server.run()["id"]
         text = f"GET /api/v1/runs/{number}/events HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
@@ -137,7 +137,7 @@ def forwarded(server, address, scheme="https"):
 @pytest.mark.parametrize("is_trusted", [True, False])
 def test_a_trusted_proxy_names_its_clients_and_their_scheme(folder, is_trusted):
     proxies = ("127.0.0.1",) if is_trusted else ("192.0.2.0/24",)
-    settings = Settings(
+    settings = ServerSettings(
         (folder,), token=TOKEN, port=0, requests_per_second=2.0, trusted_proxies=proxies
     )
     with inside(settings) as server:
@@ -153,9 +153,9 @@ def test_a_trusted_proxy_names_its_clients_and_their_scheme(folder, is_trusted):
 @pytest.mark.parametrize("proxy", ["*", "0.0.0.0/0", "::/0", "proxy.example", "10.0.0.1/8", ""])
 def test_proxies_that_would_be_everybody_are_refused(folder, proxy):
     with pytest.raises(ArgumentError):
-        Settings((folder,), token=TOKEN, trusted_proxies=(proxy,))
+        ServerSettings((folder,), token=TOKEN, trusted_proxies=(proxy,))
 
 
 def test_a_proxy_without_a_token_is_refused(folder):
     with pytest.raises(ArgumentError, match="without a token"):
-        Settings((folder,), trusted_proxies=("127.0.0.1",))
+        ServerSettings((folder,), trusted_proxies=("127.0.0.1",))

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from schemathesis.checks import not_a_server_error
 
 from tests.server.sample import TOKEN, inside, write_run
-from xsake.server.settings import Settings
+from xsake.server.settings import ServerSettings
 
 KNOWN = f"Authorization: Bearer {TOKEN}"
 SECRET = "the words of a secret file"
@@ -42,7 +42,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(folder):
-    with inside(Settings((folder,), token=TOKEN, requests_per_second=1e5, port=0)) as made:
+    with inside(ServerSettings((folder,), token=TOKEN, requests_per_second=1e5, port=0)) as made:
         yield made
 
 
@@ -203,7 +203,7 @@ def test_a_file_that_becomes_a_link_is_not_followed(server, folder):
 
 
 def test_too_many_requests_are_refused_until_later(folder):
-    settings = Settings((folder,), token=None, requests_per_second=2.0, port=0)
+    settings = ServerSettings((folder,), token=None, requests_per_second=2.0, port=0)
     with inside(settings) as server:
         statuses = [server.ask("/api/v1/runs")[0] for _ in range(60)]
         assert statuses.count(429) >= 30 and set(statuses) <= {200, 429}
@@ -212,7 +212,7 @@ def test_too_many_requests_are_refused_until_later(folder):
 
 
 def test_live_updates_have_a_limit(folder):
-    with inside(Settings((folder,), clients=2, port=0)) as server:
+    with inside(ServerSettings((folder,), max_clients=2, port=0)) as server:
         number = server.run()["id"]
         host, _, port = server.place.removeprefix("http://").partition(":")
         text = request(f"/api/v1/runs/{number}/events", known=None).encode()
@@ -226,7 +226,7 @@ def test_live_updates_have_a_limit(folder):
         finally:
             for line in lines:
                 line.close()
-        server.until(lambda: len(server.dashboard.hub) == 0, "clients forgotten")
+        server.until(lambda: len(server.dashboard.broadcaster) == 0, "clients forgotten")
 
 
 def test_the_schema_is_kept_whatever_is_asked(server):

@@ -3,12 +3,12 @@
 import asyncio
 import json
 
-from xsake.server.hub import Hub
+from xsake.server.hub import Broadcaster
 
 
 def test_one_that_does_not_read_misses_the_oldest_and_holds_nobody_up():
     async def told() -> tuple[list[int], list[int], int]:
-        hub = Hub(most=2)
+        hub = Broadcaster(max_clients=2)
         quick, slow = hub.stream("a run"), hub.stream("a run")
         for stream in (quick, slow):
             await anext(stream)

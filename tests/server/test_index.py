@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from tests.server.sample import values, write_run
 from xsake.observability import MetricsFile, read_metrics
-from xsake.server.api import _numbers
-from xsake.server.cache import Cache
-from xsake.server.index import COARSE, FINE, Index
-from xsake.server.tail import MAX_LINE, Tail, open_regular
+from xsake.server.api import _round_values
+from xsake.server.cache import IndexCache
+from xsake.server.index import COARSE, FINE, MetricsIndex
+from xsake.server.tail import MAX_LINE, LineReader, open_regular
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def feed_all(index, lines=10_000):
 
 
 def fed(folder, lines=10_000):
-    index = Index(folder / "metrics.jsonl", index_folder(folder))
+    index = MetricsIndex(folder / "metrics.jsonl", index_folder(folder))
     return feed_all(index, lines)
 
 
@@ -59,7 +59,7 @@ def agree(index, folder, name, begin, end, points):
         if not inside:
             assert np.isnan(view.mean[i, 0])
             continue
-        found = view.least[i, 0], view.most[i, 0], view.mean[i, 0]
+        found = view.minimum[i, 0], view.maximum[i, 0], view.mean[i, 0]
         assert found == pytest.approx((min(inside), max(inside), np.mean(inside)), rel=1e-5)
     return view
 
@@ -74,9 +74,19 @@ def test_every_width_of_view_says_what_the_lines_say(folder):
         assert agree(index, folder, name, 1000, 1400, 500).resolution == 1
         agree(index, folder, name, 70, 3000, 37)
     skipped = sum(expected(folder, "is_skipped", 0, 2**50).values())
-    assert index.total_skipped() == pytest.approx(skipped)
+    assert index.count_skips() == pytest.approx(skipped)
     heads = index.view(["entropy/1/3", "no such series"], 0, 2**50, 100)
     assert np.isfinite(heads.mean[:, 0]).any() and np.isnan(heads.mean[:, 1]).all()
+
+
+def test_series_of_0_1_0_have_their_current_names(folder):
+    folder.mkdir()
+    lines = ['{"step": 0, "loss": 1.0, "skips": 2}', '{"step": 0, "kept_mass": [[0.5, 0.75]]}']
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    index = fed(folder)
+    names = ["consecutive_skips", "attn_mass_recall/0/0", "attn_mass_recall/0/1"]
+    assert index.columns.names == ["loss", *names]
+    assert index.view(names, 0, 10, 10).mean.tolist() == [[2.0, 0.5, 0.75]]
 
 
 def test_an_index_goes_on_where_it_was_left(folder):
@@ -85,8 +95,8 @@ def test_an_index_goes_on_where_it_was_left(folder):
     metrics = MetricsFile(folder / "metrics.jsonl")
     for step in range(3000, 3500):
         metrics.add(step, **values(step))
-    index = Index(folder / "metrics.jsonl", index_folder(folder))
-    left = index.place
+    index = MetricsIndex(folder / "metrics.jsonl", index_folder(folder))
+    left = index.offset
     assert left > 0.9 * (folder / "metrics.jsonl").stat().st_size * 3000 / 3500
     index.feed()
     feed_all(index)
@@ -108,14 +118,14 @@ def test_a_run_that_goes_back_is_shown_as_it_was_done_last(
         begin = min(begin, end - 1)
         folder.mkdir(exist_ok=True)
         metrics = MetricsFile(folder / "metrics.jsonl")
-        metrics.began(begin)
+        metrics.start_attempt(begin)
         for step in range(begin, end):
             metrics.add(step, loss=step + number / 10)
         if is_cut:
             with (folder / "metrics.jsonl").open("ab") as file:
                 file.write(b'{"step": 7, "loss"')
         if index is None or number % 2:
-            index = Index(folder / "metrics.jsonl", index_folder(folder))
+            index = MetricsIndex(folder / "metrics.jsonl", index_folder(folder))
         index.feed(portion)
         feed_all(index, portion)
         begin = end * 2 // 3
@@ -161,7 +171,7 @@ def test_series_that_come_later_have_room(folder):
             metrics.add(step, entropy=[[float(step)] * 40] * 5)
     index = fed(folder)
     view = index.view(["loss", "entropy/4/39"], 0, 2**50, 10)
-    assert np.isnan(view.mean[0, 1]) and view.most[-1, 1] == 399
+    assert np.isnan(view.mean[0, 1]) and view.maximum[-1, 1] == 399
 
 
 def test_hostile_lines_cost_nothing_and_are_not_shown(folder):
@@ -183,7 +193,7 @@ def test_hostile_lines_cost_nothing_and_are_not_shown(folder):
 
 def test_numbers_keep_seven_digits_whatever_their_size():
     told = [[0.0, 1.0, -2.5, np.nan, 123456789.0, 1.23456789e-30, 3e38, -1e-45, 0.1]]
-    [found] = _numbers(np.array(told, np.float32))
+    [found] = _round_values(np.array(told, np.float32))
     assert found[3] is None
     for before, after in zip(told[0][:3] + told[0][4:], found[:3] + found[4:], strict=True):
         assert after == pytest.approx(np.float32(before), rel=1e-6, abs=0)
@@ -195,8 +205,8 @@ def test_a_line_without_an_end_is_skipped_and_read_once(folder, portion):
     folder.mkdir()
     path = folder / "metrics.jsonl"
     path.write_bytes(b'{"step": 0}\n' + b"x" * (MAX_LINE + 2**21))
-    index = feed_all(Index(path, index_folder(folder)), portion)
-    assert index.place == path.stat().st_size  # no part of it is read again
+    index = feed_all(MetricsIndex(path, index_folder(folder)), portion)
+    assert index.offset == path.stat().st_size  # no part of it is read again
     with path.open("ab") as file:
         file.write(b"x" * 2**20 + b'\n{"step": 1}\n{"st')
     index.feed(portion)
@@ -213,14 +223,14 @@ def test_links_are_not_followed(tmp_path):
         with pytest.raises(OSError):
             open_regular(path)
     with open_regular(tmp_path / "real" / "metrics.jsonl") as file:
-        assert Tail(file, 0).next_line() == b'{"step": 1}'
+        assert LineReader(file, 0).next_line() == b'{"step": 1}'
 
 
 def test_servers_that_share_a_cache_folder_have_a_part_each(tmp_path):
-    first, second = Cache(tmp_path / "cache"), Cache(tmp_path / "cache")
+    first, second = IndexCache(tmp_path / "cache"), IndexCache(tmp_path / "cache")
     assert first.folder != second.folder
     first.close()
-    third = Cache(tmp_path / "cache")
+    third = IndexCache(tmp_path / "cache")
     assert third.folder == first.folder
     second.close()
     third.close()

@@ -13,10 +13,10 @@ from tests.server.hostile_files import ABOUTS, BUCKETS, FOLDERS, GOOD, LINES
 from tests.server.sample import inside, write_run
 from tests.server.test_index import agree, fed, feed_all, index_folder
 from xsake.server import watcher as watching
-from xsake.server.hub import Hub
-from xsake.server.index import Index
-from xsake.server.settings import Settings
-from xsake.server.watcher import Watcher
+from xsake.server.hub import Broadcaster
+from xsake.server.index import MetricsIndex
+from xsake.server.settings import ServerSettings
+from xsake.server.watcher import Poller
 
 ODD_NAME = b"not \xff UTF-8"
 
@@ -68,7 +68,7 @@ def before(folder):
 @pytest.fixture(scope="module")
 def server(folder, before, tmp_path_factory):
     cache = tmp_path_factory.mktemp("cache")
-    settings = Settings((folder,), requests_per_second=1e5, port=0, cache=cache)
+    settings = ServerSettings((folder,), requests_per_second=1e5, port=0, cache=cache)
     with inside(settings) as made:
         is_done = lambda: all(run["is_indexed"] for run in made.json("/runs"))
         made.until(is_done, "all runs are read")
@@ -151,7 +151,7 @@ def test_a_damaged_index_is_built_again_and_counted(tmp_path, name):
         (place / "index.json").write_text("[" * 200_000 + "]" * 200_000)
     else:
         (place / "index.json").write_text(json.dumps(about | {"version": 1}))
-    index = feed_all(Index(folder / "metrics.jsonl", place))
+    index = feed_all(MetricsIndex(folder / "metrics.jsonl", place))
     assert index.num_rebuilt == 1
     agree(index, folder, "loss", 0, 2**50, 200)
 
@@ -164,18 +164,20 @@ def test_counts_survive_a_restart_of_the_server(tmp_path):
             file.write('{"step": -1}\n')
         write_run(folder, step + 100, begin=step)
     fed(folder).close()
-    index = feed_all(Index(folder / "metrics.jsonl", index_folder(folder)))
+    index = feed_all(MetricsIndex(folder / "metrics.jsonl", index_folder(folder)))
     assert index.dropped_lines == 3
     index.close()
     write_run(folder, 350, begin=310)  # lines that are read again are not counted again
-    assert feed_all(Index(folder / "metrics.jsonl", index_folder(folder)), 7).dropped_lines == 3
+    assert (
+        feed_all(MetricsIndex(folder / "metrics.jsonl", index_folder(folder)), 7).dropped_lines == 3
+    )
 
 
 def test_a_run_that_cannot_be_read_says_why_and_comes_back(tmp_path):
     write_run(tmp_path / "healthy", 50, name="healthy")
     write_run(tmp_path / "broken", 50, name="broken")
-    with inside(Settings((tmp_path,), port=0)) as server:
-        server.dashboard.watcher._search_at = math.inf  # a search would no longer find the run
+    with inside(ServerSettings((tmp_path,), port=0)) as server:
+        server.dashboard.poller._scan_at = math.inf  # a search would no longer find the run
         path = tmp_path / "broken" / "metrics.jsonl"
         path.rename(tmp_path / "kept")
         path.symlink_to(tmp_path / "kept")
@@ -215,8 +217,8 @@ class Bomb:
 def test_an_error_inside_a_run_is_its_own(tmp_path):
     write_run(tmp_path / "one", 50, name="one")
     write_run(tmp_path / "two", 50, name="two")
-    with inside(Settings((tmp_path,), port=0)) as server:
-        run = next(x for x in server.dashboard.watcher.runs.values() if x.name == "one")
+    with inside(ServerSettings((tmp_path,), port=0)) as server:
+        run = next(x for x in server.dashboard.poller.runs.values() if x.name == "one")
         run._advance = lambda: {}["no such key"]
         server.until(lambda: named(server, "one")["state"] == "unreadable", "a reason")
         assert named(server, "one")["problem"].startswith("KeyError")
@@ -230,8 +232,8 @@ def test_an_error_inside_a_run_is_its_own(tmp_path):
 
 def test_a_thread_that_ends_is_started_again(tmp_path, monkeypatch):
     write_run(tmp_path / "one", 50, name="one")
-    with inside(Settings((tmp_path,), port=0)) as server:
-        watcher = server.dashboard.watcher
+    with inside(ServerSettings((tmp_path,), port=0)) as server:
+        watcher = server.dashboard.poller
         [(number, run)] = watcher.runs.items()
         monkeypatch.setattr(threading, "excepthook", lambda _: None)
         watcher.runs[number] = Bomb(run, SystemExit())
@@ -245,9 +247,9 @@ def test_a_thread_that_ends_is_started_again(tmp_path, monkeypatch):
 def test_ready_says_when_runs_are_no_longer_read(tmp_path, monkeypatch):
     write_run(tmp_path / "one", 50, name="one")
     monkeypatch.setattr(watching, "MAX_ROUND_SECONDS", 0.8)
-    with inside(Settings((tmp_path,), port=0)) as server:
+    with inside(ServerSettings((tmp_path,), port=0)) as server:
         assert json.loads(server.ask("/ready")[2])["status"] == "ok"
-        watcher = server.dashboard.watcher
+        watcher = server.dashboard.poller
         [(number, run)] = watcher.runs.items()
         watcher.runs[number] = Bomb(run, ValueError("in every round"))
         status, _, body = server.until(
@@ -261,6 +263,6 @@ def test_ready_says_when_runs_are_no_longer_read(tmp_path, monkeypatch):
 
 def test_a_server_that_has_not_read_all_runs_is_not_ready(tmp_path):
     write_run(tmp_path / "one", 5)
-    watcher = Watcher(Settings((tmp_path,)), Hub(1))
-    assert watcher.problem == "not every run has been read yet"
+    watcher = Poller(ServerSettings((tmp_path,)), Broadcaster(1))
+    assert watcher.problem == "the first poll of all runs is not finished"
     watcher.stop()

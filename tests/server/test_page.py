@@ -161,7 +161,7 @@ def _picture(page, folder, name):
 @pytest.mark.timeout(1800)
 def test_the_page_follows_xsake_train(tmp_path, page):
     ground = prepare(tmp_path / "work")
-    run = ground.run("run", "run.steps=400", "attention.probe_every=10", 'attention.kind="plan"',
+    run = ground.run("run", "run.steps=400", "attention.probe_interval=10", 'attention.kind="plan"',
                      "attention.budget=0.8", "attention.block=8")  # fmt: skip
     longer = run.different("optimizer.total_steps=400")
     with served(tmp_path / "work") as server, longer.started(inject={"pace": 0.3}) as started:

@@ -48,7 +48,7 @@ def test_rules_and_configuration_are_sound(tmp_path):
 def test_what_is_deployed_names_what_exists():
     from xsake.observability import METRICS
 
-    own = {"run_info", "run_state", "steps_done", "last_told_seconds", "server_clients"}
+    own = {"run_info", "run_state", "steps_done", "last_update_time_seconds", "server_clients"}
     own |= {"server_dropped_events_total", "server_peak_memory_bytes", "run_lines_dropped_total"}
     own |= {"server_watcher_last_round_seconds", "server_runs_left_out", "server_search_is_cut"}
     rules = yaml.safe_load((DEPLOY / "prometheus" / "alerts.yml").read_text())
@@ -145,16 +145,16 @@ def test_a_real_prometheus_reads_a_live_run_and_tells_when_it_goes_wrong(tmp_pat
             first = found.until(lambda: found.ask("xsake_steps_done"), "steps")[0][1]
             found.until(lambda: found.ask(f"xsake_steps_done > {first + 5}"), "more steps")
             assert len(found.ask("xsake_entropy")) == 8
-            assert found.ask('avg(xsake_kept_mass{layer="1"})')[0][1] == pytest.approx(0.945)
+            assert found.ask('avg(xsake_attn_mass_recall{layer="1"})')[0][1] == pytest.approx(0.945)
             assert found.ask("xsake_run_info")[0][0]["name"] == "made-up"
             assert found.firing() == set()  # a clean run is quiet
             poisoned.set()
-            found.until(lambda: "XsakeUpdatesSkipped" in found.firing(), "skips are told")
+            found.until(lambda: "XsakeUpdatesSkipped" in found.firing(), "skips are reported")
             assert "XsakeRunStalled" not in found.firing()
             stopped.set()
             living.join()
             found.until(lambda: "XsakeRunStalled" in found.firing(), "a stall is told")
-            metrics.ended("done")
+            metrics.end_attempt("done")
             found.until(lambda: "XsakeRunStalled" not in found.firing(), "an end is no stall")
     finally:
         stopped.set()
@@ -166,7 +166,7 @@ def test_a_real_prometheus_reads_a_live_run_and_tells_when_it_goes_wrong(tmp_pat
 def test_a_real_prometheus_reads_xsake_train(tmp_path):
     needs("prometheus")
     ground = prepare(tmp_path / "work")
-    run = ground.run("run", "run.steps=100000", "attention.probe_every=10")
+    run = ground.run("run", "run.steps=100000", "attention.probe_interval=10")
     poison = {str(step): "nan" for step in (60, 61, 63, 64)}
     with (
         served(tmp_path / "work") as server,
@@ -180,7 +180,7 @@ def test_a_real_prometheus_reads_xsake_train(tmp_path):
         assert len(heads) == 12 and all(value > 0 for _, value in heads)
         assert found.ask("xsake_loss > 0") and found.ask("xsake_tokens_per_second > 0")
         assert found.firing() == set()
-        found.until(lambda: "XsakeUpdatesSkipped" in found.firing(), "skips are told", 600.0)
+        found.until(lambda: "XsakeUpdatesSkipped" in found.firing(), "skips are reported", 600.0)
         assert found.ask("xsake_skipped_total")[0][1] >= 2
         started.process.send_signal(signal.SIGSTOP)
         try:

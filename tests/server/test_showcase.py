@@ -8,8 +8,8 @@ from benchmarks.observability.browser import NoBrowserError, chromium
 from tests.server.sample import TOKEN, inside, write_run
 from xsake._provenance import own_checkout
 from xsake.server.files import read_site
-from xsake.server.guard import _PATH, COOKIE, session_of
-from xsake.server.settings import Settings
+from xsake.server.guard import _PATH, COOKIE, session_cookie
+from xsake.server.settings import ServerSettings
 
 PAGE = """<!doctype html><html lang="en"><head><title>a showcase</title>
 <link rel="icon" href="data:,">
@@ -40,7 +40,7 @@ def built(tmp_path):
 def _settings(tmp_path, built, **given):
     work = tmp_path / "work"
     write_run(work / "one", 5, name="living")
-    return Settings(folders=(work,), port=0, showcase=built, **given)
+    return ServerSettings(folders=(work,), port=0, showcase=built, **given)
 
 
 def test_every_address_of_the_showcase_is_served_and_runs_are_announced(tmp_path, built):
@@ -65,7 +65,7 @@ def test_inline_scripts_of_the_showcase_run_by_their_hashes_alone(tmp_path, buil
 
 def test_without_the_token_there_is_a_way_to_show_it_and_nothing_else(tmp_path, built):
     with inside(_settings(tmp_path, built, token=TOKEN)) as server:
-        cookie = {"Cookie": f"{COOKIE}={session_of(TOKEN)}"}
+        cookie = {"Cookie": f"{COOKIE}={session_cookie(TOKEN)}"}
         assert b'id="login"' in server.ask("/", token=False)[2]
         for path in ("/explore/", "/data/rows.jsonl", "/live.json", "/_next/static/app.js"):
             assert server.ask(path, token=False)[0] == 401, path

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from xsake.training.checkpoints import CheckpointStore, Notice
+from xsake.training.checkpoints import CheckpointEvent, CheckpointStore
 
 
 def tree(step: int):
@@ -59,7 +59,7 @@ class Watcher:
     """Keeps what a store tells."""
 
     def __init__(self):
-        self.notices: list[Notice] = []
+        self.notices: list[CheckpointEvent] = []
         self.failures = []
 
     @property
@@ -67,4 +67,4 @@ class Watcher:
         return [(notice.kind, notice.step, notice.reason) for notice in self.notices]
 
     def options(self):
-        return {"watch": self.notices.append, "on_failure": self.failures.append}
+        return {"on_event": self.notices.append, "on_failure": self.failures.append}

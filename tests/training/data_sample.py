@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import tokenizers
 
-from xsake.training.data.index import Index, SplitIndex, Splits, TokenizerIdentity, write_index
+from xsake.training.data.index import DataIndex, SplitIndex, Splits, TokenizerIdentity, write_index
 from xsake.training.data.shards import ShardWriter
 
 END = "<|endoftext|>"
@@ -42,7 +42,12 @@ def save_data(folder: Path, train: int, validation: int = 0, *, shard_tokens: in
     splits = {}
     for name, count in (("train", train), ("validation", validation)):
         writer = ShardWriter(
-            folder, name, dtype=np.dtype("<u4"), size=shard_tokens, kept=[], note=lambda _: None
+            folder,
+            name,
+            dtype=np.dtype("<u4"),
+            size=shard_tokens,
+            finished_shards=[],
+            on_finished=lambda _: None,
         )
         writer.add(0, np.arange(count, dtype=np.uint32))
         writer.finish(1)
@@ -50,7 +55,7 @@ def save_data(folder: Path, train: int, validation: int = 0, *, shard_tokens: in
     made_by = TokenizerIdentity(
         sha256="0" * 64, vocabulary=2**17, end_token=END, end_id=0, asked_vocabulary=None
     )
-    index = Index(
+    index = DataIndex(
         recipe="0" * 64, tokenizer=made_by, dtype="uint32", shard_tokens=shard_tokens,
         validation=0.0, splits=Splits(**splits), sources=(), versions={},
     )  # fmt: skip

@@ -46,7 +46,7 @@ def test_data_that_one_process_cannot_read_is_a_difference_and_no_end(tmp_path):
     there = agreement.contents(config(f'data.folder="{ground.folder / "data"}"'))
     missing = agreement.contents(config(f'data.folder="{ground.folder}"'))
     lines = agreement.differences([there, missing])
-    assert lines and all("process 1 has 'there is no data in this folder" in line for line in lines)
+    assert lines and all("process 1 has 'the folder has no data" in line for line in lines)
 
 
 def test_a_file_of_the_attention_is_compared_by_its_content(tmp_path):
@@ -69,7 +69,7 @@ def test_one_process_agrees_with_itself():
 
 def test_the_error_says_what_differs():
     with pytest.raises(ArgumentError, match=r"(?s)processes of this run.*data\.seed: process 0"):
-        raise agreement.refusal(["data.seed: process 0 has 1, process 1 has 2"])
+        raise agreement.disagreement_error(["data.seed: process 0 has 1, process 1 has 2"])
 
 
 @contextlib.contextmanager

@@ -12,20 +12,20 @@ from tests.training.test_guard import drawn_state
 from xsake import hads
 from xsake.errors import ArgumentError
 from xsake.masks import Causal, Sinks, Window
-from xsake.model import Dense, LayerCall, Masked
+from xsake.model import DenseAttention, LayerCall, MaskedAttention
 from xsake.observability import METRICS
 from xsake.training.attention import (
-    Selected,
-    calibrated,
+    StopGradientPlanAttention,
+    calibrate_model,
     make_attention,
     plan_digest,
-    resumed,
-    set_profile_aside,
+    quarantine_profile,
+    restore_attention,
 )
-from xsake.training.attention_section import Annealing, AttentionSection
-from xsake.training.placing import Devices
-from xsake.training.probe import Probes, kept_mass, make_probe, promised
-from xsake.training.state import define, optimizer_of, step_key
+from xsake.training.attention_section import AttentionSection, BudgetAnnealing
+from xsake.training.placing import DeviceSetup
+from xsake.training.probe import Probes, expected_kl, make_probe, probe_layer
+from xsake.training.state import build_optimizer, define_model, step_key
 from xsake.training.step import make_loss, make_step
 
 BLOCK, BUDGET = 8, 0.7
@@ -34,8 +34,8 @@ RUN = config(
     f"attention.budget={BUDGET}",
     f"attention.block={BLOCK}",
     "attention.annealing={start_step = 10, steps = 20, levels = 3}",
-    "attention.probe_every=5",
-    "attention.recalibrate_every=7",
+    "attention.probe_interval=5",
+    "attention.recalibration_interval=7",
 )
 SECTION, DECODER = RUN.attention, RUN.model.decoder
 CALL = LayerCall(layer=1, mask=Causal(), scale=DECODER.scale)
@@ -44,7 +44,7 @@ TOKENS = np.random.default_rng(0).integers(0, 96, (8, 65)).astype(np.int32)
 
 @pytest.fixture(scope="module")
 def definition():
-    return define(RUN)
+    return define_model(RUN)
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def first():
 @pytest.fixture(scope="module")
 def profile(definition, first):
     model = definition.merge(first.parameters)
-    return calibrated(SECTION, model, TOKENS[[0, 1, 1], :-1], name="tiny", digest="0")
+    return calibrate_model(SECTION, model, TOKENS[[0, 1, 1], :-1], name="tiny", digest="0")
 
 
 @pytest.fixture(scope="module")
@@ -82,17 +82,17 @@ def dense_weights(q, k) -> np.ndarray:
 
 
 def test_a_section_becomes_dense_attention_or_a_mask():
-    assert make_attention(AttentionSection(), DECODER).attend(3) == Dense()
+    assert make_attention(AttentionSection(), DECODER).attend(3) == DenseAttention()
     section = AttentionSection(kind="mask", mask="window(15, 0) | sinks(2)")
     found = make_attention(section, DECODER)
-    assert found.attend(3) == Masked(Window(left=15, right=0) | Sinks(2))
+    assert found.attend(3) == MaskedAttention(Window(left=15, right=0) | Sinks(2))
     assert (found.budget(3), make_attention(AttentionSection(), DECODER).budget(3)) == (None, 1.0)
 
 
 def test_choices_are_made_row_by_row_in_training(attention):
-    assert AttentionSection().scope is hads.Scope.ROW
+    assert AttentionSection().scope is hads.BudgetScope.ROW
     planned = attention.attends[-1].planned
-    assert planned.scope is hads.Scope.ROW
+    assert planned.scope is hads.BudgetScope.ROW
     q, k, _ = projections()
     changed = [x.at[:, 5 * BLOCK :].multiply(-3) for x in (q, k)]
     before = np.asarray(planned.chosen(q, k, CALL))[:, :, :5]
@@ -103,7 +103,7 @@ def test_the_budget_falls_as_scheduled_and_is_what_is_computed(attention):
     asked = {0: 1.0, 19: 1.0, 20: 0.85, 29: 0.85, 30: BUDGET, 99: BUDGET}
     assert {step: attention.budget(step) for step in asked} == asked
     assert len({attention.attend(step) for step in range(100)}) == 3
-    assert attention.attend(0) == Dense()
+    assert attention.attend(0) == DenseAttention()
     q, k, _ = projections()
     for step in (20, 30):
         chosen = np.asarray(attention.attend(step).planned.chosen(q, k, CALL))
@@ -118,7 +118,7 @@ def test_the_budget_falls_as_scheduled_and_is_what_is_computed(attention):
     last=st.floats(0.05, 0.95),
 )  # fmt: skip
 def test_levels_stay_above_the_straight_line_and_end_on_it(start, steps, levels, last):
-    annealing = Annealing(start_step=start, steps=steps, levels=levels)
+    annealing = BudgetAnnealing(start_step=start, steps=steps, levels=levels)
     budgets = annealing.budgets(last)
     found = np.array([budgets[annealing.level(step)] for step in range(start + steps + 5)])
     part = np.clip((np.arange(len(found)) - start) / steps, 0, 1)
@@ -131,7 +131,7 @@ def test_probes_and_calibrations_have_their_steps(attention):
     probes = [step for step in range(22) if attention.is_probe_due(step)]
     assert probes == [0, 5, 10, 15, 20]
     assert [step for step in range(22) if attention.is_calibration_due(step)] == [7, 14, 21]
-    never = make_attention(AttentionSection(probe_every=0), DECODER)
+    never = make_attention(AttentionSection(probe_interval=0), DECODER)
     assert not any(never.is_probe_due(x) or never.is_calibration_due(x) for x in range(9))
 
 
@@ -140,7 +140,7 @@ def test_gradients_flow_through_chosen_blocks_and_not_through_the_choice(attenti
     q, k, v = projections()
     layout = attend.planned.layout(q, k, CALL)
     out = lambda found: (found * jnp.cos(jnp.arange(found.size).reshape(found.shape))).sum()
-    fixed = lambda *x: out(CALL.through(attend.planned.operator, *x, layout))
+    fixed = lambda *x: out(CALL.apply(attend.planned.operator, *x, layout))
     found = jax.grad(lambda *x: out(attend(*x, CALL)), (0, 1, 2))(q, k, v)
     for ours, expected in zip(found, jax.grad(fixed, (0, 1, 2))(q, k, v), strict=True):
         assert np.isfinite(ours).all() and np.abs(ours).max() > 0
@@ -149,7 +149,7 @@ def test_gradients_flow_through_chosen_blocks_and_not_through_the_choice(attenti
 
 def test_a_model_trains_by_a_plan_without_compiling_again(definition, first, attention):
     attend = attention.attends[-1]
-    step = make_step(RUN, definition, optimizer_of(RUN, definition), attend)
+    step = make_step(RUN, definition, build_optimizer(RUN, definition), attend)
     state, losses = jax.tree.map(jnp.copy, first), []
     for _ in range(12):
         state, told = step(state, TOKENS)
@@ -157,7 +157,7 @@ def test_a_model_trains_by_a_plan_without_compiling_again(definition, first, att
         losses.append(float(told.loss))
     assert np.isfinite(losses).all() and losses[-1] < 0.9 * losses[0]
     assert step._cache_size() == 1
-    dense, count = jax.jit(make_loss(RUN, definition, Dense()))(first.parameters, TOKENS)
+    dense, count = jax.jit(make_loss(RUN, definition, DenseAttention()))(first.parameters, TOKENS)
     assert 1e-5 < abs(float(dense) / int(count) - losses[0]) < 0.5
 
 
@@ -169,10 +169,10 @@ def test_a_probe_measures_what_is_kept_of_all_attention(attention, tokens):
     chosen = np.asarray(attend.planned.chosen(q, k, CALL)).repeat(BLOCK, 2).repeat(BLOCK, 3)
     position = np.concatenate([np.arange(r * BLOCK, min((r + 1) * BLOCK, tokens)) for r in rows])
     kept = (dense_weights(q, k) * chosen[:, :, :tokens, :tokens]).sum(-1)[:, :, position]
-    found = kept_mass(attend, q, k, CALL, jnp.asarray(rows), BLOCK)
-    assert np.isfinite(found.mass).all() and kept.min() < 0.9
-    np.testing.assert_allclose(found.mass, kept.mean((0, 2)), rtol=1e-4)
-    np.testing.assert_allclose(found.least, kept.min((0, 2)), rtol=1e-3)
+    found = probe_layer(attend, q, k, CALL, jnp.asarray(rows), BLOCK)
+    assert np.isfinite(found.mass_recall).all() and kept.min() < 0.9
+    np.testing.assert_allclose(found.mass_recall, kept.mean((0, 2)), rtol=1e-4)
+    np.testing.assert_allclose(found.mass_recall_min, kept.min((0, 2)), rtol=1e-3)
     np.testing.assert_allclose(found.kl, -np.log(kept).mean((0, 2)), rtol=1e-3, atol=1e-5)
 
 
@@ -180,62 +180,65 @@ def test_a_probe_measures_what_a_mask_keeps():
     q, k, _ = projections()
     near = np.subtract.outer(np.arange(64), np.arange(64)) < 10
     kept = (dense_weights(q, k) * near).sum(-1)[:, :, 3 * BLOCK : 4 * BLOCK]
-    judged = Masked(Window(left=9, right=0))
-    found = kept_mass(judged, q, k, CALL, jnp.array([3]), BLOCK)
-    assert np.isfinite(found.mass).all() and kept.max() < 0.999
-    np.testing.assert_allclose(found.mass, kept.mean((0, 2)), rtol=1e-4)
+    judged = MaskedAttention(Window(left=9, right=0))
+    found = probe_layer(judged, q, k, CALL, jnp.array([3]), BLOCK)
+    assert np.isfinite(found.mass_recall).all() and kept.max() < 0.999
+    np.testing.assert_allclose(found.mass_recall, kept.mean((0, 2)), rtol=1e-4)
 
 
 @pytest.mark.slow  # one more model to compile
 def test_a_probe_reads_with_the_attention_of_the_step(definition, first, attention):
     options = {"rows": SECTION.probe_rows, "block": SECTION.block}
     key = step_key(first)
-    assert attention.judged(0) is attention.attends[1]  # dense keeps all: the plan to come
-    assert attention.judged(99) is attention.attends[2]
+    assert attention.probe_target(0) is attention.attends[1]  # dense keeps all: the plan to come
+    assert attention.probe_target(99) is attention.attends[2]
     masses = []
     for judged in attention.attends[1:]:
         probe = make_probe(definition, attention.attend(0), judged, **options)
         found = probe(first.parameters, TOKENS[:2], key)
-        assert found.mass.shape == (DECODER.layers, DECODER.q_heads)
-        assert np.isfinite(found.kl).all() and (np.asarray(found.least) <= found.mass).all()
-        masses.append(float(found.mass.mean()))
+        assert found.mass_recall.shape == (DECODER.layers, DECODER.q_heads)
+        assert (
+            np.isfinite(found.kl).all()
+            and (np.asarray(found.mass_recall_min) <= found.mass_recall).all()
+        )
+        masses.append(float(found.mass_recall.mean()))
     assert 0.5 < masses[1] < masses[0] < 1  # fewer blocks keep less
-    with pytest.raises(ArgumentError, match="does not know this attention"):
-        make_probe(definition, Dense(), lambda q, k, v, call: v, **options)
+    with pytest.raises(ArgumentError, match="do not support this attention"):
+        make_probe(definition, DenseAttention(), lambda q, k, v, call: v, **options)
 
 
 def test_a_probe_measures_the_entropy_of_all_attention_and_the_blocks_that_were_spent(attention):
     q, k, _ = projections()
     weights = dense_weights(q, k)[:, :, 4 * BLOCK : 5 * BLOCK]
     entropy = -(weights * np.log(np.maximum(weights, 1e-30))).sum(-1).mean((0, 2))
-    for judged in (Dense(), attention.attends[-1]):
-        found = kept_mass(judged, q, k, CALL, jnp.array([4]), BLOCK)
+    for judged in (DenseAttention(), attention.attends[-1]):
+        found = probe_layer(judged, q, k, CALL, jnp.array([4]), BLOCK)
         np.testing.assert_allclose(found.entropy, entropy, rtol=1e-4)
     grid = np.asarray(attention.attends[-1].planned.chosen(q, k, CALL))
-    np.testing.assert_allclose(found.spent, grid.sum((2, 3)).mean(0) / 36, rtol=1e-6)
-    whole = kept_mass(Dense(), q, k, CALL, jnp.array([4]), BLOCK)
-    assert (np.asarray(whole.mass) == 1).all() and (np.asarray(whole.kl) == 0).all()
+    np.testing.assert_allclose(found.density, grid.sum((2, 3)).mean(0) / 36, rtol=1e-6)
+    whole = probe_layer(DenseAttention(), q, k, CALL, jnp.array([4]), BLOCK)
+    assert (np.asarray(whole.mass_recall) == 1).all() and (np.asarray(whole.kl) == 0).all()
 
 
 def test_what_a_probe_tells_has_the_names_of_metrics(definition, first, attention, profile):
-    probes = Probes(RUN, Devices.of(RUN))
-    found = probes.look(99, attention, first, TOKENS)
+    probes = Probes(RUN, DeviceSetup.from_config(RUN))
+    found = probes.run(99, attention, first, TOKENS)
     assert found.keys() <= METRICS.keys()
     assert all(METRICS[name].source == "probe" for name in found)
     shape = (DECODER.layers, DECODER.q_heads)
     by_head = {name for name, metric in METRICS.items() if metric.axes}
     assert all(np.shape(found[name]) == shape for name in by_head)
-    spent = np.mean(found["budget_spent"])
+    spent = np.mean(found["block_density"])
     assert spent == pytest.approx(BUDGET, abs=0.02) and found["work_excess"] == 1.0
     assert 0.2 < found["drift"] < 5  # the weights of the calibration, four rows of one sequence
-    again = probes.look(99, attention, first, TOKENS)
+    again = probes.run(99, attention, first, TOKENS)
     assert again["probe_seconds"] < found["probe_seconds"]  # nothing is compiled again
     assert {**again, "probe_seconds": 0} == {**found, "probe_seconds": 0}
 
 
 def test_a_probe_of_dense_attention_tells_its_entropy(definition, first):
-    run = config("attention.probe_every=5")
-    found = Probes(run, Devices.of(run)).look(
+    run = config("attention.probe_interval=5")
+    found = Probes(run, DeviceSetup.from_config(run)).run(
         0, make_attention(run.attention, run.model.decoder), first, TOKENS
     )
     assert found.keys() == {"entropy", "probe_seconds"}
@@ -246,23 +249,23 @@ def test_promises_move_with_the_heads(attention, profile):
     order = [[1, 0] if layer % 2 else [0, 1] for layer in range(DECODER.layers)]
     order = [[*places, *range(2, DECODER.kv_heads)] for places in order]
     moved = make_attention(SECTION, DECODER, profile=profile, kv_order=tuple(map(tuple, order)))
-    straight = promised(attention.plans[-1], attention, profile.context)
-    found = promised(moved.plans[-1], moved, profile.context)
+    straight = expected_kl(attention.plans[-1], attention, profile.context)
+    found = expected_kl(moved.plans[-1], moved, profile.context)
     group = DECODER.q_heads // DECODER.kv_heads
     for layer, places in enumerate(order):
         heads = [kv * group + i for kv in places for i in range(group)]
         np.testing.assert_allclose(found[layer], straight[layer][heads], rtol=1e-6)
-    assert promised(attention.plans[-1], attention, 2 * profile.context) is None
+    assert expected_kl(attention.plans[-1], attention, 2 * profile.context) is None
 
 
 def test_other_weights_make_another_plan(definition, first, attention):
     far = jax.tree.map(lambda x: 4 * x, first.parameters)
     attend = attention.attends[-1]
-    again = calibrated(
+    again = calibrate_model(
         SECTION, definition.merge(far), TOKENS[:2, :-1], name="tiny", digest="1", attend=attend
     )
-    found = attention.replanned(again, DECODER)
-    assert isinstance(found.attend(99), Selected) and found.budget(99) == BUDGET
+    found = attention.replan(again, DECODER)
+    assert isinstance(found.attend(99), StopGradientPlanAttention) and found.budget(99) == BUDGET
     old, new = (x.record(99) for x in (attention, found))
     assert old["budget"] == new["budget"] and old["kind"] == new["kind"] == "plan"
     assert old["plan"] != new["plan"] and old["profile"] != new["profile"]
@@ -273,18 +276,18 @@ def test_a_checkpoint_finds_its_plan_again(attention, tmp_path):
     record = attention.record(99)
     attention.save(tmp_path)
     attention.save(tmp_path)
-    found = resumed(SECTION, DECODER, record, tmp_path, step=99)
+    found = restore_attention(SECTION, DECODER, record, tmp_path, step=99)
     assert [x and plan_digest(x) for x in found.plans] == [
         x and plan_digest(x) for x in attention.plans
     ]
     other = SECTION.model_copy(update={"budget": 0.65})
-    with pytest.raises(ArgumentError, match="not the one that the checkpoint"):
-        resumed(other, DECODER, record, tmp_path, step=99)
+    with pytest.raises(ArgumentError, match="differs from that of the checkpoint"):
+        restore_attention(other, DECODER, record, tmp_path, step=99)
     for digest in ("../../etc/passwd", "a" * 63, 3):
-        with pytest.raises(ArgumentError, match="no digest"):
-            resumed(SECTION, DECODER, record | {"profile": digest}, tmp_path, step=99)
+        with pytest.raises(ArgumentError, match="invalid digest"):
+            restore_attention(SECTION, DECODER, record | {"profile": digest}, tmp_path, step=99)
     with pytest.raises(ArgumentError, match="cannot be read"):
-        resumed(SECTION, DECODER, record, tmp_path / "elsewhere", step=99)
+        restore_attention(SECTION, DECODER, record, tmp_path / "elsewhere", step=99)
 
 
 def test_a_profile_that_was_cut_is_set_aside_and_one_that_is_made_again_takes_its_place(
@@ -296,9 +299,9 @@ def test_a_profile_that_was_cut_is_set_aside_and_one_that_is_made_again_takes_it
     whole = path.read_bytes()
     path.write_bytes(whole[:100])
     with pytest.raises(ArgumentError):
-        resumed(SECTION, DECODER, record, tmp_path, step=99)
-    found = resumed(SECTION, DECODER, record, tmp_path, step=99, profile=profile)
-    set_profile_aside(tmp_path, record["profile"])
+        restore_attention(SECTION, DECODER, record, tmp_path, step=99)
+    found = restore_attention(SECTION, DECODER, record, tmp_path, step=99, profile=profile)
+    quarantine_profile(tmp_path, record["profile"])
     found.save(tmp_path)
     assert path.read_bytes() == whole
     assert (tmp_path / f"{path.name}.damaged").read_bytes() == whole[:100]
@@ -311,13 +314,13 @@ def test_a_plan_from_a_file_is_used_as_it_is_and_made_again_alike(profile, atten
     section = AttentionSection(kind="plan", plan=tmp_path / "plan.json")
     found = make_attention(section, DECODER)
     assert found.plans == (plan,) and found.budget(0) == BUDGET
-    again = found.replanned(profile, DECODER)
+    again = found.replan(profile, DECODER)
     assert plan_digest(again.plans[0]) == plan_digest(plan) == found.record(0)["plan"]
     by_profile = AttentionSection(
         kind="plan", profile=tmp_path / "profile.json", budget=BUDGET, block=BLOCK
     )
     assert plan_digest(make_attention(by_profile, DECODER).plans[0]) == plan_digest(plan)
-    with pytest.raises(ArgumentError, match=r"other blocks[\s\S]*8 tokens[\s\S]*16 tokens"):
+    with pytest.raises(ArgumentError, match=r"another block size[\s\S]*8 tokens[\s\S]*16 tokens"):
         make_attention(by_profile.model_copy(update={"block": 16}), DECODER)
     other = DECODER.model_copy(update={"layers": 3})
     with pytest.raises(ArgumentError, match="another model"):
@@ -326,5 +329,5 @@ def test_a_plan_from_a_file_is_used_as_it_is_and_made_again_alike(profile, atten
 
 def test_a_plan_needs_something_to_be_made_of():
     assert SECTION.needs_calibration and not AttentionSection().needs_calibration
-    with pytest.raises(ArgumentError, match="nothing to make a plan of"):
+    with pytest.raises(ArgumentError, match="a plan needs a profile"):
         make_attention(SECTION, DECODER)

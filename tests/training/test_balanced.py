@@ -11,9 +11,9 @@ from tests.training.test_guard import drawn_state
 from xsake import hads
 from xsake.errors import ArgumentError
 from xsake.model.observer import Observer
-from xsake.training.attention import calibrated, make_attention, resumed
-from xsake.training.balanced import order_of, placement_of, with_heads_in
-from xsake.training.state import define
+from xsake.training.attention import calibrate_model, make_attention, restore_attention
+from xsake.training.balanced import choose_placement, reorder_heads, to_kv_order
+from xsake.training.state import define_model
 
 BLOCK, SHARDS = 8, 2
 RUN = config(
@@ -26,7 +26,7 @@ TOKENS = np.random.default_rng(0).integers(0, 96, (2, 64)).astype(np.int32)
 
 @pytest.fixture(scope="module")
 def definition():
-    return define(RUN)
+    return define_model(RUN)
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def first():
 def unequal_profile(definition, first) -> hads.Profile:
     """Measured, and then made unequal: heads of the first half need far more than others."""
     model = definition.merge(first.parameters)
-    found = calibrated(SECTION, model, TOKENS, name="tiny", digest="0")
+    found = calibrate_model(SECTION, model, TOKENS, name="tiny", digest="0")
     need = np.where(np.arange(DECODER.q_heads) < DECODER.q_heads // 2, 30.0, 0.1)
     curves = {name: curve * need[:, None] for name, curve in found.curves.items()}
     made = found.model_copy(update={"curves": curves})
@@ -56,7 +56,7 @@ def attention(profile):
 
 @pytest.fixture(scope="module")
 def placement(attention):
-    found = placement_of(attention, shards=SHARDS)
+    found = choose_placement(attention, shards=SHARDS)
     assert found is not None
     return found
 
@@ -72,8 +72,8 @@ def work_of_shards(attention, model) -> np.ndarray:
 def test_weights_and_plan_in_another_order_are_the_same_function(
     definition, first, profile, attention, placement
 ):
-    order = order_of(placement)
-    moved = definition.merge(with_heads_in(order, first.parameters, definition.names))
+    order = to_kv_order(placement)
+    moved = definition.merge(reorder_heads(order, first.parameters, definition.names))
     placed = make_attention(SECTION, DECODER, profile=profile, kv_order=order)
     before = definition.merge(first.parameters)(TOKENS, attend=attention.attends[-1])
     after = moved(TOKENS, attend=placed.attends[-1])
@@ -84,8 +84,8 @@ def test_weights_and_plan_in_another_order_are_the_same_function(
 def test_shards_list_the_blocks_that_the_plan_foretells_and_end_near_their_mean(
     definition, first, profile, attention, placement
 ):
-    order = order_of(placement)
-    moved = definition.merge(with_heads_in(order, first.parameters, definition.names))
+    order = to_kv_order(placement)
+    moved = definition.merge(reorder_heads(order, first.parameters, definition.names))
     placed = make_attention(SECTION, DECODER, profile=profile, kv_order=order)
     given = work_of_shards(attention, definition.merge(first.parameters))
     np.testing.assert_array_equal(given, placement.before)
@@ -96,9 +96,9 @@ def test_shards_list_the_blocks_that_the_plan_foretells_and_end_near_their_mean(
 
 
 def test_the_order_can_be_undone(definition, first, placement):
-    order = order_of(placement)
-    moved = with_heads_in(order, first.parameters, definition.names)
-    back = with_heads_in(order, moved, definition.names, is_undone=True)
+    order = to_kv_order(placement)
+    moved = reorder_heads(order, first.parameters, definition.names)
+    back = reorder_heads(order, moved, definition.names, is_inverse=True)
     same = jax.tree.map(lambda a, b: bool((a == b).all()), back, first.parameters)
     assert all(jax.tree.leaves(same))
     is_moved = jax.tree.map(lambda a, b: bool((a != b).any()), moved, first.parameters)
@@ -106,36 +106,36 @@ def test_the_order_can_be_undone(definition, first, placement):
 
 
 def test_a_checkpoint_brings_its_order_back(attention, profile, placement, tmp_path):
-    placed = make_attention(SECTION, DECODER, profile=profile, kv_order=order_of(placement))
+    placed = make_attention(SECTION, DECODER, profile=profile, kv_order=to_kv_order(placement))
     placed.save(tmp_path)
     record = placed.record(3)
-    found = resumed(SECTION, DECODER, record, tmp_path, step=3)
+    found = restore_attention(SECTION, DECODER, record, tmp_path, step=3)
     assert found.kv_order == placed.kv_order and found.plans[0].heads == placed.plans[0].heads
-    with pytest.raises(ArgumentError, match="not the one that the checkpoint was made with"):
-        resumed(SECTION, DECODER, record | {"kv_order": None}, tmp_path, step=3)
+    with pytest.raises(ArgumentError, match="differs from that of the checkpoint"):
+        restore_attention(SECTION, DECODER, record | {"kv_order": None}, tmp_path, step=3)
 
 
 def test_nothing_is_moved_where_it_does_not_help(attention):
-    assert placement_of(attention, shards=1) is None
-    assert placement_of(attention, shards=4) is None  # a kv head each: no order is better
+    assert choose_placement(attention, shards=1) is None
+    assert choose_placement(attention, shards=4) is None  # a kv head each: no order is better
     dense = make_attention(config().attention, DECODER)
-    assert placement_of(dense, shards=SHARDS) is None
-    left_alone = SECTION.model_copy(update={"is_balanced": False})
+    assert choose_placement(dense, shards=SHARDS) is None
+    left_alone = SECTION.model_copy(update={"balance_heads": False})
     plan = make_attention(left_alone, DECODER, profile=attention.profile)
-    assert placement_of(plan, shards=SHARDS) is None
+    assert choose_placement(plan, shards=SHARDS) is None
 
 
 def test_an_order_that_is_none_is_refused(attention):
     plan = attention.plans[0]
     assert plan is not None
     for order in ([], [[0, 1, 2, 3]], [[0, 0, 1, 2]] * DECODER.layers):
-        with pytest.raises(ArgumentError, match="no order of the model's kv heads"):
-            plan.reordered(order)
+        with pytest.raises(ArgumentError, match="not a permutation of the model's kv heads"):
+            plan.reorder_heads(order)
 
 
 def test_a_reordered_plan_asks_for_the_same_blocks(attention, placement):
     plan = attention.plans[0]
-    moved = plan.reordered(order_of(placement))
+    moved = plan.reorder_heads(to_kv_order(placement))
     assert moved.blocks.sum() == plan.blocks.sum()
     assert hads.SparsityPlan.from_json(moved.to_json().encode()) == moved
     np.testing.assert_array_equal(moved.blocks[1], plan.blocks[1][placement.q_order[1]])
@@ -149,7 +149,7 @@ from tests.training.test_guard import drawn_state
 from xsake.training.config import TrainingConfig
 from xsake.observability import read_metrics
 from xsake.training.data.building import build
-from xsake.training.state import define
+from xsake.training.state import define_model
 from xsake.training.train import train
 
 def losses(folder, mesh):
@@ -157,16 +157,16 @@ def losses(folder, mesh):
     asked = RUN.model_dump() | {
         "data": {"folder": folder / "data", "context": 64, "batch": 8},
         "attention": {"kind": "plan", "budget": 0.8, "block": 8, "profile": folder / "p",
-                      "probe_every": 2},
-        "mesh": mesh, "checkpoint": {"folder": folder / name, "every": 0},
-        "optimizer": {"peak_learning_rate": 1e-2}, "run": {"steps": 3, "log_every": 0},
+                      "probe_interval": 2},
+        "mesh": mesh, "checkpoint": {"folder": folder / name, "save_interval": 0},
+        "optimizer": {"peak_learning_rate": 1e-2}, "run": {"steps": 3, "log_interval": 0},
     }
-    train(TrainingConfig.of(asked))
+    train(TrainingConfig.from_dict(asked))
     lines = read_metrics(folder / name / "metrics.jsonl")
     manifest = next((folder / name / "steps").glob("*/MANIFEST.json"))
     extra = json.loads(manifest.read_text())["extra"]
-    [probe] = [line for line in lines if "kept_mass" in line]
-    assert np.shape(probe["kept_mass"]) == np.shape(probe["entropy"]) == (
+    [probe] = [line for line in lines if "attn_mass_recall" in line]
+    assert np.shape(probe["attn_mass_recall"]) == np.shape(probe["entropy"]) == (
         RUN.model.decoder.layers, RUN.model.decoder.q_heads)
     return np.array([line["loss"] for line in lines if "loss" in line]), extra, probe
 
@@ -174,13 +174,13 @@ with tempfile.TemporaryDirectory() as name:
     folder = pathlib.Path(name)
     texts = [save_texts(folder / "texts.txt", letters(200))]
     build(save_tokenizer(folder / "tokenizer"), texts, folder / "data")
-    unequal_profile(define(RUN), drawn_state(RUN)).save(folder / "p")
+    unequal_profile(define_model(RUN), drawn_state(RUN)).save(folder / "p")
     one, extra, alone = losses(folder, {})
     assert np.isfinite(one).all() and "kv_order" not in extra
     many, extra, probe = losses(folder, {"fsdp": 2, "tensor": 2, "context": 2})
     assert np.abs(many / one - 1).max() < 1e-5, (many, one)
     assert extra["kv_order"] == extra["attention"]["kv_order"], extra
-    spent = [np.mean(x["budget_spent"]) for x in (alone, probe)]
+    spent = [np.mean(x["block_density"]) for x in (alone, probe)]
     assert np.allclose(spent, 0.8, atol=0.02), spent
     assert alone["work_excess"] == 1 <= probe["work_excess"] < 1.2, probe["work_excess"]
 print("the mesh trains alike")

@@ -40,7 +40,7 @@ PROLOGUE = textwrap.dedent("""
         multihost_utils.sync_global_devices(name)
 
     notices, failures = [], []
-    store = CheckpointStore(folder, watch=notices.append, on_failure=failures.append)
+    store = CheckpointStore(folder, on_event=notices.append, on_failure=failures.append)
 """)
 
 
@@ -195,14 +195,14 @@ def test_each_process_hashes_what_it_wrote_and_verifies_a_share(tmp_path):
     run_two(
         """
         hashed, verified = [], []
-        hash_file, digest = manifests._committed, manifests._digest
+        hash_file, digest = manifests._hash_and_sync, manifests._hash_file
         def hash_and_note(step, path):
             hashed.append(path)
             return hash_file(step, path)
         def digest_and_note(step, path):
             verified.append(path)
             return digest(step, path)
-        manifests._committed, manifests._digest = hash_and_note, digest_and_note
+        manifests._hash_and_sync, manifests._hash_file = hash_and_note, digest_and_note
         for step in (1, 2):
             store.save(step, tree(step), {})
         store.wait()

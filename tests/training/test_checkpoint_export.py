@@ -54,7 +54,7 @@ def test_an_older_step_is_exported_if_it_is_named(store, tmp_path):
 
 def test_a_config_of_another_model_is_refused_and_nothing_is_written(store, tmp_path):
     wider = CONFIG.model_copy(update={"mlp_width": 2 * CONFIG.mlp_width})
-    with pytest.raises(CheckpointError, match="'parameters' of step 2 holds another tree"):
+    with pytest.raises(CheckpointError, match="'parameters' of step 2 has another tree"):
         export_checkpoint(store, tmp_path / "model", config=wider, family="llama")
     with pytest.raises(CheckpointError, match="not saved"):
         export_checkpoint(store, tmp_path / "model", config=CONFIG, family="llama", part="weights")

@@ -27,12 +27,12 @@ RUNS = textwrap.dedent("""
 
     def saving(folder, moment):
         if moment == "before the commit":
-            begin = orbax_io.begin
+            begin = orbax_io.start_save
             def dying(path, *rest):
                 if path.name == "3":
                     die()
                 return begin(path, *rest)
-            orbax_io.begin = dying
+            orbax_io.start_save = dying
         if moment == "before the manifest":
             write = manifest.write
             manifest.write = lambda path, *rest: die() if path.name == "3" else write(path, *rest)
@@ -42,7 +42,7 @@ RUNS = textwrap.dedent("""
                 die() if self.name == ".3.manifest" else replace(self, target))
         if moment == "while deleting":
             folders.shutil.rmtree = lambda path, **_: die() if path.exists() else None
-        store = CheckpointStore(folder, keep=2)
+        store = CheckpointStore(folder, max_to_keep=2)
         for step in range(1, 10_000):
             store.save(step, sample.tree(step), sample.extra(step))
 
@@ -77,9 +77,9 @@ def assert_newest_is_restored(folder):
     """The newest step with its final name, exactly; and the run can go on from it."""
     newest = max(int(path.name) for path in folder.iterdir() if path.name.isdecimal())
     watcher = sample.Watcher()
-    store = CheckpointStore(folder, keep=2, **watcher.options())
+    store = CheckpointStore(folder, max_to_keep=2, **watcher.options())
     sample.assert_exact(store.restore(LIKE), newest)
-    assert all(notice.kind == "adopted" for notice in watcher.notices)
+    assert all(notice.kind == "repaired" for notice in watcher.notices)
     store.save(newest + 1, sample.tree(newest + 1), sample.extra(newest + 1))
     store.close()
     sample.assert_exact(CheckpointStore(folder).restore(LIKE), newest + 1)
@@ -90,7 +90,7 @@ def assert_newest_is_restored(folder):
 def test_a_run_that_is_killed_at_any_moment_restores_its_newest_committed_step(tmp_path):
     moments = ["before the commit", "before the manifest", "in the manifest", "while deleting", 0.1]
     found = [assert_newest_is_restored(folder) for folder in killed_runs(tmp_path, moments)]
-    assert found[:4] == [(2, []), (3, ["adopted"]), (3, ["adopted"]), (3, [])]
+    assert found[:4] == [(2, []), (3, ["repaired"]), (3, ["repaired"]), (3, [])]
 
 
 @pytest.mark.slow

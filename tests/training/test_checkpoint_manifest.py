@@ -13,16 +13,16 @@ from xsake.training.checkpoints import DamagedError
 from xsake.training.checkpoints import manifest as manifests
 
 
-def record(step: int = 7, **changes) -> manifests.Record:
+def record(step: int = 7, **changes) -> manifests.CheckpointRecord:
     fields = {
         "step": step,
         "utc": "2026-01-01T00:00:00+00:00",
-        "leaves": (manifests.Leaf(name="a/b", dtype="float32", shape=(2, 3), fingerprint=5),),
-        "placement": manifests.Placement(platform="cpu", devices=1, processes=1, axes={}),
+        "leaves": (manifests.LeafRecord(name="a/b", dtype="float32", shape=(2, 3), fingerprint=5),),
+        "placement": manifests.DevicePlacement(platform="cpu", devices=1, processes=1, axes={}),
         "versions": {"jax": "1"},
         "extra": {"data": [1, 2.5, None, "ä"]},
     }
-    return manifests.Record(**fields | changes)
+    return manifests.CheckpointRecord(**fields | changes)
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def test_shares_of_processes_are_all_files_and_each_once(step, count):
     (step / "state" / "ocdbt.process_x").write_text("x")
     shares = [manifests.hash_share(step, process, count) for process in range(count)]
     files = [file for share in shares for file in share]
-    assert sorted(file.path for file in files) == sorted(manifests.listing(step))
+    assert sorted(file.path for file in files) == sorted(manifests.list_files(step))
     assert {file.path for file in shares[-1]} >= (
         {f"state/ocdbt.process_{count - 1}/d/data"} if count <= 5 else set()
     )
@@ -124,7 +124,7 @@ def test_a_manifest_names_every_file_and_nothing_is_left_beside_it(step):
     assert manifest is not None
     assert [file.path for file in manifest.files] == ["state/d/data", "state/empty", "top"]
     assert [file.size for file in manifest.files] == [256, 0, 3]
-    assert manifests.Record(**manifest.model_dump(exclude={"files"})) == record()
+    assert manifests.CheckpointRecord(**manifest.model_dump(exclude={"files"})) == record()
     manifests.verify(step, manifest, "full")
     assert [path.name for path in step.parent.iterdir()] == ["7"]
 
@@ -188,8 +188,8 @@ def test_files_that_this_process_may_not_read_are_not_called_damaged(step, monke
     def refuse(path):
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(manifests, "_opened", refuse)
-    with pytest.raises(CheckpointError, match="cannot be judged") as raised:
+    monkeypatch.setattr(manifests, "_open_regular", refuse)
+    with pytest.raises(CheckpointError, match="cannot be validated") as raised:
         manifests.read(step)
     assert not isinstance(raised.value, DamagedError)
 
@@ -200,27 +200,27 @@ def test_a_file_that_the_disk_does_not_give_back_is_damaged(step, monkeypatch):
     def fail(file):
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(manifests, "_digest_of_file", fail)
+    monkeypatch.setattr(manifests, "_hash_stream", fail)
     with pytest.raises(DamagedError, match="unreadable"):
         manifests.verify(step, manifest, "full")
 
 
 @given(seed=st.integers(0, 2**32))
 def test_no_bit_of_a_manifest_can_change_unnoticed(seed):
-    files = (manifests.File(path="a", size=3, blake2b="0" * 64),)
+    files = (manifests.ManifestFile(path="a", size=3, blake2b="0" * 64),)
     whole = manifests.Manifest(**record().model_dump(), files=files)
-    text = bytearray(manifests.sealed(whole).encode())
-    assert manifests.unsealed(manifests.Manifest, bytes(text)) == whole
+    text = bytearray(manifests.seal(whole).encode())
+    assert manifests.unseal(manifests.Manifest, bytes(text)) == whole
     drawn = random.Random(seed)
     text[drawn.randrange(len(text))] ^= 1 << drawn.randrange(8)
     with pytest.raises(ArgumentError, match="not a manifest as it was written"):
-        manifests.unsealed(manifests.Manifest, bytes(text))
+        manifests.unseal(manifests.Manifest, bytes(text))
 
 
 @given(data=st.binary(max_size=200))
 def test_the_parser_answers_anything_with_a_clean_refusal(data):
     with pytest.raises(ArgumentError):
-        manifests.unsealed(manifests.Manifest, data)
+        manifests.unseal(manifests.Manifest, data)
 
 
 @pytest.mark.parametrize(
@@ -234,32 +234,32 @@ def test_the_parser_answers_anything_with_a_clean_refusal(data):
         b'{"a": NaN}',
         b'{"a": 1e999}',
         b'{"digest": 5}',
-        b" " * (manifests.MOST_BYTES + 1),
+        b" " * (manifests.MAX_BYTES + 1),
     ],
     ids=["empty", "list", "open", "deep", "twice", "nan", "huge", "digest", "large"],
 )
 def test_hostile_manifests_are_refused(data):
     with pytest.raises(ArgumentError, match="not a manifest as it was written"):
-        manifests.unsealed(manifests.Manifest, data)
+        manifests.unseal(manifests.Manifest, data)
 
 
 def test_a_digest_that_fits_does_not_excuse_fields_that_do_not():
-    document = json.loads(manifests.sealed(record()))
+    document = json.loads(manifests.seal(record()))
     del document["digest"]
     for change in ({"step": "7"}, {"step": -1}, {"unknown": 1}, {"leaves": {}}):
         changed = document | change
-        changed["digest"] = manifests._digest_of(manifests._canonical(changed))
+        changed["digest"] = manifests._hash_text(manifests._canonical(changed))
         with pytest.raises(ArgumentError, match="not a manifest as it was written"):
-            manifests.unsealed(manifests.Record, json.dumps(changed).encode())
+            manifests.unseal(manifests.CheckpointRecord, json.dumps(changed).encode())
 
 
 def test_a_format_of_another_version_is_no_damage():
-    document = json.loads(manifests.sealed(record()))
+    document = json.loads(manifests.seal(record()))
     del document["digest"]
     document["format"] = 2
-    document["digest"] = manifests._digest_of(manifests._canonical(document))
+    document["digest"] = manifests._hash_text(manifests._canonical(document))
     with pytest.raises(CheckpointError, match="format 2, written by") as raised:
-        manifests.unsealed(manifests.Record, json.dumps(document).encode())
+        manifests.unseal(manifests.CheckpointRecord, json.dumps(document).encode())
     assert not isinstance(raised.value, DamagedError)
 
 
@@ -270,4 +270,4 @@ def test_a_format_of_another_version_is_no_damage():
 )
 def test_extra_that_json_would_change_is_refused(extra):
     with pytest.raises(ArgumentError, match="`extra` is not plain JSON"):
-        manifests.checked_extra(extra)
+        manifests.check_extra(extra)

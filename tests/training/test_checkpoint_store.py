@@ -12,7 +12,7 @@ import pytest
 
 from tests.training import checkpoint_sample as sample
 from xsake.errors import ArgumentError, CheckpointError
-from xsake.training.checkpoints import CheckpointStore, folders, quarantined
+from xsake.training.checkpoints import CheckpointStore, folders, list_quarantined_steps
 from xsake.training.checkpoints import manifest as manifests
 
 LIKE = sample.like()
@@ -174,7 +174,7 @@ def test_a_committed_step_without_a_manifest_is_checked_used_and_given_one(folde
     (folder / "30" / manifests.NAME).unlink()
     before = {path: path.read_bytes() for path in files_of(folder)}
     sample.assert_exact(CheckpointStore(folder, **watcher.options()).restore(LIKE), 30)
-    assert watcher.reasons == [("adopted", 30, None)]
+    assert watcher.reasons == [("repaired", 30, None)]
     manifest = manifests.read(folder / "30")
     assert manifest is not None and manifest.extra == sample.extra(30)
     manifests.verify(folder / "30", manifest, "full")
@@ -205,7 +205,10 @@ def test_links_are_refused_wherever_they_are(folder, watcher, tmp_path):
     store = CheckpointStore(folder, verify="off", **watcher.options())
     assert store.steps() == [10, 30]
     sample.assert_exact(store.restore(LIKE), 10)
-    assert watcher.reasons == [("quarantined", 30, "symlink"), ("quarantined", 20, "symlink")]
+    assert watcher.reasons == [
+        ("quarantined", 30, "symlink"),
+        ("quarantined", 20, "symlink"),
+    ]
     assert (folder / "20.quarantined-symlink").is_symlink() and (tmp_path / "elsewhere").is_dir()
 
 
@@ -221,15 +224,15 @@ def test_if_all_are_bad_the_error_says_what_was_tried_and_nothing_is_deleted(fol
         assert words in str(raised.value)
     assert {path.name for path in folder.rglob("*") if path.is_file()} == everything.keys()
     # The next start must not take this for a fresh folder.
-    assert store.steps() == [] and len(quarantined(folder)) == 3
-    with pytest.raises(CheckpointError, match="set aside: 10.quarantined-"):
+    assert store.steps() == [] and len(list_quarantined_steps(folder)) == 3
+    with pytest.raises(CheckpointError, match="quarantined: 10.quarantined-"):
         store.restore(LIKE)
 
 
 def test_an_empty_folder_says_so(tmp_path):
     store = CheckpointStore(tmp_path / "none")
-    assert store.steps() == [] and quarantined(tmp_path / "none") == []
-    with pytest.raises(CheckpointError, match="no step is there"):
+    assert store.steps() == [] and list_quarantined_steps(tmp_path / "none") == []
+    with pytest.raises(CheckpointError, match="no steps"):
         store.restore(LIKE)
     assert not (tmp_path / "none").exists()
 
@@ -249,12 +252,12 @@ def test_a_named_step_is_that_step_or_an_error(folder, watcher):
 def test_another_tree_is_an_error_and_no_reason_to_set_anything_aside(folder, watcher):
     store = CheckpointStore(folder, **watcher.options())
     renamed = {("count" if name == "step" else name): leaf for name, leaf in LIKE.items()}
-    with pytest.raises(CheckpointError, match="not saved: count; saved but not asked for: step"):
+    with pytest.raises(CheckpointError, match="not saved: count; saved but not requested: step"):
         store.restore(renamed)
     wider = LIKE | {"step": jax.ShapeDtypeStruct((), jnp.int16)}
-    with pytest.raises(CheckpointError, match=r"step int32\[\], asked for as int16\[\]"):
+    with pytest.raises(CheckpointError, match=r"step int32\[\], requested as int16\[\]"):
         store.restore(wider)
-    with pytest.raises(ArgumentError, match="does not say what it should be filled with"):
+    with pytest.raises(ArgumentError, match="has no shape and dtype"):
         store.restore(LIKE | {"step": 3})
     assert not watcher.notices and store.steps() == [10, 20, 30]
 
@@ -267,12 +270,12 @@ def test_a_reader_changes_nothing(folder, watcher):
     sample.assert_exact(store.restore(LIKE), 20)
     assert watcher.reasons == [("skipped", 30, "size")]
     assert sorted(folder.rglob("*")) == before
-    with pytest.raises(ArgumentError, match="nothing can be saved here"):
+    with pytest.raises(ArgumentError, match="does not accept saves"):
         store.save(40, sample.tree(40), {})
 
 
 def test_the_newest_good_steps_are_kept_and_only_good_ones_count(folder):
-    store = CheckpointStore(folder, keep=2)
+    store = CheckpointStore(folder, max_to_keep=2)
     (folder / "30" / manifests.NAME).unlink()
     metadata_of(folder, 20).write_bytes(b"broken")
     store.save(40, sample.tree(40), sample.extra(40))
@@ -288,7 +291,7 @@ def test_the_newest_good_steps_are_kept_and_only_good_ones_count(folder):
 def test_the_last_good_step_stays_whatever_comes_after_it(folder):
     for step in (20, 30):
         (folder / str(step) / manifests.NAME).unlink()
-    assert folders.retire(folder, 1) == []
+    assert folders.delete_old_steps(folder, 1) == []
     assert names(folder) == ["10", "20", "30"]
 
 
@@ -316,7 +319,7 @@ def test_a_step_that_is_there_with_the_same_bits_is_not_written_again(folder, wa
 
 def test_a_quarantined_name_that_is_taken_gets_a_number(folder):
     for expected in ("30.quarantined-size", "30.quarantined-size-2", "30.quarantined-size-3"):
-        assert folders.set_aside(folder, 30, "size").name == expected
+        assert folders.quarantine(folder, 30, "size").name == expected
         shutil.copytree(folder / "20", folder / "30")
 
 
@@ -336,14 +339,14 @@ def test_a_closed_store_saves_nothing_more(folder):
     store = CheckpointStore(folder)
     store.close()
     store.close()
-    with pytest.raises(ArgumentError, match="a store that is closed"):
+    with pytest.raises(ArgumentError, match="a closed store"):
         store.save(40, sample.tree(40), {})
     assert store.steps() == [10, 20, 30]
 
 
 @pytest.mark.parametrize("step", [-1, 2**31])
 def test_numbers_that_are_no_steps_are_refused(tmp_path, step):
-    with pytest.raises(ArgumentError, match="no such number"):
+    with pytest.raises(ArgumentError, match="number of a step is out of range"):
         CheckpointStore(tmp_path).save(step, sample.tree(1), {})
 
 
@@ -352,15 +355,15 @@ def test_extra_that_could_not_be_read_back_is_refused_at_once(tmp_path):
     deep = json.loads("[" * 20 + "]" * 20)
     for extra, words in (
         ({"a": (1,)}, "`extra` is not plain JSON"),
-        ({str(i): i for i in range(100)}, "would not fit into a manifest"),
-        ({"a": deep}, "would not fit into a manifest"),
+        ({str(i): i for i in range(100)}, "exceeds the limits of a manifest"),
+        ({"a": deep}, "exceeds the limits of a manifest"),
     ):
         with pytest.raises(ArgumentError, match=words):
             store.save(1, sample.tree(1), extra)
     assert store.steps() == []
 
 
-@pytest.mark.parametrize("options", [{"keep": 0}, {"keep": -1}])
+@pytest.mark.parametrize("options", [{"max_to_keep": 0}, {"max_to_keep": -1}])
 def test_options_that_keep_nothing_are_refused(tmp_path, options):
-    with pytest.raises(ArgumentError, match="no checkpoints can be kept"):
+    with pytest.raises(ArgumentError, match="invalid settings of a checkpoint store"):
         CheckpointStore(tmp_path, **options)

@@ -103,7 +103,7 @@ TWO_PROCESSES = textwrap.dedent("""
         return {"sharded": made(sharded), "everywhere": made(everywhere)}
 
     notices, failures = [], []
-    store = CheckpointStore(folder, watch=notices.append, on_failure=failures.append)
+    store = CheckpointStore(folder, on_event=notices.append, on_failure=failures.append)
     for step in (1, 2, 3):
         store.save(step, tree(step), {"step": step})
     store.save(3, tree(3), {"step": 3})
@@ -129,7 +129,7 @@ TWO_PROCESSES = textwrap.dedent("""
     multihost_utils.sync_global_devices("restored")
     assert (folder / "2" / "MANIFEST.json").exists() and store.steps() == [1, 2]
     kinds = [notice.kind for notice in notices]
-    assert kinds == (["quarantined", "adopted"] if number == 0 else []), kinds
+    assert kinds == (["quarantined", "repaired"] if number == 0 else []), kinds
     try:
         store.restore(like, 7)
     except CheckpointError as error:

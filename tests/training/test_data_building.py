@@ -12,10 +12,10 @@ from tests.training.data_sample import END, files_of, letters, save_texts, save_
 from xsake.errors import ArgumentError
 from xsake.model.tokenizer import Tokenizer
 from xsake.training import data
-from xsake.training.data import Settings, build, corpus, shards
+from xsake.training.data import BuildSettings, build, corpus, shards
 from xsake.training.data.vocabulary import TokenizerFile, Vocabulary
 
-SMALL = Settings(shard_tokens=300, validation=0.2)
+SMALL = BuildSettings(shard_tokens=300, validation=0.2)
 
 
 @pytest.fixture(scope="module")
@@ -28,8 +28,8 @@ def inputs(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
     """Documents have several pieces, and pieces come in several lots."""
-    monkeypatch.setattr(corpus, "LONGEST_PIECE", 40)
-    monkeypatch.setattr("xsake.training.data.building.LONGEST_PIECE", 250)
+    monkeypatch.setattr(corpus, "MAX_PIECE_CHARS", 40)
+    monkeypatch.setattr("xsake.training.data.building.MAX_PIECE_CHARS", 250)
 
 
 def stream(folder, split):
@@ -57,7 +57,7 @@ def test_the_files_hold_every_document_with_an_end(inputs, tmp_path):
     found = {split: documents_of(tmp_path / "data", split) for split in ("train", "validation")}
     expected = {"train": [], "validation": []}
     for text in letters(60):
-        expected[corpus.split_of(text, 0.2)].append(text)
+        expected[corpus.assign_split(text, 0.2)].append(text)
     assert found == expected and len(found["validation"]) > 5
     for split, documents in found.items():
         assert index.split(split).documents == len(documents)
@@ -100,7 +100,7 @@ def test_the_same_gives_the_same_bytes(inputs, tmp_path):
     for name in ("one", "other"):
         build(tokenizer, texts, tmp_path / name, SMALL)
     assert files_of(tmp_path / "one") == files_of(tmp_path / "other")
-    build(tokenizer, texts, tmp_path / "large", Settings(validation=0.2))
+    build(tokenizer, texts, tmp_path / "large", BuildSettings(validation=0.2))
     np.testing.assert_array_equal(
         stream(tmp_path / "one", "train"), stream(tmp_path / "large", "train")
     )
@@ -108,7 +108,7 @@ def test_the_same_gives_the_same_bytes(inputs, tmp_path):
 
 def test_a_shard_can_be_smaller_than_a_document(inputs, tmp_path):
     tokenizer, texts = inputs
-    build(tokenizer, texts, tmp_path / "data", Settings(shard_tokens=29, validation=0.2))
+    build(tokenizer, texts, tmp_path / "data", BuildSettings(shard_tokens=29, validation=0.2))
     build(tokenizer, texts, tmp_path / "other", SMALL)
     np.testing.assert_array_equal(
         stream(tmp_path / "data", "train"), stream(tmp_path / "other", "train")
@@ -117,13 +117,13 @@ def test_a_shard_can_be_smaller_than_a_document(inputs, tmp_path):
 
 def test_without_a_share_there_is_no_validation(inputs, tmp_path):
     tokenizer, texts = inputs
-    index = build(tokenizer, texts, tmp_path / "data", Settings(validation=0.0)).index
+    index = build(tokenizer, texts, tmp_path / "data", BuildSettings(validation=0.0)).index
     assert index.splits.train.documents == 60 and index.splits.validation.shards == ()
 
 
 def test_a_document_that_spells_the_end_does_not_end(tmp_path, inputs):
     path = save_texts(tmp_path / "a.txt", [f"before {END} after", "second"])
-    build(inputs[0], [path], tmp_path / "data", Settings(validation=0.0))
+    build(inputs[0], [path], tmp_path / "data", BuildSettings(validation=0.0))
     assert documents_of(tmp_path / "data", "train") == [f"before {END} after", "second"]
 
 
@@ -144,7 +144,7 @@ def stop_at(call):
 
 def calls_of(tokenizer, texts, folder):
     seen = []
-    build(tokenizer, texts, folder, SMALL, watch=seen.append)
+    build(tokenizer, texts, folder, SMALL, on_progress=seen.append)
     return seen
 
 
@@ -158,8 +158,8 @@ def test_a_build_that_is_stopped_anywhere_goes_on_to_the_same_bytes(inputs, tmp_
     for call in range(0, count, 5 if is_trained else 1):
         folder = tmp_path / f"stopped {call}"
         with pytest.raises(Stop):
-            build(source, texts, folder, SMALL, watch=stop_at(call))
-        with pytest.raises(ArgumentError, match=r"no data|not complete"):
+            build(source, texts, folder, SMALL, on_progress=stop_at(call))
+        with pytest.raises(ArgumentError, match=r"has no data|was interrupted"):
             data.read_index(folder)
         built = build(source, texts, folder, SMALL)
         assert built.is_new and files_of(folder) == straight
@@ -177,7 +177,7 @@ def test_a_build_that_is_stopped_again_and_again_is_done_in_the_end(inputs, tmp_
                 raise Stop
 
         try:
-            built = build(tokenizer, texts, folder, SMALL, watch=stop_after_one)
+            built = build(tokenizer, texts, folder, SMALL, on_progress=stop_after_one)
             break
         except Stop:
             stops += 1
@@ -190,14 +190,14 @@ def test_finished_files_are_kept_and_their_texts_are_not_read_again(inputs, tmp_
     seen = calls_of(tokenizer, texts, tmp_path / "straight")
     late = max(i for i, progress in enumerate(seen) if progress.finished is not None) - 2
     with pytest.raises(Stop):
-        build(tokenizer, texts, tmp_path / "data", SMALL, watch=stop_at(late))
+        build(tokenizer, texts, tmp_path / "data", SMALL, on_progress=stop_at(late))
     kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "data").glob("train-*.bin")}
     encoded, encode = [], Vocabulary.encode
     monkeypatch.setattr(
         Vocabulary, "encode", lambda self, texts: encoded.extend(texts) or encode(self, texts)
     )
     built = build(tokenizer, texts, tmp_path / "data", SMALL)
-    assert built.kept >= len(kept) > 3 and built.again == 0
+    assert built.kept >= len(kept) > 3 and built.rewritten == 0
     assert all(path.stat().st_mtime_ns == before for path, before in kept.items())
     everything = sum(map(len, letters(60)))
     assert 0 < sum(map(len, encoded)) < 0.5 * everything
@@ -210,7 +210,7 @@ def test_a_damaged_file_of_an_earlier_run_is_written_again(inputs, tmp_path, dam
     count = len(calls_of(tokenizer, texts, tmp_path / "straight"))
     folder = tmp_path / "data"
     with pytest.raises(Stop):
-        build(tokenizer, texts, folder, SMALL, watch=stop_at(count - 1))
+        build(tokenizer, texts, folder, SMALL, on_progress=stop_at(count - 1))
     path = folder / "train-00001.bin"
     content = bytearray(path.read_bytes())
     content[3] ^= 4
@@ -219,7 +219,7 @@ def test_a_damaged_file_of_an_earlier_run_is_written_again(inputs, tmp_path, dam
     else:
         path.write_bytes(content if damage == "flip" else content[:-2])
     built = build(tokenizer, texts, folder, SMALL)
-    assert built.again > 0 and built.kept > 0
+    assert built.rewritten > 0 and built.kept > 0
     assert files_of(folder) == files_of(tmp_path / "straight")
 
 
@@ -229,7 +229,7 @@ def test_a_killed_process_leaves_nothing_in_the_way(inputs, tmp_path):
     build(tokenizer, texts, tmp_path / "straight", SMALL)
     folder = tmp_path / "data"
     with pytest.raises(Stop):
-        build(tokenizer, texts, folder, SMALL, watch=stop_at(9))
+        build(tokenizer, texts, folder, SMALL, on_progress=stop_at(9))
     steps = folder / "building.jsonl"
     steps.write_bytes(steps.read_bytes()[:-9])
     (folder / ".train-00004.bin.ab12_cd9").write_bytes(b"half")
@@ -265,9 +265,9 @@ def test_what_is_built_is_checked_and_not_built_again(inputs, tmp_path, monkeypa
         built = build(tokenizer, texts, tmp_path / "data", SMALL)
     assert not built.is_new and built.kept == len(list((tmp_path / "data").glob("*.bin")))
     (tmp_path / "data/validation-00000.bin").write_bytes(b"00")
-    with pytest.raises(ArgumentError, match="(?s)truncated.*validation-00000.bin.*--fresh"):
+    with pytest.raises(ArgumentError, match="(?s)truncated.*validation-00000.bin.*--no-resume"):
         build(tokenizer, texts, tmp_path / "data", SMALL)
-    assert build(tokenizer, texts, tmp_path / "data", SMALL, fresh=True).is_new
+    assert build(tokenizer, texts, tmp_path / "data", SMALL, overwrite=True).is_new
     assert files_of(tmp_path / "data") == before
 
 
@@ -279,21 +279,21 @@ def test_other_data_is_not_overwritten_unless_asked(inputs, tmp_path, is_complet
         build(tokenizer, texts, folder, SMALL)
     else:
         with pytest.raises(Stop):
-            build(tokenizer, texts, folder, SMALL, watch=stop_at(8))
+            build(tokenizer, texts, folder, SMALL, on_progress=stop_at(8))
     before = files_of(folder)
     more = save_texts(tmp_path / "more.txt", letters(30, seed=9))
     others = [
         (tokenizer, [more], SMALL),
-        (tokenizer, texts, Settings(shard_tokens=100, validation=0.2)),
-        (tokenizer, texts, Settings(shard_tokens=300, validation=0.1)),
-        (tokenizer, texts, Settings(shard_tokens=300, validation=0.2, end_token="a")),
+        (tokenizer, texts, BuildSettings(shard_tokens=100, validation=0.2)),
+        (tokenizer, texts, BuildSettings(shard_tokens=300, validation=0.1)),
+        (tokenizer, texts, BuildSettings(shard_tokens=300, validation=0.2, end_token="a")),
         (data.NewTokenizer(300), texts, SMALL),
     ]
     for source, paths, settings in others:
-        with pytest.raises(ArgumentError, match="(?s)holds other data.*--fresh"):
+        with pytest.raises(ArgumentError, match="(?s)holds another build.*--no-resume"):
             build(source, paths, folder, settings)
     assert files_of(folder) == before
-    build(tokenizer, [more], folder, SMALL, fresh=True)
+    build(tokenizer, [more], folder, SMALL, overwrite=True)
     build(tokenizer, [more], tmp_path / "new", SMALL)
     assert files_of(folder) == files_of(tmp_path / "new")
 
@@ -305,10 +305,10 @@ def test_folders_of_others_are_not_touched(inputs, tmp_path, fresh):
     (folder / "tokenizer_config.json").write_text("{}")
     before = files_of(folder)
     with pytest.raises(ArgumentError, match="(?s)not empty.*tokenizer.json.*another folder"):
-        build(tokenizer, texts, folder, SMALL, fresh=fresh)
+        build(tokenizer, texts, folder, SMALL, overwrite=fresh)
     (folder / "index.json").write_text("{}")
     with pytest.raises(ArgumentError):
-        build(tokenizer, texts, folder, SMALL, fresh=fresh)
+        build(tokenizer, texts, folder, SMALL, overwrite=fresh)
     assert files_of(folder) == before | {"index.json": b"{}"}
 
 
@@ -322,7 +322,7 @@ def test_a_lost_index_is_made_again_only_when_asked(inputs, tmp_path):
             (tmp_path / "data/index.json").write_text(content)
         with pytest.raises(ArgumentError, match="not empty|not an index"):
             build(tokenizer, texts, tmp_path / "data", SMALL)
-        build(tokenizer, texts, tmp_path / "data", SMALL, fresh=True)
+        build(tokenizer, texts, tmp_path / "data", SMALL, overwrite=True)
         assert files_of(tmp_path / "data") == before
 
 
@@ -331,9 +331,9 @@ def test_a_trained_tokenizer_learns_from_train_documents_and_stays(inputs, tmp_p
     index = build(data.NewTokenizer(300), texts, tmp_path / "data", SMALL).index
     assert (index.tokenizer.vocabulary, index.tokenizer.asked_vocabulary) == (300, 300)
     assert (index.tokenizer.end_token, index.tokenizer.end_id) == (END, 0)
-    train = [text for text in letters(60) if corpus.split_of(text, 0.2) == "train"]
+    train = [text for text in letters(60) if corpus.assign_split(text, 0.2) == "train"]
     assert documents_of(tmp_path / "data", "train") == train
-    expected = TokenizerFile.trained(iter(train), 300)
+    expected = TokenizerFile.train(iter(train), 300)
     assert index.tokenizer.sha256 == expected.sha256
 
 
@@ -341,9 +341,9 @@ def test_an_interrupted_build_does_not_train_twice(inputs, tmp_path, monkeypatch
     _, texts = inputs
     source, folder = data.NewTokenizer(300), tmp_path / "data"
     with pytest.raises(Stop):
-        build(source, texts, folder, SMALL, watch=stop_at(6))
+        build(source, texts, folder, SMALL, on_progress=stop_at(6))
     with monkeypatch.context() as patch:
-        patch.setattr(TokenizerFile, "trained", None)
+        patch.setattr(TokenizerFile, "train", None)
         build(source, texts, folder, SMALL)
     build(source, texts, tmp_path / "straight", SMALL)
     assert files_of(folder) == files_of(tmp_path / "straight")
@@ -361,12 +361,12 @@ def test_files_made_from_a_text_that_changed_are_not_kept(inputs, tmp_path, monk
 
     with monkeypatch.context() as patch:
         patch.setattr(data.building.Corpus, "read", read)
-        with pytest.raises(ArgumentError, match="(?s)was changed.*--fresh"):
+        with pytest.raises(ArgumentError, match="(?s)changed during the build.*--no-resume"):
             build(tokenizer, [texts], tmp_path / "data", SMALL)
     texts.write_bytes(path.read_bytes())
-    with pytest.raises(ArgumentError, match="not built by this command"):
+    with pytest.raises(ArgumentError, match="holds other files than a build"):
         build(tokenizer, [texts], tmp_path / "data", SMALL)
-    build(tokenizer, [texts], tmp_path / "data", SMALL, fresh=True)
+    build(tokenizer, [texts], tmp_path / "data", SMALL, overwrite=True)
     build(tokenizer, [path], tmp_path / "whole", SMALL)
     assert files_of(tmp_path / "data") == files_of(tmp_path / "whole")
 
@@ -376,42 +376,42 @@ def test_files_of_a_tokenizer_that_is_lost_do_not_count(inputs, tmp_path, monkey
     _, texts = inputs
     source, folder = data.NewTokenizer(300), tmp_path / "data"
     with pytest.raises(Stop):
-        build(source, texts, folder, SMALL, watch=stop_at(9))
+        build(source, texts, folder, SMALL, on_progress=stop_at(9))
     (folder / "tokenizer.json").write_text("{}")
-    other = TokenizerFile.trained(iter(["other text"] * 9), 300)
+    other = TokenizerFile.train(iter(["other text"] * 9), 300)
     with monkeypatch.context() as patch:
-        patch.setattr(TokenizerFile, "trained", lambda texts, vocabulary: other)
+        patch.setattr(TokenizerFile, "train", lambda texts, vocabulary: other)
         built = build(source, texts, folder, SMALL)
     assert built.kept == 0 and built.index.tokenizer.sha256 == other.sha256
-    train = [text for text in letters(60) if corpus.split_of(text, 0.2) == "train"]
+    train = [text for text in letters(60) if corpus.assign_split(text, 0.2) == "train"]
     assert documents_of(folder, "train") == train
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"shard_tokens": 0}, "so many tokens"),
-        ({"shard_tokens": 2**31}, "so many tokens"),
-        ({"validation": 1.0}, "no share"),
-        ({"validation": -0.1}, "no share"),
-        ({"validation": float("nan")}, "no share"),
+        ({"shard_tokens": 0}, "size of a shard is out of range"),
+        ({"shard_tokens": 2**31}, "size of a shard is out of range"),
+        ({"validation": 1.0}, "validation share is out of range"),
+        ({"validation": -0.1}, "validation share is out of range"),
+        ({"validation": float("nan")}, "validation share is out of range"),
     ],
 )
 def test_settings_that_mean_nothing_are_refused(changes, words):
     with pytest.raises(ArgumentError, match=words):
-        Settings(**changes)
+        BuildSettings(**changes)
 
 
 def test_a_new_tokenizer_has_its_own_end(inputs, tmp_path):
-    with pytest.raises(ArgumentError, match="leave --end-token out"):
-        build(data.NewTokenizer(300), inputs[1], tmp_path / "data", Settings(end_token="a"))
+    with pytest.raises(ArgumentError, match="remove --end-token"):
+        build(data.NewTokenizer(300), inputs[1], tmp_path / "data", BuildSettings(end_token="a"))
 
 
 def test_progress_is_told(inputs, tmp_path):
     tokenizer, texts = inputs
     seen = calls_of(tokenizer, texts, tmp_path / "data")
     assert seen[0].doing == "reading texts.txt"
-    making = [progress for progress in seen if progress.doing == "making tokens"]
+    making = [progress for progress in seen if progress.doing == "tokenizing"]
     assert all(a.done <= b.done and a.tokens <= b.tokens for a, b in itertools.pairwise(making))
     assert making[-1].done == making[-1].total > 60
     finished = [progress.finished for progress in seen if progress.finished is not None]

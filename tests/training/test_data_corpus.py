@@ -9,13 +9,13 @@ import pytest
 from tests.training.data_sample import END, letters, save_texts
 from xsake.errors import ArgumentError
 from xsake.training.data import corpus, texts
-from xsake.training.data.corpus import Corpus, pieces_of, split_of
+from xsake.training.data.corpus import Corpus, assign_split, split_pieces
 
 
 @hypothesis.given(st.text(alphabet="ab \n", max_size=200), st.integers(1, 20))
 def test_pieces_are_the_text(text, longest):
-    pieces = list(pieces_of([text], longest))
-    assert list(pieces_of(text, longest)) == pieces, "wherever its parts were cut"
+    pieces = list(split_pieces([text], longest))
+    assert list(split_pieces(text, longest)) == pieces, "wherever its parts were cut"
     assert "".join(pieces) == text
     assert all(len(piece) <= longest for piece in pieces) and all(pieces[:-1])
 
@@ -32,13 +32,14 @@ def test_pieces_are_the_text(text, longest):
     ],
 )
 def test_cuts_are_behind_lines_or_before_words(text, longest, pieces):
-    assert list(pieces_of([text], longest)) == pieces
+    assert list(split_pieces([text], longest)) == pieces
 
 
 def test_the_share_of_validation_is_met_and_grows_without_moving_anything():
     texts = [f"text {i}" for i in range(4000)]
     small, large = (
-        {text for text in texts if split_of(text, share) == "validation"} for share in (0.05, 0.2)
+        {text for text in texts if assign_split(text, share) == "validation"}
+        for share in (0.05, 0.2)
     )
     assert 150 < len(small) < 250 and 700 < len(large) < 900 and small < large
 
@@ -55,7 +56,7 @@ def test_a_document_is_on_the_same_side_wherever_it_lies(tmp_path):
 
 
 def test_a_survey_counts_what_will_be_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(corpus, "LONGEST_PIECE", 16)
+    monkeypatch.setattr(corpus, "MAX_PIECE_CHARS", 16)
     path = save_texts(tmp_path / "a.txt", letters(40))
     found = Corpus.survey([path], 0.3)
     pieces = list(found.read())
@@ -84,11 +85,11 @@ def test_files_and_folders_are_read_in_order(tmp_path):
 @pytest.mark.parametrize(
     ("write", "words"),
     [
-        (lambda folder: [folder / "none.txt"], "no such text"),
-        (lambda folder: [folder], "no such text"),
+        (lambda folder: [folder / "none.txt"], "text not found"),
+        (lambda folder: [folder], "text not found"),
         (lambda folder: [save_texts(folder / "a.txt", ["x"])] * 2, "given twice"),
         (lambda folder: [save_texts(folder / "a.txt", ["\x00" * 9]), folder], "given twice"),
-        (lambda folder: [save_texts(folder / "a.txt", [" ", "\n"])], "no text"),
+        (lambda folder: [save_texts(folder / "a.txt", [" ", "\n"])], "have no documents"),
     ],
 )
 def test_texts_that_cannot_be_read_are_refused(tmp_path, write, words):
@@ -99,7 +100,7 @@ def test_texts_that_cannot_be_read_are_refused(tmp_path, write, words):
 def test_half_a_character_is_refused_by_document(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "good"}\n{"text": "bad \\ud83d here"}')
-    with pytest.raises(ArgumentError, match=r"(?s)half a character.*a\.jsonl, line 2.*U\+D83D"):
+    with pytest.raises(ArgumentError, match=r"(?s)lone surrogate.*a\.jsonl, line 2.*U\+D83D"):
         Corpus.survey([path], 0.0)
 
 
@@ -113,7 +114,7 @@ def test_the_same_text_in_two_folders_is_refused(tmp_path):
 
 def test_training_needs_a_document(tmp_path):
     path = save_texts(tmp_path / "a.txt", ["only one"])
-    with pytest.raises(ArgumentError, match="(?s)left for training.*--validation"):
+    with pytest.raises(ArgumentError, match="(?s)train split is empty.*--validation"):
         Corpus.survey([path], 0.9999999)
 
 
@@ -121,7 +122,7 @@ def test_a_text_that_changes_between_two_readings_is_refused(tmp_path):
     path = save_texts(tmp_path / "a.txt", ["one", "two"])
     found = Corpus.survey([path], 0.0)
     path.write_text(f"one\n{END}\ntwo and more")
-    with pytest.raises(ArgumentError, match="(?s)was changed.*a.txt"):
+    with pytest.raises(ArgumentError, match="(?s)changed during the build.*a.txt"):
         list(found.read())
 
 
@@ -129,11 +130,11 @@ def test_a_text_that_changes_between_two_readings_is_refused(tmp_path):
 def test_a_document_of_many_parts_is_read_like_a_short_one(tmp_path, monkeypatch, share):
     documents = [" ".join(letters(40, seed=seed)) for seed in range(6)] + ["short", " " * 3000]
     path = save_texts(tmp_path / "a.txt", documents)
-    monkeypatch.setattr(corpus, "LONGEST_PIECE", 10**6)
+    monkeypatch.setattr(corpus, "MAX_PIECE_CHARS", 10**6)
     short = Corpus.survey([path], share)
     assert not short.long
     expected = [(piece.text, piece.split) for piece in short.read()]
-    monkeypatch.setattr(corpus, "LONGEST_PIECE", 100)
+    monkeypatch.setattr(corpus, "MAX_PIECE_CHARS", 100)
     monkeypatch.setattr(texts, "CHUNK_BYTES", 64)
     long = Corpus.survey([path], share)
     assert len(long.long) == 7 and long.files == short.files and long.documents == short.documents

@@ -12,7 +12,7 @@ import pytest
 from tests.training import data_sample
 from xsake.errors import ArgumentError, MissingExtraError
 from xsake.training.data import Batch, TokenLoader
-from xsake.training.data.order import places_to_windows
+from xsake.training.data.order import positions_to_windows
 
 CONTEXT, TOKENS = 8, 8 * 13 + 5  # 13 windows, and a rest that fills none
 WINDOWS = 13
@@ -135,7 +135,7 @@ def test_seeds_and_epochs_give_other_orders(folder):
     assert (orders[1] != orders[2]).any()
     assert (orders[1][:13] != orders[1][13:26]).any()
     np.testing.assert_array_equal(
-        orders[1], places_to_windows(np.arange(28), windows=WINDOWS, seed=1)
+        orders[1], positions_to_windows(np.arange(28), windows=WINDOWS, seed=1)
     )
 
 
@@ -177,15 +177,24 @@ def test_no_batch_comes_after_close(folder):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"batch": 5, "processes": 2}, "(?s)equal shares.*5 windows for 2 processes"),
-        ({"batch": 0}, "equal shares"),
-        ({"processes": 0}, "equal shares"),
-        ({"process": 2, "processes": 2}, "(?s)no such process.*0 to 1"),
-        ({"process": -1}, "no such process"),
-        ({"context": 0}, "reads no token"),
-        ({"context": TOKENS}, f"(?s)single window.*{TOKENS} tokens in train.*context of {TOKENS}"),
-        ({"vocabulary": 1000}, "(?s)model does not know.*131,072 tokens.*vocabulary of 1,000"),
-        ({"prefetch": -1}, "so far ahead"),
+        (
+            {"batch": 5, "processes": 2},
+            "(?s)not divisible by the number of processes.*5 windows for 2 processes",
+        ),
+        ({"batch": 0}, "not divisible by the number of processes"),
+        ({"processes": 0}, "not divisible by the number of processes"),
+        ({"process": 2, "processes": 2}, "(?s)process index is out of range.*0 to 1"),
+        ({"process": -1}, "process index is out of range"),
+        ({"context": 0}, "context is not positive"),
+        (
+            {"context": TOKENS},
+            f"(?s)less than one window.*{TOKENS} tokens in train.*context of {TOKENS}",
+        ),
+        (
+            {"vocabulary": 1000},
+            "(?s)larger than that of the model.*131,072 tokens.*vocabulary of 1,000",
+        ),
+        ({"prefetch": -1}, "prefetch is negative"),
     ],
 )
 def test_what_cannot_be_read_is_refused(folder, changes, words):
@@ -201,16 +210,16 @@ def test_a_context_that_just_fits_is_read(folder):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"seed": 6}, "(?s)the seed is different.*seed 6.*seed 5, as this loader"),
-        ({"batch": 8}, "batch is different"),
-        ({"context": 9}, "the context is different"),
-        ({"split": "validation"}, "split is different"),
-        ({"data": "other"}, "the data itself is different"),
-        ({"step": -1}, "not the state"),
-        ({"step": "3"}, "not the state"),
-        ({"step": 2**61}, "not the state"),
-        ({"version": 2}, "not the state"),
-        ({"more": 1}, "not the state"),
+        ({"seed": 6}, "(?s)the seed differs.*seed 6.*seed 5"),
+        ({"batch": 8}, "batch differs"),
+        ({"context": 9}, "the context differs"),
+        ({"split": "validation"}, "split differs"),
+        ({"data": "other"}, "the data differs"),
+        ({"step": -1}, "invalid state"),
+        ({"step": "3"}, "invalid state"),
+        ({"step": 2**61}, "invalid state"),
+        ({"version": 2}, "invalid state"),
+        ({"more": 1}, "invalid state"),
     ],
 )
 def test_a_state_of_other_batches_is_refused(folder, changes, words):
@@ -223,7 +232,7 @@ def test_a_state_of_other_batches_is_refused(folder, changes, words):
 
 def test_a_step_that_no_run_reaches_is_refused(folder):
     loader = open_loader(folder, batch=2**10)
-    with pytest.raises(ArgumentError, match="so many steps"):
+    with pytest.raises(ArgumentError, match="step of the loader is out of range"):
         loader.restore(loader.state() | {"step": 2**53})
     loader.restore(loader.state() | {"step": 2**40})
     assert next(loader).windows.shape == (2**10,)
@@ -232,7 +241,7 @@ def test_a_step_that_no_run_reaches_is_refused(folder):
 def test_the_state_knows_other_data(folder, tmp_path):
     state = open_loader(folder).state()
     other = open_loader(data_sample.save_data(tmp_path / "other", TOKENS + 1))
-    with pytest.raises(ArgumentError, match="the data itself"):
+    with pytest.raises(ArgumentError, match="the data differs"):
         other.restore(state)
     copy = open_loader(data_sample.save_data(tmp_path / "copy", TOKENS))
     copy.restore(state)

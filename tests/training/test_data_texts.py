@@ -57,7 +57,7 @@ def test_parts_have_a_bounded_length(tmp_path, monkeypatch):
 
 
 def test_what_is_larger_than_an_evaluation_takes_can_be_streamed(tmp_path, monkeypatch):
-    monkeypatch.setattr(evaluation.documents, "MOST_BYTES", 1000)
+    monkeypatch.setattr(evaluation.documents, "MAX_BYTES", 1000)
     (tmp_path / "a.txt").write_text("word " * 1000)
     assert streamed(tmp_path / "a.txt") == ["word " * 1000]
 

@@ -12,7 +12,7 @@ import pytest
 from tests.training import data_sample
 from xsake.errors import ArgumentError
 from xsake.training.data import Windows, read_index, shards
-from xsake.training.data.index import INDEX, UNFINISHED
+from xsake.training.data.index import BUILD_LOG, INDEX
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def test_a_full_last_shard_is_read_to_its_end(tmp_path):
 
 def test_an_empty_split_has_no_window(tmp_path):
     folder = data_sample.save_data(tmp_path / "d", 101)
-    with pytest.raises(ArgumentError, match="(?s)single window.*0 tokens in validation"):
+    with pytest.raises(ArgumentError, match="(?s)less than one window.*0 tokens in validation"):
         windows(folder, split="validation")
 
 
@@ -50,24 +50,27 @@ def test_an_empty_split_has_no_window(tmp_path):
     ("damage", "words"),
     [
         (lambda path: path.unlink(), "(?s)a shard is missing.*train-00003.bin"),
-        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "(?s)truncated.*199 bytes, 200"),
-        (lambda path: path.write_bytes(b""), "(?s)truncated.*0 bytes, 200"),
+        (
+            lambda path: path.write_bytes(path.read_bytes()[:-1]),
+            "(?s)truncated.*199 bytes, expected 200",
+        ),
+        (lambda path: path.write_bytes(b""), "(?s)truncated.*0 bytes, expected 200"),
         (lambda path: path.write_bytes(path.read_bytes() + b"0"), "(?s)too large.*201 bytes"),
-        (lambda path: (path.unlink(), path.mkdir()), "no regular file"),
+        (lambda path: (path.unlink(), path.mkdir()), "not a regular file"),
     ],
 )
 def test_files_that_are_not_whole_are_refused_on_opening(folder, damage, words):
     damage(folder / "train-00003.bin")
     with pytest.raises(ArgumentError, match=words) as raised:
         windows(folder)
-    assert "50 tokens of 4 bytes" in str(raised.value) and "--fresh" in str(raised.value)
+    assert "50 tokens of 4 bytes" in str(raised.value) and "--no-resume" in str(raised.value)
     windows(folder, split="validation")
 
 
 def test_links_are_refused(folder, tmp_path):
     elsewhere = (folder / "train-00000.bin").rename(tmp_path / "elsewhere.bin")
     (folder / "train-00000.bin").symlink_to(elsewhere)
-    with pytest.raises(ArgumentError, match="no regular file"):
+    with pytest.raises(ArgumentError, match="not a regular file"):
         windows(folder)
 
 
@@ -89,7 +92,7 @@ def test_a_flipped_bit_is_found_when_its_file_is_first_used(folder):
 def test_every_file_of_a_window_is_used(folder):
     found = windows(folder, context=100)  # longer than a file
     size, tokens = found.index.shard_tokens, 101
-    assert found._shards_of(np.array([0])) == list(range((tokens - 1) // size + 1))
+    assert found._find_shards(np.array([0])) == list(range((tokens - 1) // size + 1))
 
 
 def test_tokens_that_nobody_knows_are_refused_by_window(folder):
@@ -100,7 +103,7 @@ def test_tokens_that_nobody_knows_are_refused_by_window(folder):
         tokens.tofile(path)
         found = windows(folder)
         assert found.read(np.array([0, 3])).shape == (2, 9)
-        with pytest.raises(ArgumentError, match="(?s)does not have.*window 2 of train"):
+        with pytest.raises(ArgumentError, match="(?s)outside the vocabulary.*window 2 of train"):
             found.read(np.array([0, 2]))
 
 
@@ -108,10 +111,10 @@ def test_a_folder_that_was_never_finished_is_refused(folder, tmp_path):
     (folder / INDEX).unlink()
     with pytest.raises(ArgumentError, match="(?s)no data.*xsake data build"):
         read_index(folder)
-    (folder / UNFINISHED).write_text("")
-    with pytest.raises(ArgumentError, match="(?s)interrupted.*once more"):
+    (folder / BUILD_LOG).write_text("")
+    with pytest.raises(ArgumentError, match="(?s)interrupted.*resumes the build"):
         read_index(folder)
-    with pytest.raises(ArgumentError, match="no folder"):
+    with pytest.raises(ArgumentError, match="not a folder"):
         read_index(tmp_path / "none")
 
 

@@ -16,7 +16,13 @@ from hypothesis import strategies as st
 
 from xsake.errors import ArgumentError
 from xsake.training import fingerprints
-from xsake.training.fingerprints import Copy, Difference, differences, outvoted, word_sums
+from xsake.training.fingerprints import (
+    ReplicaMismatch,
+    ReplicaSum,
+    bit_sums,
+    find_minority,
+    find_mismatches,
+)
 
 TYPES = ["bool", "uint8", "int16", "bfloat16", "float16", "float32", "int32", "complex64", "int4"]
 
@@ -36,18 +42,18 @@ def _sum(values):
     """Always of eight, so that one compiled program is enough."""
     padded = np.zeros(8, values.dtype)
     padded[: len(values)] = values
-    return int(word_sums((padded,))[0])
+    return int(bit_sums((padded,))[0])
 
 
 def test_sums_are_those_of_the_words():
     values = np.array([1.5, -2.25, np.nan, -0.0], np.float32)
     expected = int(values.view(np.uint32).astype(np.uint64).sum() % 2**32)
-    assert int(word_sums((values,))[0]) == expected
-    assert int(word_sums((np.full(2, 2**31, np.uint32),))[0]) == 0  # the sum wraps
+    assert int(bit_sums((values,))[0]) == expected
+    assert int(bit_sums((np.full(2, 2**31, np.uint32),))[0]) == 0  # the sum wraps
 
 
 def test_zero_and_minus_zero_are_not_the_same():
-    zeros = word_sums((jnp.zeros(3), -jnp.zeros(3)))
+    zeros = bit_sums((jnp.zeros(3), -jnp.zeros(3)))
     assert int(zeros[0]) != int(zeros[1])
 
 
@@ -55,8 +61,8 @@ def test_every_type_of_leaf_has_a_sum():
     leaves = {name: jnp.ones((2, 3), name) for name in TYPES}
     leaves |= {"key": jax.random.key(1), "numpy": np.ones(3), "scalar": np.float64(2.0)}
     leaves |= {"empty": jnp.zeros((0, 4)), "complex": np.ones(2, np.complex128)}
-    assert differences(leaves) == ()
-    assert differences({}) == ()
+    assert find_mismatches(leaves) == ()
+    assert find_mismatches({}) == ()
 
 
 @given(
@@ -64,7 +70,7 @@ def test_every_type_of_leaf_has_a_sum():
 )
 def test_the_outvoted_are_those_who_are_not_most(words):
     places = [(row // 2, row) for row in range(len(words))]
-    suspects, is_decided = outvoted(np.array(words, np.uint32), places)
+    suspects, is_decided = find_minority(np.array(words, np.uint32), places)
     winners = [word for word in set(words) if 2 * words.count(word) > len(words)]
     assert is_decided == bool(winners)
     expected = range(len(words)) if not winners else np.flatnonzero(np.array(words) != winners[0])
@@ -72,15 +78,15 @@ def test_the_outvoted_are_those_who_are_not_most(words):
 
 
 def test_of_two_that_differ_both_are_told():
-    suspects, is_decided = outvoted(np.array([1, 2], np.uint32), [(0, None), (1, None)])
-    found = Difference("layers.0", suspects, 2, is_decided)
+    suspects, is_decided = find_minority(np.array([1, 2], np.uint32), [(0, None), (1, None)])
+    found = ReplicaMismatch("layers.0", suspects, 2, is_decided)
     assert found.processes == (0, 1)
     expected = "layers.0: no majority: process 0 has 0x00000001, process 1 has 0x00000002"
     assert str(found) == expected
 
 
 def test_a_decided_difference_names_the_copy_that_is_alone():
-    found = Difference("head", (Copy(3, 12, 7),), 16, True)
+    found = ReplicaMismatch("head", (ReplicaSum(3, 12, 7),), 16, True)
     assert str(found) == "head: process 3 (device 12) against 15 copies that agree"
 
 
@@ -89,20 +95,20 @@ def test_copies_of_processes_are_compared_leaf_by_leaf(monkeypatch):
         return np.stack([mine, mine + np.array([0, 1], np.uint32), mine])
 
     monkeypatch.setattr(fingerprints, "gather", with_neighbours)
-    found = differences({"a": np.ones(3, np.float32), "b": jnp.ones(4)})
+    found = find_mismatches({"a": np.ones(3, np.float32), "b": jnp.ones(4)})
     assert [(each.leaf, each.processes, each.is_decided) for each in found] == [("b", (1,), True)]
 
 
 def test_what_is_no_array_is_refused():
-    with pytest.raises(ArgumentError, match="fingerprints are made of arrays") as caught:
-        differences({"a": {"b": "text"}})
+    with pytest.raises(ArgumentError, match="a leaf that is not an array") as caught:
+        find_mismatches({"a": {"b": "text"}})
     assert "a.b: str" in str(caught.value)
 
 
 EIGHT_DEVICES = """
 import jax, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
-from xsake.training.fingerprints import differences
+from xsake.training.fingerprints import find_mismatches
 
 mesh = jax.make_mesh((4, 2), ("data", "model"))
 values = np.arange(24, dtype=np.float32).reshape(4, 6)
@@ -118,7 +124,7 @@ def placed(spec, broken=()):
 
 def show(**tree):
     return [(found.leaf, [copy.device for copy in found.suspects], found.copies, found.is_decided)
-            for found in differences(tree)]
+            for found in find_mismatches(tree)]
 
 position = {device.id: row for row, device in enumerate(mesh.devices.flat)}
 assert list(position) == [device.id for device in mesh.devices.flat]

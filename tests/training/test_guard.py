@@ -10,17 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.training.test_config import config
-from xsake.model import Dense
+from xsake.model import DenseAttention
 from xsake.training.guard import (
-    Guard,
     GuardSection,
-    either,
-    first_guard,
-    is_hopeless,
-    judge,
-    remembered,
+    GuardState,
+    init_guard,
+    select_tree,
+    should_abort,
+    should_update,
+    update_guard,
 )
-from xsake.training.state import abstract_state, define, digest, optimizer_of
+from xsake.training.state import abstract_state, build_optimizer, define_model, digest
 from xsake.training.step import make_step
 
 RUN = config("model.decoder.layers=1", "data.context=16", "guard.window=4", "data.batch=2")
@@ -32,8 +32,8 @@ scalar = lambda x: jnp.asarray(x, jnp.float32)
 
 @pytest.fixture(scope="module")
 def step():
-    definition = define(RUN)
-    return make_step(RUN, definition, optimizer_of(RUN, definition), Dense())
+    definition = define_model(RUN)
+    return make_step(RUN, definition, build_optimizer(RUN, definition), DenseAttention())
 
 
 def drawn_state(run):
@@ -66,7 +66,7 @@ def test_a_poisoned_batch_changes_nothing(step, state):
     state, _ = step(state, GOOD)
     before, norms, count = traces(state), digest(state.guard.norms), int(state.optimizer[1].count)
     state, told = step(state, POISON)
-    assert not np.isfinite(told.loss) and bool(told.is_skipped) and int(told.skips) == 1
+    assert not np.isfinite(told.loss) and bool(told.is_skipped) and int(told.consecutive_skips) == 1
     assert traces(state) == before and digest(state.guard.norms) == norms
     assert int(state.optimizer[1].count) == count == 1
     assert int(state.step) == 2  # the batch was read
@@ -77,9 +77,9 @@ def test_skips_in_a_row_are_counted_until_an_update_is_made(step, state):
     told = []
     for batch in (POISON, POISON, POISON, GOOD, POISON):
         state, metrics = step(state, batch)
-        told.append((bool(metrics.is_skipped), int(metrics.skips)))
+        told.append((bool(metrics.is_skipped), int(metrics.consecutive_skips)))
     assert told == [(True, 1), (True, 2), (True, 3), (False, 0), (True, 1)]
-    assert [is_hopeless(RUN.guard, skips) for _, skips in told] == [
+    assert [should_abort(RUN.guard, skips) for _, skips in told] == [
         False,
         False,
         True,
@@ -100,7 +100,7 @@ def test_skipped_batches_do_not_use_up_the_schedule(step, state):
 
 def test_a_spike_is_skipped_once_the_window_is_full(step, state):
     def known(accepted: int):
-        guard = Guard(
+        guard = GuardState(
             jnp.full(4, 0.01, jnp.float32), *(jnp.asarray(x, jnp.int32) for x in (accepted, 0, 0))
         )
         return dataclasses.replace(jax.tree.map(jnp.copy, state), guard=guard)
@@ -117,20 +117,20 @@ def test_a_spike_is_skipped_once_the_window_is_full(step, state):
 @given(
     norms=st.lists(st.floats(0.125, 8, width=32), min_size=3, max_size=9),
     next_norm=st.floats(0, 64, width=32),
-    sigmas=st.sampled_from([0.5, 2.0, 6.0]),
+    threshold=st.sampled_from([0.5, 2.0, 6.0]),
 )
-def test_the_limit_is_mean_and_deviations_of_the_last_accepted_norms(norms, next_norm, sigmas):
-    section = GuardSection(window=3, sigmas=sigmas)
-    anything = GuardSection(window=3, sigmas=1e6)
-    guard = first_guard(section)
+def test_the_limit_is_mean_and_deviations_of_the_last_accepted_norms(norms, next_norm, threshold):
+    section = GuardSection(window=3, zscore_threshold=threshold)
+    anything = GuardSection(window=3, zscore_threshold=1e6)
+    guard = init_guard(section)
     for norm in norms:
-        guard = remembered(anything, guard, scalar(norm), jnp.asarray(True))
-        guard = remembered(anything, guard, scalar(jnp.nan), jnp.asarray(False))
+        guard = update_guard(anything, guard, scalar(norm), jnp.asarray(True))
+        guard = update_guard(anything, guard, scalar(jnp.nan), jnp.asarray(False))
     last = np.array(norms[-3:], np.float64)
     assert np.isfinite(guard.norms).all() and sorted(guard.norms.tolist()) == sorted(last)
-    limit = last.mean() + sigmas * max(last.std(), 0.05 * last.mean())
+    limit = last.mean() + threshold * max(last.std(), 0.05 * last.mean())
     if abs(next_norm - limit) > 1e-4 * limit:
-        found = judge(section, guard, scalar(1.0), scalar(next_norm))
+        found = should_update(section, guard, scalar(1.0), scalar(next_norm))
         assert bool(found) == (next_norm < limit)
     assert (int(guard.accepted), int(guard.total)) == (len(norms), len(norms))
 
@@ -139,25 +139,25 @@ def test_the_limit_is_mean_and_deviations_of_the_last_accepted_norms(norms, next
 @pytest.mark.parametrize("place", ["loss", "norm"])
 def test_numbers_that_are_not_finite_are_refused_unless_it_is_off(bad, place):
     numbers = {"loss": scalar(1.0), "norm": scalar(1.0)} | {place: scalar(bad)}
-    for is_on in (True, False):
-        section = GuardSection(window=2, is_on=is_on)
-        assert bool(judge(section, first_guard(section), **numbers)) != is_on
+    for enabled in (True, False):
+        section = GuardSection(window=2, enabled=enabled)
+        assert bool(should_update(section, init_guard(section), **numbers)) != enabled
 
 
 def test_norms_that_never_move_are_no_reason_to_skip():
     section = GuardSection(window=2)
-    guard = first_guard(section)
+    guard = init_guard(section)
     for _ in range(5):
-        assert bool(judge(section, guard, scalar(1.0), scalar(2.0)))
-        guard = remembered(section, guard, scalar(2.0), jnp.asarray(True))
+        assert bool(should_update(section, guard, scalar(1.0), scalar(2.0)))
+        guard = update_guard(section, guard, scalar(2.0), jnp.asarray(True))
 
 
 def refused(section: GuardSection, norms) -> list[int]:
     """Which of a run's norms are refused."""
-    guard, found = first_guard(section), []
+    guard, found = init_guard(section), []
     for place, norm in enumerate(norms):
-        is_made = judge(section, guard, scalar(1.0), scalar(norm))
-        guard = remembered(section, guard, scalar(norm), is_made)
+        is_made = should_update(section, guard, scalar(1.0), scalar(norm))
+        guard = update_guard(section, guard, scalar(norm), is_made)
         found += [] if bool(is_made) else [place]
     return found
 
@@ -185,5 +185,5 @@ def test_a_large_norm_among_nan_does_not_save_a_run():
 def test_what_is_kept_is_kept_bit_for_bit():
     old = {"a": jnp.array([-0.0, np.nan, 1e-45, np.inf], jnp.float32), "b": jnp.arange(3)}
     new = jax.tree.map(lambda x: x + 1, old)
-    assert digest(either(jnp.asarray(False), new, old)) == digest(old)
-    assert digest(either(jnp.asarray(True), new, old)) == digest(new)
+    assert digest(select_tree(jnp.asarray(False), new, old)) == digest(old)
+    assert digest(select_tree(jnp.asarray(True), new, old)) == digest(new)

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from xsake.cli.launch import run_launch
 from xsake.errors import ArgumentError, UnsupportedError
-from xsake.training.launch import Backoff, Rules, Surroundings, launch
+from xsake.training.launch import Backoff, LaunchIO, RestartPolicy, launch
 
 LIVES = """
 import os, signal, sys, time
@@ -36,8 +36,8 @@ class Run:
         self.code = launch(
             [sys.executable, "-I", "-S", "-c", LIVES + code, str(tmp_path)],
             processes=processes,
-            rules=Rules(**rules),
-            surroundings=Surroundings(
+            policy=RestartPolicy(**rules),
+            io=LaunchIO(
                 self.out,
                 self.err,
                 os.environ,
@@ -98,8 +98,8 @@ def test_a_closed_output_does_not_stop_the_processes(tmp_path):
     out = io.StringIO()
     out.close()
     command = [sys.executable, "-I", "-S", "-c", 'print("x" * 10**6)']
-    surroundings = Surroundings(out, io.StringIO(), os.environ)
-    assert launch(command, surroundings=surroundings) == 0
+    surroundings = LaunchIO(out, io.StringIO(), os.environ)
+    assert launch(command, io=surroundings) == 0
 
 
 def test_all_are_started_again_when_one_fails(tmp_path):
@@ -117,31 +117,31 @@ def test_all_are_started_again_when_one_fails(tmp_path):
 
 
 def test_a_command_that_would_be_refused_again_is_not_started_again(tmp_path):
-    run = Run(tmp_path, "sys.exit(2)", processes=2, most_restarts=3)
+    run = Run(tmp_path, "sys.exit(2)", processes=2, max_restarts=3)
     assert run.code == 2
     assert not run.pauses and len(list(tmp_path.glob("life*.0"))) == 1
-    assert "the same command would be refused again, giving up" in run.complaints
+    assert "a restart would fail again, giving up" in run.complaints
 
 
 def test_after_the_last_restart_the_code_of_the_failure_is_told(tmp_path):
-    run = Run(tmp_path, "sys.exit(10 + life)", most_restarts=2)
+    run = Run(tmp_path, "sys.exit(10 + life)", max_restarts=2)
     assert run.code == 12
     assert run.pauses == [0.5, 1.0]
-    assert "giving up: failures: 3, most restarts: 2" in run.complaints
+    assert "giving up: failures: 3, max restarts: 2" in run.complaints
 
 
 def test_no_restart_is_made_if_none_is_allowed(tmp_path):
-    assert Run(tmp_path, "sys.exit(5)", most_restarts=0).code == 5
+    assert Run(tmp_path, "sys.exit(5)", max_restarts=0).code == 5
 
 
 def test_a_killed_process_has_the_code_that_a_shell_would_tell(tmp_path):
-    run = Run(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)", most_restarts=0)
+    run = Run(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)", max_restarts=0)
     assert run.code == 137
-    assert "process 0 was ended by signal 9, Killed" in run.complaints
+    assert "process 0 was killed by signal 9, Killed" in run.complaints
 
 
 def test_code_75_restarts_as_often_as_it_comes_and_counts_as_no_failure(tmp_path):
-    run = Run(tmp_path, "sys.exit(75 if life < 5 else 0)", processes=2, most_restarts=0)
+    run = Run(tmp_path, "sys.exit(75 if life < 5 else 0)", processes=2, max_restarts=0)
     assert run.code == 0
     assert len(list(tmp_path.glob("life*"))) == 12
     assert run.pauses == [0.5, 1.0, 2.0, 4.0, 8.0]  # in case it goes on forever
@@ -149,7 +149,7 @@ def test_code_75_restarts_as_often_as_it_comes_and_counts_as_no_failure(tmp_path
 
 def test_a_failure_beside_code_75_is_a_failure(tmp_path):
     run = Run(tmp_path, "time.sleep(rank)\nsys.exit(75 if rank == 0 else 4)", processes=2,
-              most_restarts=0)  # fmt: skip
+              max_restarts=0)  # fmt: skip
     assert run.code == 4
 
 
@@ -158,16 +158,16 @@ def test_who_does_not_follow_code_75_is_killed_and_started_again(tmp_path):
         tmp_path,
         "if life: sys.exit(0)\nif rank == 0: sys.exit(75)\ntime.sleep(60)",
         processes=2,
-        most_restarts=0,
+        max_restarts=0,
         grace_seconds=0.5,
     )
     assert run.code == 0
-    assert "killing what did not end in time: process 1" in run.complaints
+    assert "killing processes that did not exit in time: process 1" in run.complaints
     assert run.seconds < 30
 
 
 def test_a_long_life_makes_up_for_failures_if_the_rules_say_so(tmp_path):
-    healthy = Run(tmp_path, "sys.exit(life < 3)", most_restarts=1, healthy_seconds=0.0)
+    healthy = Run(tmp_path, "sys.exit(life < 3)", max_restarts=1, reset_failures_after=0.0)
     assert healthy.code == 0
     assert healthy.pauses == [0.5, 0.5, 0.5]
 
@@ -227,8 +227,8 @@ def test_a_stop_during_the_pause_ends_the_launch(tmp_path):
         os.kill(os.getpid(), signal.SIGTERM)
         assert event.wait(10)
 
-    surroundings = Surroundings(io.StringIO(), io.StringIO(), os.environ, wait=wait)
-    assert launch(command, surroundings=surroundings) == 6
+    surroundings = LaunchIO(io.StringIO(), io.StringIO(), os.environ, wait=wait)
+    assert launch(command, io=surroundings) == 6
 
 
 def test_what_a_process_leaves_behind_ends_with_it(tmp_path):
@@ -257,8 +257,9 @@ for _ in range(60): time.sleep(1)
 """
     program = """
 import sys
-from xsake.training.launch import Rules, launch
-launch([sys.executable, "-I", "-S", "-c", sys.argv[1]], processes=2, rules=Rules(grace_seconds=1))
+from xsake.training.launch import RestartPolicy, launch
+command = [sys.executable, "-I", "-S", "-c", sys.argv[1]]
+launch(command, processes=2, policy=RestartPolicy(grace_seconds=1))
 """
     with subprocess.Popen(
         [sys.executable, "-c", program, rank], stdout=subprocess.PIPE, text=True
@@ -271,9 +272,9 @@ launch([sys.executable, "-I", "-S", "-c", sys.argv[1]], processes=2, rules=Rules
 
 
 def test_a_command_that_does_not_exist_is_no_failure_to_repeat(tmp_path):
-    surroundings = Surroundings(io.StringIO(), io.StringIO(), os.environ)
+    surroundings = LaunchIO(io.StringIO(), io.StringIO(), os.environ)
     with pytest.raises(ArgumentError, match="cannot be started") as caught:
-        launch([str(tmp_path / "nothing")], processes=2, surroundings=surroundings)
+        launch([str(tmp_path / "nothing")], processes=2, io=surroundings)
     assert "nothing" in str(caught.value)
 
 
@@ -304,7 +305,7 @@ def test_signals_need_the_main_thread():
 def test_pauses_grow_to_their_limit_and_are_never_negative(first, most, jitter, chance):
     backoff = Backoff(first, max(first, most), jitter)
     pauses = [backoff.seconds(restart, chance) for restart in (*range(1, 12), 10_000)]
-    assert all(0 <= pause <= backoff.most_seconds for pause in pauses)
+    assert all(0 <= pause <= backoff.max_seconds for pause in pauses)
     assert pauses == sorted(pauses)
     assert all(
         backoff.seconds(n, 0.0) * (1 - jitter) <= pause for n, pause in enumerate(pauses[:9], 1)
@@ -313,14 +314,14 @@ def test_pauses_grow_to_their_limit_and_are_never_negative(first, most, jitter, 
 
 @pytest.mark.parametrize("wrong", [(-1.0, 1.0, 0.5), (2.0, 1.0, 0.5), (1.0, 2.0, 1.5)])
 def test_pauses_that_make_no_sense_are_refused(wrong):
-    with pytest.raises(ArgumentError, match="make no sense"):
+    with pytest.raises(ArgumentError, match="invalid backoff"):
         Backoff(*wrong)
 
 
-@pytest.mark.parametrize("wrong", [{"most_restarts": -1}, {"grace_seconds": -1.0}])
+@pytest.mark.parametrize("wrong", [{"max_restarts": -1}, {"grace_seconds": -1.0}])
 def test_negative_rules_are_refused(wrong):
     with pytest.raises(ArgumentError, match="negative"):
-        Rules(**wrong)
+        RestartPolicy(**wrong)
 
 
 class TestCommand:
@@ -341,7 +342,7 @@ class TestCommand:
 
     def test_the_exit_code_is_that_of_the_processes(self):
         code = "import sys; sys.exit(7)"
-        found = self.invoke("--most-restarts", "0", sys.executable, "-I", "-S", "-c", code)
+        found = self.invoke("--max-restarts", "0", sys.executable, "-I", "-S", "-c", code)
         assert found.exit_code == 7
         assert "giving up" in found.stderr
 

@@ -11,14 +11,14 @@ import pytest
 
 from tests.training.test_config import config
 from xsake.errors import ArgumentError
-from xsake.model import Dense
+from xsake.model import DenseAttention
 from xsake.training.attention import make_attention
-from xsake.training.state import define, first_state, optimizer_of
+from xsake.training.state import build_optimizer, define_model, init_state
 from xsake.training.step import make_step
 
 NATIVE = (
     "data.context=48",
-    "model.logit_positions=16",
+    "model.loss_chunk_size=16",
     'attention.kind="native_sparse"',
     "model.decoder.native_sparse={length=8, stride=4, size=8, count=4, window=12}",
 )
@@ -27,12 +27,12 @@ NATIVE = (
 def test_it_learns_through_the_trainer():
     run = config(*NATIVE, "model.decoder.layers=1")
     attention = make_attention(run.attention, run.model.decoder)
-    assert attention.attend(0) == Dense() and attention.budget(0) is None
+    assert attention.attend(0) == DenseAttention() and attention.budget(0) is None
     assert attention.record(0)["kind"] == "native_sparse"
-    definition = define(run)
-    step = make_step(run, definition, optimizer_of(run, definition), attention.attend(0))
+    definition = define_model(run)
+    step = make_step(run, definition, build_optimizer(run, definition), attention.attend(0))
     tokens = (np.arange(49)[None] * np.arange(1, 9)[:, None] % 90).astype(np.int32)
-    state, losses = first_state(run), []
+    state, losses = init_state(run), []
     for _ in range(12):
         state, metrics = step(state, tokens)
         losses.append(float(metrics.loss))
@@ -45,9 +45,9 @@ def test_kind_and_model_belong_together():
         config('attention.kind="native_sparse"')
     with pytest.raises(ArgumentError, match="or neither"):
         config("model.decoder.native_sparse={}")
-    with pytest.raises(ArgumentError, match="keeps the tokens of a sequence together"):
+    with pytest.raises(ArgumentError, match="does not support context parallelism"):
         config(*NATIVE, "mesh.context=2")
-    with pytest.raises(ArgumentError, match="does not use a setting"):
+    with pytest.raises(ArgumentError, match="does not use all given settings"):
         config(*NATIVE, "attention.budget=0.5")
 
 
@@ -57,19 +57,19 @@ import jax, numpy as np
 from tests.training.test_config import config
 from tests.training.test_native_sparse import NATIVE
 from xsake.training.attention import make_attention
-from xsake.training.placing import Devices
-from xsake.training.state import define, optimizer_of
+from xsake.training.placing import DeviceSetup
+from xsake.training.state import build_optimizer, define_model
 from xsake.training.step import make_step
 
 told = {}
 for name, mesh in {"alone": (), "mesh": ("mesh.data=2", "mesh.tensor=2")}.items():
     run = config(*NATIVE, *mesh)
-    devices, definition = Devices.of(run), define(run)
+    devices, definition = DeviceSetup.from_config(run), define_model(run)
     attend = make_attention(run.attention, run.model.decoder, operator=devices.operator).attend(0)
-    optimizer = optimizer_of(run, definition)
+    optimizer = build_optimizer(run, definition)
     step = make_step(run, definition, optimizer, attend, devices.shardings)
     tokens = (np.arange(49)[None] * np.arange(1, 9)[:, None] % 90).astype(np.int32)
-    state, told[name] = devices.first_state(run), []
+    state, told[name] = devices.init_state(run), []
     if devices.shardings is not None:
         tokens = jax.device_put(tokens, devices.shardings.tokens)
     for _ in range(3):

@@ -13,12 +13,12 @@ from tests.training.test_guard import drawn_state
 from xsake.errors import ArgumentError
 from xsake.training.optimizer import (
     OptimizerSection,
-    decayed,
+    make_decay_mask,
     make_optimizer,
-    nested,
-    schedule,
+    make_schedule,
+    unflatten,
 )
-from xsake.training.state import define, flat_parameters, optimizer_of
+from xsake.training.state import build_optimizer, define_model, flat_parameters
 
 NAMES = {"embedding": ("vocab", "embed"), "head": ("embed", "vocab"), "norm.weight": ("embed",)}
 
@@ -29,7 +29,7 @@ def section(**changes) -> OptimizerSection:
 
 def test_norms_biases_and_embeddings_do_not_decay():
     run = config('model.preset="gpt2"', "model.decoder={layers = 2, is_tied = false}")
-    found = decayed(run.optimizer, define(run).names)
+    found = make_decay_mask(run.optimizer, define_model(run).names)
     matrices = {
         "head", "layers.attention.query", "layers.attention.key", "layers.attention.value",
         "layers.attention.out", "layers.mlp.up", "layers.mlp.down",
@@ -39,24 +39,24 @@ def test_norms_biases_and_embeddings_do_not_decay():
 
 
 def test_what_decays_is_configured_by_kinds_paths_and_axes():
-    kinds = decayed(section(undecayed=["norms"]), NAMES)
+    kinds = make_decay_mask(section(no_decay=["norms"]), NAMES)
     assert kinds == {"embedding": True, "head": True, "norm.weight": False}
-    paths = decayed(section(undecayed=[], undecayed_paths=["emb*"]), NAMES)
+    paths = make_decay_mask(section(no_decay=[], no_decay_paths=["emb*"]), NAMES)
     assert paths == {"embedding": False, "head": True, "norm.weight": True}
-    axes = decayed(section(undecayed=[], undecayed_axes=["vocab"]), NAMES)
+    axes = make_decay_mask(section(no_decay=[], no_decay_axes=["vocab"]), NAMES)
     assert axes == {"embedding": False, "head": False, "norm.weight": True}
-    with pytest.raises(ArgumentError, match=r"names no parameter[\s\S]*'hed'[\s\S]*head"):
-        decayed(section(undecayed_paths=["hed"]), NAMES)
+    with pytest.raises(ArgumentError, match=r"matches no parameter[\s\S]*'hed'[\s\S]*head"):
+        make_decay_mask(section(no_decay_paths=["hed"]), NAMES)
 
 
 def test_decay_alone_shrinks_what_decays_and_nothing_else():
     run = config("optimizer.weight_decay=0.5", "optimizer.warmup_steps=0")
-    state, optimizer = drawn_state(run), optimizer_of(run, define(run))
+    state, optimizer = drawn_state(run), build_optimizer(run, define_model(run))
     still = jax.tree.map(jnp.zeros_like, state.parameters)
     changes, _ = optimizer.transform.update(still, state.optimizer, state.parameters)
     rate = float(optimizer.learning_rate(0))
     before, after = flat_parameters(state.parameters), flat_parameters(changes)
-    for path, decays in decayed(run.optimizer, define(run).names).items():
+    for path, decays in make_decay_mask(run.optimizer, define_model(run).names).items():
         expected = -rate * 0.5 * before[path] if decays else np.zeros_like(before[path])
         np.testing.assert_allclose(after[path], expected, rtol=1e-6)
 
@@ -68,10 +68,10 @@ def test_decay_alone_shrinks_what_decays_and_nothing_else():
     peak=st.floats(0.1, 9),
 )  # fmt: skip
 def test_the_rate_rises_to_its_peak_and_falls_to_its_share(warmup, rest, share, peak):
-    chosen = section(warmup_steps=warmup, final_share=share, peak_learning_rate=peak)
+    chosen = section(warmup_steps=warmup, end_lr_ratio=share, peak_learning_rate=peak)
     total = warmup + rest
     # One length for all, since every other one would be compiled anew.
-    found = np.asarray(schedule(chosen, total)(jnp.arange(73)))
+    found = np.asarray(make_schedule(chosen, total)(jnp.arange(73)))
     assert found.dtype == np.float32 and np.isfinite(found).all()
     rising = peak * np.arange(1, warmup + 1) / max(warmup, 1)
     part = np.arange(1, rest + 1) / rest
@@ -83,7 +83,9 @@ def test_the_rate_rises_to_its_peak_and_falls_to_its_share(warmup, rest, share, 
 
 def test_it_is_adamw_with_clipped_gradients():
     rng = np.random.default_rng(0)
-    draw = lambda: nested({"embedding": rng.normal(size=(5, 3)), "head": rng.normal(size=(3, 5))})
+    draw = lambda: unflatten(
+        {"embedding": rng.normal(size=(5, 3)), "head": rng.normal(size=(3, 5))}
+    )
     parameters = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), draw())
     chosen = section(clip_norm=0.3, weight_decay=0.2, beta1=0.8, beta2=0.9, epsilon=1e-6)
     optimizer = make_optimizer(

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from xsake.errors import ArgumentError, UnsupportedError
 from xsake.training import processes
-from xsake.training.launch import Backoff, Rules, Surroundings, launch
-from xsake.training.processes import COORDINATOR, PROCESS, PROCESSES, Place, find_place
-from xsake.training.stopping import RESTART_ME
+from xsake.training.launch import Backoff, LaunchIO, RestartPolicy, launch
+from xsake.training.processes import COORDINATOR, PROCESS, PROCESSES, ProcessSpec, detect_process
+from xsake.training.stopping import EXIT_RESTART
 
 OURS = {"XSAKE_COORDINATOR": "127.0.0.1:5000", "XSAKE_PROCESSES": "4", "XSAKE_PROCESS": "2"}
 SLURM = {
@@ -33,33 +33,33 @@ SLURM = {
 
 
 def test_without_a_word_a_process_is_alone():
-    assert find_place({}) == Place()
-    assert find_place({}).is_alone
-    assert find_place({"XSAKE_PROCESSES": "1", "XSAKE_PROCESS": "0"}).is_alone
+    assert detect_process({}) == ProcessSpec()
+    assert detect_process({}).is_single
+    assert detect_process({"XSAKE_PROCESSES": "1", "XSAKE_PROCESS": "0"}).is_single
 
 
 def test_a_place_comes_from_our_variables():
-    assert find_place(OURS) == Place(2, 4, "127.0.0.1:5000", "127.0.0.1")
+    assert detect_process(OURS) == ProcessSpec(2, 4, "127.0.0.1:5000", "127.0.0.1")
 
 
 def test_arguments_come_before_variables_and_ours_before_those_of_slurm():
-    found = find_place({**SLURM, **OURS}, "10.0.0.1:77", process=1)
-    assert found == Place(1, 4, "10.0.0.1:77", "127.0.0.1")
+    found = detect_process({**SLURM, **OURS}, "10.0.0.1:77", process=1)
+    assert found == ProcessSpec(1, 4, "10.0.0.1:77", "127.0.0.1")
 
 
 def test_a_place_comes_from_slurm():
-    assert find_place(SLURM) == Place(3, 8, "node012:61442", "127.0.0.1")
-    first = find_place({**SLURM, "SLURM_PROCID": "0", "XSAKE_BIND": "10.1.2.3"})
-    assert first == Place(0, 8, "node012:61442", "10.1.2.3")
+    assert detect_process(SLURM) == ProcessSpec(3, 8, "node012:61442", "127.0.0.1")
+    first = detect_process({**SLURM, "SLURM_PROCID": "0", "XSAKE_BIND": "10.1.2.3"})
+    assert first == ProcessSpec(0, 8, "node012:61442", "10.1.2.3")
 
 
 def test_slurm_tasks_on_one_machine_meet_on_its_loopback():
-    found = find_place({**SLURM, "SLURM_STEP_NUM_NODES": "1", "SLURM_PROCID": "0"})
+    found = detect_process({**SLURM, "SLURM_STEP_NUM_NODES": "1", "SLURM_PROCID": "0"})
     assert found.coordinator == "127.0.0.1:61442"
 
 
 def test_a_batch_script_of_slurm_outside_of_srun_is_alone():
-    assert find_place({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"}).is_alone
+    assert detect_process({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"}).is_single
 
 
 @pytest.mark.parametrize(
@@ -73,45 +73,45 @@ def test_a_batch_script_of_slurm_outside_of_srun_is_alone():
     ],
 )
 def test_the_first_machine_of_a_list_is_found(nodes, first):
-    found = find_place({**SLURM, "SLURM_STEP_NODELIST": nodes})
+    found = detect_process({**SLURM, "SLURM_STEP_NODELIST": nodes})
     assert found.coordinator == f"{first}:61442"
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"XSAKE_PROCESS": "4"}, "below the number"),
-        ({"XSAKE_PROCESS": ""}, "below the number"),
+        ({"XSAKE_PROCESS": "4"}, "missing or out of range"),
+        ({"XSAKE_PROCESS": ""}, "missing or out of range"),
         ({"XSAKE_PROCESS": "-1"}, "not a number"),
         ({"XSAKE_PROCESSES": "two"}, "not a number"),
-        ({"XSAKE_PROCESSES": ""}, "number of processes is not known"),
-        ({"XSAKE_PROCESSES": "0"}, "below the number"),
-        ({"XSAKE_COORDINATOR": ""}, "a place to meet"),
-        ({"XSAKE_COORDINATOR": "127.0.0.1"}, "a place to meet"),
-        ({"XSAKE_COORDINATOR": "127.0.0.1:0"}, "a place to meet"),
-        ({"XSAKE_COORDINATOR": "127.0.0.1:99999"}, "a place to meet"),
-        ({"XSAKE_COORDINATOR": "http://host:80"}, "a place to meet"),
+        ({"XSAKE_PROCESSES": ""}, "number of processes is missing"),
+        ({"XSAKE_PROCESSES": "0"}, "missing or out of range"),
+        ({"XSAKE_COORDINATOR": ""}, "coordinator is missing or invalid"),
+        ({"XSAKE_COORDINATOR": "127.0.0.1"}, "coordinator is missing or invalid"),
+        ({"XSAKE_COORDINATOR": "127.0.0.1:0"}, "coordinator is missing or invalid"),
+        ({"XSAKE_COORDINATOR": "127.0.0.1:99999"}, "coordinator is missing or invalid"),
+        ({"XSAKE_COORDINATOR": "http://host:80"}, "coordinator is missing or invalid"),
         ({"XSAKE_BIND": "all"}, "not an IP address"),
     ],
 )
 def test_places_that_make_no_sense_are_refused(change, message):
     with pytest.raises(ArgumentError, match=message):
-        find_place({**OURS, **change})
+        detect_process({**OURS, **change})
 
 
 @pytest.mark.parametrize("host", ["10.0.0.7", "node012", "[fd00::1]"])
 def test_process_0_must_be_told_to_listen_to_other_machines(host):
     variables = {**OURS, "XSAKE_COORDINATOR": f"{host}:5000", "XSAKE_PROCESS": "0"}
-    with pytest.raises(ArgumentError, match="cannot reach process 0") as caught:
-        find_place(variables)
+    with pytest.raises(ArgumentError, match="process 0 listens on the loopback") as caught:
+        detect_process(variables)
     assert "XSAKE_BIND" in str(caught.value)
-    assert find_place(variables, bind="0.0.0.0").bind == "0.0.0.0"
-    assert find_place({**variables, "XSAKE_PROCESS": "1"}).process == 1
+    assert detect_process(variables, bind="0.0.0.0").bind == "0.0.0.0"
+    assert detect_process({**variables, "XSAKE_PROCESS": "1"}).process == 1
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "localhost", "[::1]"])
 def test_the_loopback_has_several_names(host):
-    place = find_place({**OURS, "XSAKE_COORDINATOR": f"{host}:5000", "XSAKE_PROCESS": "0"})
+    place = detect_process({**OURS, "XSAKE_COORDINATOR": f"{host}:5000", "XSAKE_PROCESS": "0"})
     assert place.bind == "127.0.0.1"
 
 
@@ -122,33 +122,33 @@ def test_the_loopback_has_several_names(host):
 )
 def test_whatever_the_environment_says_a_place_is_whole_or_refused(variables):
     try:
-        place = find_place(variables)
+        place = detect_process(variables)
     except ArgumentError:
         return
     assert 0 <= place.process < place.processes
-    assert place.is_alone == (place.coordinator is None)
+    assert place.is_single == (place.coordinator is None)
 
 
 def test_a_process_that_is_alone_starts_nothing(monkeypatch):
     for name in os.environ:
         if name.startswith(("XSAKE_", "SLURM_")):
             monkeypatch.delenv(name)
-    assert processes.start() == Place()
-    assert processes.is_first()
-    processes.wait_for_all("here")
+    assert processes.start() == ProcessSpec()
+    assert processes.is_primary()
+    processes.barrier("here")
     assert processes.gather(np.arange(3, dtype=np.int32)).tolist() == [[0, 1, 2]]
-    with pytest.raises(ZeroDivisionError), processes.failing_at_once():
+    with pytest.raises(ZeroDivisionError), processes.exit_on_error():
         _ = 1 / 0
 
 
 def test_numbers_that_would_lose_bits_are_not_gathered():
-    with pytest.raises(ArgumentError, match="lose bits"):
+    with pytest.raises(ArgumentError, match="without loss"):
         processes.gather(np.zeros(2))
 
 
 def test_processes_cannot_meet_once_a_device_is_in_use():
     jax.devices()
-    with pytest.raises(UnsupportedError, match="process 0 of 2 cannot meet") as caught:
+    with pytest.raises(UnsupportedError, match="process 0 of 2 cannot connect") as caught:
         processes.start("127.0.0.1:5000", 2, 0)
     assert "before any JAX calls" in str(caught.value)
 
@@ -180,15 +180,15 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from xsake.training import fingerprints, processes, stopping, stragglers
 
 def stop():
-    with stopping.StopRequest() as request:
+    with stopping.PreemptionHandler() as request:
         for step in range(1, 2000):
             time.sleep(0.02)
             processes.gather(np.int32([step]))
             if step == 5 and rank == 1:
                 os.kill(os.getpid(), signal.SIGINT)  # to one process only
-            if request.reached(step):
+            if request.should_stop(step):
                 tell(step=step)
-                sys.exit(stopping.RESTART_ME)
+                sys.exit(stopping.EXIT_RESTART)
 
 def compare():
     mesh = jax.make_mesh((4,), ("all",))
@@ -201,21 +201,21 @@ def compare():
     broken = jax.make_array_from_single_device_arrays(same.shape, shared, parts)
     good = jax.device_put(same, shared)
     tree = {"good": good, "bad": {"weight": broken}, "own": np.int32([rank])}
-    found = fingerprints.differences(tree)
-    watch = stragglers.StragglerWatch(every=2, rounds=2)
+    found = fingerprints.find_mismatches(tree)
+    watch = stragglers.StragglerDetector(interval=2, rounds=2)
     rounds = [watch.add(0.1 + 2 * rank, 3.0 - 2 * rank) for _ in range(4)]
-    processes.wait_for_all("end")
+    processes.barrier("end")
     tell(
-        count=jax.process_count(), is_first=processes.is_first(),
+        count=jax.process_count(), is_primary=processes.is_primary(),
         gathered=processes.gather(np.float32([rank, 7])).tolist(),
         found=[[each.leaf, each.processes, each.is_decided, str(each)] for each in found],
         slow=rounds[-1].flagged,
     )
     if rank == 1:
         raise ValueError("one of us fails")
-    processes.wait_for_all("that the other one never comes to")
+    processes.barrier("that the other one never comes to")
 
-with processes.failing_at_once():
+with processes.exit_on_error():
     processes.start(heartbeat_seconds=100)
     stop() if life == 0 else compare()
 """
@@ -227,8 +227,8 @@ def test_two_processes_stop_compare_fail_and_are_started_again(tmp_path):
     code = launch(
         [sys.executable, "-c", TOGETHER, str(tmp_path)],
         processes=2,
-        rules=Rules(most_restarts=1, backoff=Backoff(0.0), failure_grace_seconds=0.5),
-        surroundings=Surroundings(out, err, variables),
+        policy=RestartPolicy(max_restarts=1, backoff=Backoff(0.0), failure_grace_seconds=0.5),
+        io=LaunchIO(out, err, variables),
     )
     ended = time.time()
     assert code == 0, err.getvalue()
@@ -237,12 +237,12 @@ def test_two_processes_stop_compare_fail_and_are_started_again(tmp_path):
 
     # A stop of one process is a stop of both, after the same step, and asks for a restart.
     assert told["0.0"]["step"] == told["0.1"]["step"] > 5
-    assert err.getvalue().count(f"asks for a restart, code {RESTART_ME}") == 2
+    assert err.getvalue().count(f"requests a restart, code {EXIT_RESTART}") == 2
 
     for rank in (0, 1):
         facts = told[f"1.{rank}"]
         assert facts["count"] == 2
-        assert facts["is_first"] == (rank == 0)
+        assert facts["is_primary"] == (rank == 0)
         assert facts["gathered"] == [[0, 7], [1, 7]]
         assert facts["slow"] == [1]
         (bad, owners, is_decided, words), own = facts["found"]

@@ -89,7 +89,7 @@ def test_a_run_whose_checkpoints_are_gone_does_not_start_anew(done):
     run = done.copy("unmounted")
     shutil.rmtree(run.saves)
     text = resume(run)
-    assert "the checkpoints of this run are gone" in text and "metrics.jsonl" in text
+    assert "the checkpoints of this run are missing" in text and "metrics.jsonl" in text
     (run.folder / "metrics.jsonl").unlink()  # as the error says
     run.different("run.steps=3").train()
     assert run.last_step == 2
@@ -101,7 +101,7 @@ def reseal(run, **changes):
     extra = {**manifest.extra, **changes}
     extra = {name: value for name, value in extra.items() if value is not None}
     edited = manifest.model_copy(update={"extra": extra})
-    (run.saves / "20" / manifests.NAME).write_text(manifests.sealed(edited))
+    (run.saves / "20" / manifests.NAME).write_text(manifests.seal(edited))
 
 
 def test_a_place_in_the_data_of_another_step_is_refused(done):
@@ -109,7 +109,7 @@ def test_a_place_in_the_data_of_another_step_is_refused(done):
     data = manifests.read(run.saves / "20").extra["data"]
     reseal(run, data={**data, "step": 7})
     text = resume(run)
-    assert "XSK-601: the checkpoint of step 20 contradicts itself" in text
+    assert "XSK-601: the checkpoint of step 20 is inconsistent" in text
     assert "data at step 7" in text
 
 
@@ -117,7 +117,7 @@ def test_a_checkpoint_without_a_place_in_the_data_is_refused(done):
     run = done.copy("dataless")
     reseal(run, data=None)
     text = resume(run)
-    assert "XSK-601: the checkpoint of step 20 does not say where its data" in text
+    assert "XSK-601: the checkpoint of step 20 has no state of the data" in text
 
 
 def test_a_checkpoint_of_0_1_0_is_resumed(done):
@@ -130,15 +130,15 @@ def test_a_checkpoint_of_0_1_0_is_resumed(done):
 def test_a_complete_run_ends_well_without_its_goodput_file(ground, monkeypatch):
     from xsake.observability import goodput
 
-    closed = goodput.Recorder.close
+    closed = goodput.GoodputRecorder.close
 
     def close_and_lose(self):
         closed(self)
         (ground.folder / "lost" / "goodput.jsonl").unlink()
 
-    monkeypatch.setattr(goodput.Recorder, "close", close_and_lose)
+    monkeypatch.setattr(goodput.GoodputRecorder, "close", close_and_lose)
     text = ground.run("lost", "run.steps=2").train().text
-    assert "Goodput is not known" in text
+    assert "Cannot report goodput" in text
 
 
 def test_a_run_whose_folder_was_taken_stops_and_writes_no_more(ground, monkeypatch):
@@ -149,7 +149,7 @@ def test_a_run_whose_folder_was_taken_stops_and_writes_no_more(ground, monkeypat
 
     def take_at_12(self, number, *args):
         if number == 12:
-            other = holder.Holder.own(60.0).model_copy(update={"host": "node-b"})
+            other = holder.LockHolder.current(60.0).model_copy(update={"host": "node-b"})
             (run.folder / lock.NAME).unlink()
             lock._create(run.folder / lock.NAME, other)
         return step(self, number, *args)
@@ -158,5 +158,5 @@ def test_a_run_whose_folder_was_taken_stops_and_writes_no_more(ground, monkeypat
     text = run.train(code=2).text
     assert "another run has taken the folder of this run" in text and "node-b" in text
     assert run.steps == [10]
-    assert lock.holder(run.folder).host == "node-b"
+    assert lock.read_holder(run.folder).host == "node-b"
     assert json.loads((run.folder / "metrics.jsonl").read_bytes().splitlines()[-1])["step"] <= 19

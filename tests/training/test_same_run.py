@@ -6,7 +6,7 @@ import pytest
 
 from tests.training.test_config import config
 from xsake.errors import ArgumentError, CheckpointError
-from xsake.training.same_run import require_same_run, require_saves, require_whole
+from xsake.training.same_run import require_consistent, require_same_run, require_saves
 
 LONG = "optimizer.total_steps=100"
 
@@ -14,10 +14,10 @@ LONG = "optimizer.total_steps=100"
 def test_a_run_that_has_begun_keeps_its_settings(tmp_path):
     require_same_run(config(LONG), tmp_path)
     (tmp_path / "metrics.jsonl").touch()
-    require_same_run(config("run.steps=77", "run.log_every=3", LONG), tmp_path)
+    require_same_run(config("run.steps=77", "run.log_interval=3", LONG), tmp_path)
     assert '"steps": 77' in (tmp_path / "config.json").read_text()
-    with pytest.raises(ArgumentError, match=r"different in data\.seed, run\.evaluate_every\n"):
-        require_same_run(config("data.seed=5", "run.evaluate_every=7", LONG), tmp_path)
+    with pytest.raises(ArgumentError, match=r"different in data\.seed, run\.eval_interval\n"):
+        require_same_run(config("data.seed=5", "run.eval_interval=7", LONG), tmp_path)
 
 
 def test_a_run_that_failed_before_its_first_step_may_change_everything(tmp_path):
@@ -57,7 +57,7 @@ def test_checkpoints_that_must_have_been_there_are_missed(tmp_path):
         write_metrics(tmp_path, steps)
         require_saves(tmp_path, 10)
     write_metrics(tmp_path, 21)
-    with pytest.raises(ArgumentError, match=r"(?s)are gone.*steps up to 20.*delete .*metrics"):
+    with pytest.raises(ArgumentError, match=r"(?s)are missing.*steps up to 20.*delete .*metrics"):
         require_saves(tmp_path, 10)
     require_saves(tmp_path, 0)  # saves at its end only
     require_saves(tmp_path, 1000)
@@ -69,7 +69,7 @@ def test_checkpoints_of_a_run_that_ended_are_missed_and_of_one_that_could_not_sa
     tmp_path,
 ):
     write_metrics(tmp_path, 5, {"event": "ended", "ending": "done"})
-    with pytest.raises(ArgumentError, match="are gone"):
+    with pytest.raises(ArgumentError, match="are missing"):
         require_saves(tmp_path, 1000)
     write_metrics(tmp_path, 50, {"event": "ended", "ending": "failed"}, failed_saves=2)
     require_saves(tmp_path, 10)
@@ -78,22 +78,22 @@ def test_checkpoints_of_a_run_that_ended_are_missed_and_of_one_that_could_not_sa
 @pytest.mark.parametrize(
     ("extra", "words"),
     [
-        ({}, "does not say where its data"),
-        ({"data": 5, "attention": {}}, "does not say where its data"),
-        ({"data": {"step": 40}}, "does not say where its data"),
-        ({"data": {"step": 7}, "attention": {}}, "contradicts itself"),
-        ({"data": {}, "attention": {}}, "contradicts itself"),
+        ({}, "has no state of the data"),
+        ({"data": 5, "attention": {}}, "has no state of the data"),
+        ({"data": {"step": 40}}, "has no state of the data"),
+        ({"data": {"step": 7}, "attention": {}}, "is inconsistent"),
+        ({"data": {}, "attention": {}}, "is inconsistent"),
     ],
 )
 def test_a_checkpoint_that_contradicts_itself_is_refused(extra, words):
     with pytest.raises(CheckpointError, match=f"the checkpoint of step 40 {words}"):
-        require_whole(40, extra, config())
+        require_consistent(40, extra, config())
 
 
 def test_the_settings_in_a_checkpoint_are_compared():
     extra = {"data": {"step": 40}, "attention": {}}
-    require_whole(40, extra, config("data.seed=4"))
+    require_consistent(40, extra, config("data.seed=4"))
     extra["config"] = json.loads(config().to_json())
-    require_whole(40, extra, config())
+    require_consistent(40, extra, config())
     with pytest.raises(ArgumentError, match=r"(?s)data\.seed.*the checkpoint of step 40"):
-        require_whole(40, extra, config("data.seed=4"))
+        require_consistent(40, extra, config("data.seed=4"))

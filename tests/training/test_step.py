@@ -13,29 +13,29 @@ import pytest
 from flax import nnx
 
 from tests.training.test_config import config
-from xsake.model import Decoder, DecoderConfig, Dense
-from xsake.training.optimizer import schedule
+from xsake.model import Decoder, DecoderConfig, DenseAttention
+from xsake.training.optimizer import make_schedule
 from xsake.training.state import (
-    Definition,
+    ModelDefinition,
     abstract_state,
-    define,
+    build_optimizer,
+    define_model,
     digest,
-    first_state,
+    init_state,
     make_model,
     make_state,
-    optimizer_of,
     step_key,
 )
 from xsake.training.step import make_loss, make_step, next_token_loss
 
-SHORT = ("data.context=32", "model.logit_positions=16")
+SHORT = ("data.context=32", "model.loss_chunk_size=16")
 RUN = config(*SHORT)
 TOKENS = (np.arange(33)[None] * np.arange(1, 9)[:, None] % 90).astype(np.int32)
 
 
 def compiled(run):
-    definition = define(run)
-    return make_step(run, definition, optimizer_of(run, definition), Dense())
+    definition = define_model(run)
+    return make_step(run, definition, build_optimizer(run, definition), DenseAttention())
 
 
 @pytest.fixture(scope="module")
@@ -45,12 +45,12 @@ def step():
 
 @pytest.fixture(scope="module")
 def in_parts():
-    return compiled(config(*SHORT, "optimizer.accumulation=4"))
+    return compiled(config(*SHORT, "optimizer.grad_accum_steps=4"))
 
 
 @pytest.fixture(scope="module")
 def first():
-    return first_state(RUN)
+    return init_state(RUN)
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def test_the_loss_falls_and_every_number_is_told(step, state):
     losses = np.array([metrics.loss for metrics in told])
     assert np.isfinite(losses).all() and abs(losses[0] - np.log(96)) < 1
     assert losses[-1] < 0.1 * losses[0]
-    rate = schedule(RUN.optimizer, 100)
+    rate = make_schedule(RUN.optimizer, 100)
     for count, metrics in enumerate(told):
         assert float(metrics.learning_rate) == pytest.approx(float(rate(count)), rel=1e-6)
         assert int(metrics.tokens) == 8 * 32 and not bool(metrics.is_skipped)
@@ -84,8 +84,8 @@ def test_runs_give_the_same_bits(step, state):
     other = jax.tree.map(jnp.copy, state)
     found = digest(trained(step, state, 4)[0])
     assert digest(trained(step, other, 4)[0]) == found
-    assert digest(trained(step, first_state(RUN), 4)[0]) == found
-    assert digest(trained(step, first_state(config(*SHORT, "run.seed=1")), 4)[0]) != found
+    assert digest(trained(step, init_state(RUN), 4)[0]) == found
+    assert digest(trained(step, init_state(config(*SHORT, "run.seed=1")), 4)[0]) != found
 
 
 def test_a_stop_in_the_middle_changes_no_bit(step, state):
@@ -112,7 +112,7 @@ def test_microbatches_are_one_large_batch(step, in_parts, state, padded):
 
 
 def test_bfloat16_keeps_float32_weights_and_stays_finite(step, state):
-    run = config(*SHORT, 'model.compute="bfloat16"', "model.is_rematerialised=true")
+    run = config(*SHORT, 'model.compute_dtype="bfloat16"', "model.remat=true")
     low = compiled(run)
     assert "bf16" in low.lower(state, TOKENS).as_text()
     _, exact = trained(step, jax.tree.map(jnp.copy, state), 12)
@@ -145,7 +145,7 @@ def test_chunks_of_positions_change_no_loss(at_once):
 
 def test_logits_never_exist_whole():
     run = config(*SHORT, "model.decoder.vocab_size=97")  # no other axis is so long
-    loss_of = make_loss(run, define(run), Dense())
+    loss_of = make_loss(run, define_model(run), DenseAttention())
     traced = jax.make_jaxpr(jax.grad(lambda p, x: loss_of(p, x)[0]))
     shapes = set(_shapes(traced(abstract_state(run).parameters, TOKENS).jaxpr))
     with_vocabulary = {shape for shape in shapes if 97 in shape}
@@ -165,7 +165,7 @@ def _shapes(jaxpr):
 def test_a_state_copies_the_weights_and_is_used_up_by_a_step(step):
     model = make_model(RUN, jax.random.key(3))
     state = make_state(RUN, model, jax.random.key(4))
-    definition, given = Definition.of(model), jax.tree.leaves(state)
+    definition, given = ModelDefinition.from_model(model), jax.tree.leaves(state)
     assert digest(definition.parameters(definition.merge(state.parameters))) == digest(
         state.parameters
     )
@@ -197,24 +197,26 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tests.training.test_step import RUN, SHORT, TOKENS
 from tests.training.test_config import config
 from xsake import BlockSparseAttention
-from xsake.model import Dense
-from xsake.placement import sharding_of
-from xsake.training.state import Shardings, define, first_state, optimizer_of, state_shardings
+from xsake.model import DenseAttention
+from xsake.sharding import named_sharding
+from xsake.training.state import (
+    Shardings, build_optimizer, define_model, init_state, state_shardings,
+)
 from xsake.training.step import make_step
 
-run = config(*SHORT, "mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2", "optimizer.accumulation=2")
+run = config(*SHORT, "mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2", "optimizer.grad_accum_steps=2")
 mesh = Mesh(np.array(jax.devices()).reshape(2, 2, 2), ("data", "fsdp", "tensor"))
 rules = {"vocab": "tensor", "q_heads": "tensor", "kv_heads": "tensor", "mlp": "tensor",
          "embed": "fsdp"}
-place = lambda path, names, shape: sharding_of(path, names, shape, mesh, rules)
+place = lambda path, names, shape: named_sharding(path, names, shape, mesh, rules)
 everywhere = NamedSharding(mesh, PartitionSpec())
 shardings = Shardings(
     state_shardings(run, place, everywhere), NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
 )
-state = jax.jit(lambda: first_state(run), out_shardings=shardings.state)()
-definition = define(run)
-attend = Dense(BlockSparseAttention(mesh=mesh))
-step = make_step(run, definition, optimizer_of(run, definition), attend, shardings)
+state = jax.jit(lambda: init_state(run), out_shardings=shardings.state)()
+definition = define_model(run)
+attend = DenseAttention(BlockSparseAttention(mesh=mesh))
+step = make_step(run, definition, build_optimizer(run, definition), attend, shardings)
 told = []
 for _ in range(3):
     state, metrics = step(state, jax.device_put(TOKENS, shardings.tokens))

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from xsake.errors import ArgumentError
 from xsake.training import stragglers
-from xsake.training.stragglers import StragglerWatch, judge
+from xsake.training.stragglers import StragglerDetector, compare_processes
 
 
 def simulate(processes, steps, seed, *, sleeper=None):
@@ -19,15 +19,15 @@ def simulate(processes, steps, seed, *, sleeper=None):
     draw = np.random.default_rng(seed)
     habits = draw.uniform(0.02, 0.08, processes)
     last, rounds = None, []
-    for _ in range(steps // stragglers.EVERY):
-        shape = (stragglers.EVERY, processes)
+    for _ in range(steps // stragglers.INTERVAL):
+        shape = (stragglers.INTERVAL, processes)
         own = habits * draw.lognormal(0, 0.3, shape) * np.where(draw.random(shape) < 0.01, 10, 1)
         device = draw.lognormal(0, 0.05, shape[0]) * np.where(draw.random(shape[0]) < 0.01, 5, 1)
         if sleeper is not None:
             own[:, sleeper] += 2.0  # a step takes three times as long
         whole = own.max(axis=1) + device
         waiting = whole[:, None] - own
-        last = judge(own.mean(axis=0), waiting.mean(axis=0), last)
+        last = compare_processes(own.mean(axis=0), waiting.mean(axis=0), last)
         rounds.append(last)
     return rounds
 
@@ -52,38 +52,38 @@ def test_a_sleeper_is_flagged_alone_within_150_steps(processes, seed, data):
 
 def test_equal_times_of_whole_steps_do_not_hide_who_the_others_wait_for():
     own, waiting = np.array([0.1, 2.1]), np.array([3.0, 1.0])  # both steps take 3.1 s
-    assert judge(own, waiting, rounds=1).flagged == (1,)
+    assert compare_processes(own, waiting, rounds=1).flagged == (1,)
 
 
 def test_one_good_round_makes_up_for_slow_ones():
     still, slow, good = np.zeros(3), np.array([1.0, 1.0, 2.0]), np.ones(3)
     last = None
     for own in (slow, slow, good, slow, slow):
-        last = judge(own, still, last)
+        last = compare_processes(own, still, last)
         assert not last.flagged
-    assert judge(slow, still, last).flagged == (2,)
+    assert compare_processes(slow, still, last).flagged == (2,)
 
 
 def test_half_of_the_processes_can_be_slow():
     own = np.array([1.0, 1.0, 2.0, 2.0])
-    assert judge(own, np.zeros(4), rounds=1).flagged == (2, 3)
+    assert compare_processes(own, np.zeros(4), rounds=1).flagged == (2, 3)
 
 
 def test_no_time_at_all_is_not_slow():
-    found = judge(np.zeros(2), np.zeros(2), rounds=1)
+    found = compare_processes(np.zeros(2), np.zeros(2), rounds=1)
     assert (found.flagged, found.skew) == ((), 1.0)
     assert "no process is slower" in str(found)
 
 
 def test_times_that_are_no_numbers_are_refused():
-    with pytest.raises(ArgumentError, match="times of steps"):
-        judge(np.array([1.0, np.nan]), np.zeros(2))
+    with pytest.raises(ArgumentError, match="step times"):
+        compare_processes(np.array([1.0, np.nan]), np.zeros(2))
 
 
-@pytest.mark.parametrize("wrong", [{"every": 0}, {"rounds": 0}, {"ratio": 1.0}])
+@pytest.mark.parametrize("wrong", [{"interval": 0}, {"rounds": 0}, {"ratio": 1.0}])
 def test_a_watch_that_could_not_find_anything_is_refused(wrong):
-    with pytest.raises(ArgumentError, match="stragglers cannot be found so"):
-        StragglerWatch(**wrong)
+    with pytest.raises(ArgumentError, match="invalid settings of the straggler detector"):
+        StragglerDetector(**wrong)
 
 
 def test_a_watch_speaks_every_so_many_steps(monkeypatch):
@@ -92,7 +92,7 @@ def test_a_watch_speaks_every_so_many_steps(monkeypatch):
         return np.stack([mine, np.array([0.0, mine.sum()], np.float32)])
 
     monkeypatch.setattr(stragglers, "gather", with_a_fast_neighbour)
-    watch = StragglerWatch(every=4, rounds=2)
+    watch = StragglerDetector(interval=4, rounds=2)
     found = [watch.add(3.0, 1.0) for _ in range(8)]
     assert [step for step, spoken in enumerate(found, 1) if spoken] == [4, 8]
     assert found[3].flagged == ()
@@ -101,5 +101,5 @@ def test_a_watch_speaks_every_so_many_steps(monkeypatch):
 
 
 def test_a_process_that_is_alone_is_never_slow():
-    watch = StragglerWatch(every=1, rounds=1)
+    watch = StragglerDetector(interval=1, rounds=1)
     assert watch.add(5.0, 1.0).flagged == ()

@@ -9,10 +9,10 @@ export const metadata: Metadata = { title: "Benchmarks" };
 export default function Page() {
   return (
     <>
-      <PageHead eyebrow="Benchmarks" title="Beside the others, row by row">
+      <PageHead eyebrow="Benchmarks" title="Comparison with peers">
         <p>
-          Both sides of a comparison take turns in one run on one machine, and every result is checked before its time
-          counts. Where a peer is faster, it says so.
+          Sides of a comparison are interleaved in one run on one machine, and every result is checked before it is
+          timed. Results where a peer is faster are included.
         </p>
       </PageHead>
       <Suspense>

@@ -12,17 +12,17 @@ function Targets() {
     <div className="relative overflow-x-auto" tabIndex={0} role="region" aria-label="Certificates by target">
       <table className="table">
         <thead>
-          <tr><th>target</th><th>compiles</th><th>controls refused</th><th>not as expected</th><th>compiler</th><th>commits</th><th>last made</th><th>file</th></tr>
+          <tr><th>target</th><th>compiles</th><th>controls rejected</th><th>unexpected</th><th>compiler</th><th>commits</th><th>date</th><th>file</th></tr>
         </thead>
         <tbody className="number">
           {certificates.map((each) => {
-            const wanted = each.outcomes.filter(({ expects }) => expects === "compiles");
+            const expected = each.outcomes.filter(({ expects }) => expects === "compiles");
             const controls = each.outcomes.filter(({ expects }) => expects === "refused");
             const odd = each.outcomes.filter(({ as_expected }) => !as_expected);
             return (
               <tr key={each.file} data-target={each.target}>
                 <td><strong className="font-medium">{each.target}</strong> <span className="text-muted">{each.device_kind}</span></td>
-                <td data-compiled>{took(wanted)} of {wanted.length}</td>
+                <td data-compiled>{took(expected)} of {expected.length}</td>
                 <td>{controls.filter(({ verdict }) => verdict === "refused").length} of {controls.length}</td>
                 <td className={odd.length ? "text-accent" : ""}>{odd.length}</td>
                 <td className="text-muted">{each.compiler}</td>
@@ -80,12 +80,12 @@ function Numerics() {
   return (
     <>
       <p className="mt-2 max-w-2xl text-muted">
-        Outputs and gradients against an oracle in float64 that shares no code with the library. The allowance is what
-        rounding at that precision permits; nothing is tuned to pass.
+        Outputs and gradients compared with a float64 oracle that shares no code with the library. The error budget is
+        derived from rounding at that precision.
       </p>
       <div className="relative mt-4 overflow-x-auto" tabIndex={0} role="region" aria-label="Errors by implementation">
         <table className="table max-w-3xl">
-          <thead><tr><th>implementation</th><th>dtype</th><th>arrays compared</th><th>within the allowance</th><th>most of it used</th></tr></thead>
+          <thead><tr><th>implementation</th><th>dtype</th><th>arrays compared</th><th>within the budget</th><th>max. used</th></tr></thead>
           <tbody className="number">
             {numerics.groups.map((each) => (
               <tr key={`${each.implementation} ${each.dtype}`} data-numerics={`${each.implementation} ${each.dtype}`}>
@@ -105,15 +105,15 @@ function Faults() {
   if (!faults) {
     return (
       <Missing what="The fault matrix has not been run for this build" command={"just faults          # writes benchmarks/results/faults.json\njust showcase        # and the table appears here"}>
-        Kills, flipped bits, full disks, hung and vanished processes, put into real runs. The code that does it is in the
-        repository; without its file of results there is nothing to show.
+        Kills, flipped bits, full disks, hung and lost processes, injected into real runs. The results file is missing in this
+        build.
       </Missing>
     );
   }
   return (
     <div className="relative overflow-x-auto" tabIndex={0} role="region" aria-label="Faults">
       <p className="mb-3 text-sm text-muted">
-        {faults.faults.filter(({ is_met }) => is_met).length} of {faults.faults.length} gates held; {faults.environment.cpu},{" "}
+        {faults.faults.filter(({ is_met }) => is_met).length} of {faults.faults.length} checks passed; {faults.environment.cpu},{" "}
         {day(faults.environment.utc)}, commit {commit(faults.environment.commit)}{faults.is_quick ? ", a quick run with few trials" : ""}.
       </p>
       <table className="table">
@@ -136,18 +136,18 @@ function Faults() {
 export default function Proof() {
   return (
     <>
-      <PageHead eyebrow="Proof" title="What is proved, how far, and what is not">
+      <PageHead eyebrow="Proof" title="What is verified, and what is not">
         <p>
-          There was no accelerator here. So nothing is claimed about one beyond what its own compiler says, and that is
-          written down, case by case, with the version that said it.
+          No accelerator was available. Claims about accelerators are limited to the output of their compilers, recorded
+          case by case with the compiler version.
         </p>
       </PageHead>
       <section aria-labelledby="certificates">
         <h2 id="certificates" className="text-3xl">Certificates</h2>
         <p className="mt-2 mb-4 max-w-2xl text-muted">
-          Google&apos;s compiler took these kernels for TPUs and NVIDIA&apos;s for GPUs, on a machine that has neither.
-          Controls are cases that must be refused: they prove that the check can fail. Never run on the device; no speed
-          is known.
+          These kernels were compiled by Google&apos;s compiler for TPUs and by NVIDIA&apos;s for GPUs, on a machine without
+          either. Controls are cases that must be rejected. The kernels were never run on the devices; their speed is
+          unknown.
         </p>
         {certificates.length ? <Targets /> : <Missing what="There are no certificates" command="xsake certify" />}
         {certificates.length > 0 && (
@@ -158,7 +158,7 @@ export default function Proof() {
         )}
       </section>
       <section aria-labelledby="faults" className="mt-16">
-        <h2 id="faults" className="mb-4 text-3xl">Faults put into real runs</h2>
+        <h2 id="faults" className="mb-4 text-3xl">Faults injected into real runs</h2>
         <Faults />
       </section>
       <section aria-labelledby="numerics" className="mt-16">

@@ -15,10 +15,9 @@ just showcase`;
 export default function Page() {
   return (
     <>
-      <PageHead eyebrow="Training replay" title="A run, as it told its own story">
+      <PageHead eyebrow="Training replay" title="Training replay">
         <p>
-          Loss, budgets and heads, read from the file that the run itself wrote, step by step. Stops, restarts and refused
-          updates are marked where they happened.
+          Loss, budgets and heads from the metrics of a run, step by step, with stops, restarts and skipped updates.
         </p>
       </PageHead>
       <LiveRuns />

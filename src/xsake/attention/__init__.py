@@ -1,4 +1,4 @@
-"""What users call: attention on [B, T, H, D] arrays, and what it will really do."""
+"""Public attention API on [B, T, H, D] arrays: attention, operators, explain."""
 
 from xsake.attention.block_sparse import attention
 from xsake.attention.explain import Explanation, explain

@@ -1,4 +1,4 @@
-"""`xsake.explain`: what an attention call would do, told without doing it."""
+"""`xsake.explain`: describe which kernel a call would run and its cost, without executing it."""
 
 import dataclasses
 import math
@@ -10,28 +10,34 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
-from xsake.attention.arguments import AnyArray, Rules, Scores, checks_itself, complete
-from xsake.attention.visibility import narrowed, narrowing
-from xsake.kernels import select
-from xsake.kernels.block_sparse.cost import Pass, is_known
-from xsake.kernels.block_sparse.op import BACKENDS
-from xsake.kernels.block_sparse.problem import Operands, Problem
+from xsake.attention.runtime_pruning import prune_blocks, pruning_sources
+from xsake.attention.validation import (
+    AnyArray,
+    LogitsSpec,
+    MaskSpec,
+    canonicalize_args,
+    no_runtime_typecheck,
+)
+from xsake.kernels import dispatch
+from xsake.kernels.block_sparse.api import OP
+from xsake.kernels.block_sparse.cost import KernelCost, is_known
+from xsake.kernels.block_sparse.types import BlockSparseConfig, BlockSparseInputs
+from xsake.kernels.dispatch import Implementation
 from xsake.layout import BlockLayout
 from xsake.masks import AbstractMask
 
 
 @dataclasses.dataclass(frozen=True)
-class Blocks:
-    """Blocks of a call over all its batch elements and query heads.
+class BlockSummary:
+    """Block counts of a call over all batch elements and query heads.
 
     Attributes:
-        listed: what the layout lists, or at most lists.
-        full: of these, blocks without an element mask; None if known only at run time.
-        partial: blocks with one; None likewise.
-        visible: blocks that touch or lie below the diagonal if the layout lists no others, else
-            every block.
-        is_causal: which of the two it was.
-        budget: listed / visible.
+        listed: blocks of the layout, or their upper bound.
+        full: blocks without an element mask; None if known only at run time.
+        partial: blocks with an element mask; None if known only at run time.
+        visible: blocks on or below the diagonal if the layout is causal, else all blocks.
+        is_causal: whether the layout lists no block above the diagonal.
+        budget: density, listed / visible.
     """
 
     listed: int
@@ -44,24 +50,24 @@ class Blocks:
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """What a call would run; `print` shows one screen, `to_dict` gives JSON types.
+    """Kernel, blocks and cost of a call; `print` shows a summary, `to_dict` gives JSON types.
 
     Attributes:
-        implementation: what runs.
-        declined: every other implementation and why it does not run.
-        platform: what the call would be compiled for.
+        implementation: selected implementation.
+        declined: other implementations and why they are not used.
+        platform: target platform.
         arrays: shape and dtype of every array argument.
-        scale, softcap: the numbers in use.
-        mask: the rule inside partial blocks.
+        scale, softcap: resolved values.
+        mask: element mask of partial blocks.
         block_q, block_kv: block sizes in tokens.
         layout_origin: "given", "from the mask" or "every block".
-        narrowed_by: run-time arguments that drop further blocks.
+        pruned_by: run-time arguments that drop blocks.
         is_static: whether the block list is compiled into the program.
-        is_counted: whether blocks could be counted now; else there is only an upper limit.
-        blocks: what the layout lists.
-        passes: what forward and backward compute.
-        compile_key: what a compiled program is good for.
-        recompiles: when a new call compiles again.
+        is_counted: whether block counts are exact; otherwise they are upper bounds.
+        blocks: block counts of the layout.
+        passes: cost of the forward and backward passes.
+        compile_key: static arguments of the compiled program.
+        recompiles: changes that cause a recompilation.
     """
 
     implementation: str
@@ -74,28 +80,28 @@ class Explanation:
     block_q: int
     block_kv: int
     layout_origin: str
-    narrowed_by: tuple[str, ...]
+    pruned_by: tuple[str, ...]
     is_static: bool
     is_counted: bool
-    blocks: Blocks
-    passes: tuple[Pass, ...]
+    blocks: BlockSummary
+    passes: tuple[KernelCost, ...]
     compile_key: dict[str, Any]
     recompiles: str
 
     @property
     def forward_flops(self) -> int:
-        """Floating-point operations of the forward matrix products."""
+        """FLOPs of the forward matrix products."""
         return self.passes[0].flops
 
     @property
     def backward_flops(self) -> int:
-        """The same for the backward passes, recomputed logits included."""
+        """FLOPs of the backward passes, including recomputed logits."""
         return sum(each.flops for each in self.passes[1:])
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as JSON types."""
+        """Return all fields as JSON types."""
         totals = {"forward_flops": self.forward_flops, "backward_flops": self.backward_flops}
-        return {**_plain(dataclasses.asdict(self)), **totals}
+        return {**_to_json_types(dataclasses.asdict(self)), **totals}
 
     def __str__(self) -> str:
         return "\n".join(f"{name:<15} {text}".rstrip() for name, text in self._lines())
@@ -108,10 +114,10 @@ class Explanation:
         softcap = "" if self.softcap is None else f", softcap {self.softcap:g}"
         yield "logits", f"scale {self.scale:.6g}{softcap}"
         yield "mask", textwrap.shorten(self.mask, 80, placeholder=" ...")
-        narrowed_by = "".join(f", narrowed by {what}" for what in self.narrowed_by)
+        pruned_by = "".join(f", pruned by {source}" for source in self.pruned_by)
         yield (
             "layout",
-            f"{self.layout_origin}{narrowed_by}; {self.block_q} x {self.block_kv} tokens",
+            f"{self.layout_origin}{pruned_by}; {self.block_q} x {self.block_kv} tokens",
         )
         yield "blocks", self._blocks_text()
         for each in self.passes:
@@ -127,7 +133,7 @@ class Explanation:
         return f"{blocks.listed:,} ({blocks.full:,} full, {blocks.partial:,} partial) = {share}"
 
 
-@checks_itself
+@no_runtime_typecheck
 def explain(
     q: Float[AnyArray, "B Tq Hq D"],
     k: Float[AnyArray, "B Tk Hk D"],
@@ -144,21 +150,21 @@ def explain(
     q_positions=None,
     kv_positions=None,
     return_lse: bool = False,
-    implementation: str | None = None,
+    implementation: Implementation = None,
     platform: str | None = None,
 ) -> Explanation:
-    """What `xsake.attention` would do with these arguments; computes no attention.
+    """Describe the `xsake.attention` call with these arguments without executing it.
 
-    Arrays may be abstract (`jax.ShapeDtypeStruct`) or traced. Blocks that depend on values which
-    are not there are bounded instead of counted, and the answer says so.
+    Arrays may be abstract (`jax.ShapeDtypeStruct`) or traced. If block
+    counts depend on values that are not available, upper bounds are reported (`is_counted`).
 
     Args:
         q: queries [B, Tq, Hq, D]; only shape and dtype matter, as for k, v, bias and sinks.
         k: keys [B, Tk, Hk, D].
         v: values [B, Tk, Hk, Dv].
-        mask: as for `xsake.attention`, and so are all the others.
-        platform: what to explain the call for: "cpu", "tpu", "cuda", "rocm", or one kind of
-            NVIDIA GPU such as "sm_80", present or not; None is the default device's.
+        mask: as for `xsake.attention`, like all other arguments.
+        platform: "cpu", "tpu", "cuda", "rocm", or an NVIDIA architecture such as "sm_80"; it need
+            not be present. None is the platform of the default device.
 
     Returns:
         An `Explanation`.
@@ -166,37 +172,43 @@ def explain(
     Example:
         >>> import jax, xsake
         >>> q = jax.ShapeDtypeStruct((1, 1024, 4, 64), "float32")
-        >>> told = xsake.explain(q, q, q, mask=xsake.masks.Causal())
-        >>> told.implementation, told.blocks.listed, told.blocks.partial
+        >>> report = xsake.explain(q, q, q, mask=xsake.masks.Causal())
+        >>> report.implementation, report.blocks.listed, report.blocks.partial
         ('xla', 144, 32)
     """
-    rules = Rules(mask, layout, q_segment_ids, kv_segment_ids, q_positions, kv_positions)
-    scores = Scores(scale, softcap, bias, sinks)
-    return explain_call(q, k, v, rules, scores, implementation, platform)
+    masking = MaskSpec(mask, layout, q_segment_ids, kv_segment_ids, q_positions, kv_positions)
+    logits = LogitsSpec(scale, softcap, bias, sinks)
+    return explain_call(q, k, v, masking, logits, implementation, platform)
 
 
 def explain_call(
-    q, k, v, rules: Rules, scores: Scores, implementation: str | None, platform: str | None = None
+    q,
+    k,
+    v,
+    masking: MaskSpec,
+    logits: LogitsSpec,
+    implementation: Implementation,
+    platform: str | None = None,
 ) -> Explanation:
-    """`explain` for a call whose arguments are grouped."""
-    platform = select.platform_named(platform)
-    # Inside somebody's jit, what is known is still computed here and now.
+    """Describe a call with grouped arguments."""
+    platform = dispatch.find_platform(platform)
+    # Evaluate concrete values eagerly, even inside jit.
     with jax.ensure_compile_time_eval():
-        q, k, v, bias, sinks = (_abstract(x) for x in (q, k, v, scores.bias, scores.sinks))
-        scores = dataclasses.replace(scores, bias=bias, sinks=sinks)
-        operands, problem, sinks = complete(q, k, v, rules, scores)
-        chosen = select.choose(operands, problem, platform, implementation)
-        reasons = narrowing(operands)
-        final = _narrowed(operands)
+        q, k, v, bias, sinks = (_abstract(x) for x in (q, k, v, logits.bias, logits.sinks))
+        logits = dataclasses.replace(logits, bias=bias, sinks=sinks)
+        operands, problem, sinks = canonicalize_args(q, k, v, masking, logits)
+        chosen = OP.choose(operands, problem, platform, OP.names(implementation))
+        sources = pruning_sources(operands)
+        final = _prune_if_known(operands)
         is_static = final.layout.is_static
-        counted = is_known(*jax.tree.leaves(final.layout))
-        if counted:  # in NumPy, whatever the layout is made of
+        is_counted = is_known(*jax.tree.leaves(final.layout))
+        if is_counted:  # count in NumPy
             final = final._replace(layout=jax.tree.map(np.asarray, final.layout))
-        passes = BACKENDS[chosen].passes(final, problem, platform)
-        blocks = _blocks(final, passes[0].listed, counted)
+        passes = chosen.load().count_passes(final, problem, platform)
+        blocks = _blocks(final, passes[0].listed, is_counted)
     return Explanation(
-        implementation=chosen,
-        declined=select.declined(operands, problem, platform, chosen),
+        implementation=chosen.name,
+        declined=OP.reasons(operands, problem, platform, chosen.name),
         platform=platform,
         arrays=_arrays(operands, sinks),
         scale=problem.scale,
@@ -204,49 +216,49 @@ def explain_call(
         mask="none" if final.layout.mask is None else repr(final.layout.mask),
         block_q=final.layout.block_q,
         block_kv=final.layout.block_kv,
-        layout_origin=_origin(rules),
-        narrowed_by=reasons,
+        layout_origin=_origin(masking),
+        pruned_by=sources,
         is_static=is_static,
-        is_counted=counted,
+        is_counted=is_counted,
         blocks=blocks,
         passes=passes,
-        compile_key=_compile_key(final, problem, chosen, sinks, is_static),
+        compile_key=_compile_key(final, problem, chosen.name, sinks, is_static),
         recompiles=_recompiles(final.layout, is_static),
     )
 
 
 def _abstract(x):
-    """Shape and dtype of an array; attention looks at nothing else before it computes."""
+    """Return shape and dtype of an array."""
     if x is None:
         return None
     x = x if hasattr(x, "dtype") else jnp.asarray(x)
     return jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype))
 
 
-def _narrowed(operands: Operands) -> Operands:
-    """The call with its final layout: the real one, or its shapes if values are not known."""
-    if not narrowing(operands):
+def _prune_if_known(operands: BlockSparseInputs) -> BlockSparseInputs:
+    """Prune the layout; return only its shapes if values are not available."""
+    if not pruning_sources(operands):
         return operands
     context = operands[3:4] + operands[5:]  # layout, positions, segment ids
     if is_known(*jax.tree.leaves(context)):
-        return narrowed(operands)
+        return prune_blocks(operands)
 
     def layout_of(context):
-        return narrowed(Operands(*operands[:3], context[0], None, *context[1:])).layout
+        return prune_blocks(BlockSparseInputs(*operands[:3], context[0], None, *context[1:])).layout
 
     return operands._replace(layout=jax.eval_shape(layout_of, context))
 
 
-def _blocks(operands: Operands, listed: int, counted: bool) -> Blocks:
+def _blocks(operands: BlockSparseInputs, listed: int, is_counted: bool) -> BlockSummary:
     layout = operands.layout
     planes = operands.q.shape[0] * operands.q.shape[2]
-    every = planes * layout.q_blocks * layout.kv_blocks
-    if not counted:
-        return Blocks(listed, None, None, every, False, listed / every)
+    num_blocks = planes * layout.q_blocks * layout.kv_blocks
+    if not is_counted:
+        return BlockSummary(listed, None, None, num_blocks, False, listed / num_blocks)
     stats = layout.stats()
     copies = planes // (layout.batch * layout.heads)
     visible = stats.visible_blocks * copies
-    return Blocks(
+    return BlockSummary(
         listed,
         stats.full * copies,
         stats.partial * copies,
@@ -256,7 +268,7 @@ def _blocks(operands: Operands, listed: int, counted: bool) -> Blocks:
     )
 
 
-def _arrays(operands: Operands, sinks) -> dict[str, str]:
+def _arrays(operands: BlockSparseInputs, sinks) -> dict[str, str]:
     named = {**operands._asdict(), "sinks": sinks}
     del named["layout"]
     return {name: _spec(x) for name, x in named.items() if x is not None}
@@ -266,27 +278,27 @@ def _spec(x) -> str:
     return f"{x.dtype}[{', '.join(map(str, x.shape))}]"
 
 
-def _origin(rules: Rules) -> str:
-    if rules.layout is None:
-        return "every block" if rules.mask is None else "from the mask"
-    return "given" if rules.mask is None else "given, intersected with the mask"
+def _origin(masking: MaskSpec) -> str:
+    if masking.layout is None:
+        return "every block" if masking.mask is None else "from the mask"
+    return "given" if masking.mask is None else "given, intersected with the mask"
 
 
 def _compile_key(
-    operands: Operands, problem: Problem, chosen: str, sinks, is_static: bool
+    operands: BlockSparseInputs, problem: BlockSparseConfig, chosen: str, sinks, is_static: bool
 ) -> dict[str, Any]:
     layout = operands.layout
     if is_static:
-        listing: Any = f"this very list of {layout.items} blocks"
+        layout_key: Any = f"static list of {layout.items} blocks"
     else:
         names = ("capacity", "batch", "heads", "block_q", "block_kv")
-        listing = {name: getattr(layout, name) for name in names} | {"mask": repr(layout.mask)}
+        layout_key = {name: getattr(layout, name) for name in names} | {"mask": repr(layout.mask)}
     return {
         "implementation": chosen,
         "arrays": _arrays(operands, sinks),
         "scale": problem.scale,
         "softcap": problem.softcap,
-        "layout": listing,
+        "layout": layout_key,
     }
 
 
@@ -298,13 +310,13 @@ def _recompiles(layout: BlockLayout, is_static: bool) -> str:
         )
     return (
         "for other shapes, dtypes, scale, softcap, block sizes or mask, and for another capacity "
-        f"than {layout.capacity:,}; another list of blocks is just other data"
+        f"than {layout.capacity:,}; the block list is data"
     )
 
 
-def _pass_text(each: Pass) -> str:
+def _pass_text(each: KernelCost) -> str:
     if each.computed is None:
-        blocks = f"at most {each.listed:,} blocks, plus what short rows wait for long ones;"
+        blocks = f"at most {each.listed:,} blocks plus row padding;"
     else:
         waste = each.computed / each.listed - 1 if each.listed else 0.0
         blocks = f"{each.computed:,} blocks computed (+{waste:.1%} over the list),"
@@ -315,22 +327,22 @@ def _pass_text(each: Pass) -> str:
         "" if each.launches is None else f"; {each.launches} launch" + "es" * (each.launches > 1)
     )
     if each.balance is not None:
-        launches += f"; busiest of {each.cores} cores {each.balance:.2f} x their mean"
+        launches += f"; max / mean of {each.cores} cores {each.balance:.2f}"
     if each.padded is not None:
-        launches += f"; padded to the widest head {each.padded:.2f} x the blocks"
+        launches += f"; padding to the widest head {each.padded:.2f} x the blocks"
     return (
-        f"{blocks} {_count(each.flops)}FLOP, reads {_count(each.bytes_read)}B, "
-        f"writes {_count(each.bytes_written)}B{tiles}{launches}"
+        f"{blocks} {_format_count(each.flops)}FLOP, reads {_format_count(each.bytes_read)}B, "
+        f"writes {_format_count(each.bytes_written)}B{tiles}{launches}"
     )
 
 
-def _count(number: int) -> str:
+def _format_count(number: int) -> str:
     """1_500_000 -> "1.5 M"."""
     power = min(5, int(math.log10(number) // 3)) if number else 0
     return f"{number / 1000**power:.3g} {'kMGTP'[power - 1] if power else ''}"
 
 
-def _plain(value: Any) -> Any:
+def _to_json_types(value: Any) -> Any:
     if isinstance(value, dict):
-        return {name: _plain(item) for name, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, tuple | list) else value
+        return {name: _to_json_types(item) for name, item in value.items()}
+    return [_to_json_types(item) for item in value] if isinstance(value, tuple | list) else value

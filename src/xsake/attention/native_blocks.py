@@ -1,4 +1,4 @@
-"""What native sparse attention is told: sizes of blocks, gates, and keys or values by branch."""
+"""Arguments of native sparse attention: block sizes, gates, and K/V per branch."""
 
 import dataclasses
 from collections.abc import Callable
@@ -12,16 +12,16 @@ from xsake.errors import ArgumentError
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """The sizes of native sparse attention; the defaults are the paper's.
+    """Block sizes of native sparse attention; the defaults are the paper's.
 
     Args:
-        length: tokens that a summary is made of (the paper's l).
-        stride: tokens between the beginnings of two summaries (d); it divides length and size.
-        size: tokens of a block that may be selected (l').
-        count: blocks that a query selects, the forced ones included (n).
-        first: blocks at the start of the sequence that every query selects.
-        local: blocks that end with the query's own one and that it always selects.
-        window: most recent tokens that a query sees, itself included (w).
+        length: tokens per compressed block (the paper's l).
+        stride: tokens between the starts of compressed blocks (d); divides length and size.
+        size: tokens per selectable block (l').
+        count: blocks selected per query, forced ones included (n).
+        first: forced blocks at the start of the sequence.
+        local: forced blocks that end with the block of the query.
+        window: most recent tokens of the window branch, the query included (w).
 
     Example:
         >>> import xsake
@@ -42,29 +42,29 @@ class Blocks:
         wrong = [f"{name}={sizes[name]}" for name in sizes if sizes[name] < (name != "first")]
         if wrong:
             raise ArgumentError(
-                "sizes of blocks must be positive",
+                "block sizes must be positive",
                 got=", ".join(wrong),
                 expected="1 or more; `first` may be 0",
-                fix="the paper has Blocks(32, 16, 64, 16, 1, 2, 512)",
+                fix="the paper uses Blocks(32, 16, 64, 16, 1, 2, 512)",
             )
         if self.length % self.stride or self.size % self.stride:
             raise ArgumentError(
-                "the stride must divide the length of summaries and the size of blocks",
+                "the stride must divide `length` and `size`",
                 got=f"length={self.length}, stride={self.stride}, size={self.size}",
                 expected="a stride that divides both",
-                fix="scores of blocks are sums over whole strides; see equation 9 of the paper",
+                fix="block scores are sums over whole strides; see equation 9 of the paper",
             )
         if self.first + self.local > self.count:
             raise ArgumentError(
-                "there are more forced blocks than blocks to select",
+                "more forced blocks than selected blocks",
                 got=f"first={self.first} + local={self.local}, count={self.count}",
-                expected="a count that holds the forced blocks",
-                fix="raise `count`, or force fewer",
+                expected="first + local <= count",
+                fix="increase `count`, or force fewer blocks",
             )
 
 
 class Gates(NamedTuple):
-    """How much of each branch an output takes, [B, T, Hq] each; None leaves a branch out."""
+    """Gate of each branch, [B, T, Hq]; None disables a branch."""
 
     compressed: Float[Array, "B Tq Hq"] | None
     selected: Float[Array, "B Tq Hq"] | None
@@ -72,7 +72,7 @@ class Gates(NamedTuple):
 
     @classmethod
     def sigmoid(cls, logits: Float[Array, "B Tq Hq 3"]) -> "Gates":
-        """Independent gates between 0 and 1, as the paper has them.
+        """Return independent sigmoid gates, as in the paper.
 
         Example:
             >>> import jax.numpy as jnp, xsake
@@ -84,7 +84,7 @@ class Gates(NamedTuple):
 
 
 class Branches(NamedTuple):
-    """Keys or values of the three branches, [B, T, Hk, D] each."""
+    """Keys or values of each branch, [B, T, Hk, D]."""
 
     compressed: Any
     selected: Any
@@ -94,10 +94,10 @@ class Branches(NamedTuple):
 Compress = Callable[
     [Float[Array, "B Nc length Hk D"], Int[Array, "Bp Nc"]], Float[Array, "B Nc Hk D"]
 ]
-"""From runs of keys (or values), and the position of each run's first token in its sequence, to
-one summary each."""
+"""Compresses blocks of keys (or values), given the position of the first token of each block in its
+sequence."""
 
 
-def branches(x) -> Branches:
-    """One array for all branches, or one for each."""
+def as_branches(x) -> Branches:
+    """Return `Branches`; a single array is used for all branches."""
     return x if isinstance(x, Branches) else Branches(x, x, x)

@@ -1,4 +1,4 @@
-"""`xsake.BlockSparseAttention`: attention configured once and called many times, on a mesh too."""
+"""`xsake.BlockSparseAttention`: configured attention callable, optionally on a mesh."""
 
 import dataclasses
 from typing import NamedTuple
@@ -9,16 +9,22 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from xsake.attention.arguments import DEFAULT_BLOCK, Rules, Scores, check_block, checks_itself
-from xsake.attention.block_sparse import attend
-from xsake.attention.sharded import attend_on_mesh
+from xsake.attention.block_sparse import attention_with_lse
+from xsake.attention.sharded import attention_on_mesh
+from xsake.attention.validation import (
+    DEFAULT_BLOCK,
+    LogitsSpec,
+    MaskSpec,
+    check_block_size,
+    no_runtime_typecheck,
+)
 from xsake.errors import ArgumentError
 from xsake.layout import BlockLayout
 from xsake.masks import AbstractMask
 
 
 class AttentionOutput(NamedTuple):
-    """What attention gives: the output, and the log of the softmax denominator."""
+    """Output and log-sum-exp of attention."""
 
     out: Float[Array, "B Tq Hq Dv"]
     lse: Float[Array, "B Tq Hq"]
@@ -26,16 +32,16 @@ class AttentionOutput(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class BlockSparseAttention:
-    """`xsake.attention` with the choices of a model fixed: an immutable, hashable callable.
+    """Immutable, hashable callable: `xsake.attention` with a fixed configuration.
 
     Args:
-        dtype: q, k and v are cast to it; None leaves them.
+        dtype: q, k and v are cast to it; None keeps them.
         scale: factor on q.k; None is 1 / sqrt(D).
         block_q, block_kv: block sizes for calls without a layout.
         implementation: "mosaic_gpu_hopper", "mosaic_gpu", "mosaic_tpu", "xla" or "reference"; None
-            picks for the platform.
-        mesh: devices to spread the call over: the batch over its axis "data", heads over its axis
-            "tensor", if it has them; other axes repeat the work.
+            selects one for the platform.
+        mesh: shards the batch over its axes "data" and "fsdp" and heads over "tensor", if present;
+            other axes replicate the work.
 
     Example:
         >>> import jax, xsake
@@ -56,15 +62,15 @@ class BlockSparseAttention:
     def __post_init__(self):
         if self.dtype is not None and not jnp.issubdtype(self.dtype, jnp.floating):
             raise ArgumentError(
-                "attention computes in floating-point numbers",
+                "attention needs a floating-point dtype",
                 got=f"dtype={self.dtype}",
                 expected="float32, bfloat16, float16 or float64",
                 fix="None keeps the dtype of the arrays",
             )
         for name in ("block_q", "block_kv"):
-            check_block(name, getattr(self, name))
+            check_block_size(name, getattr(self, name))
 
-    @checks_itself
+    @no_runtime_typecheck
     def __call__(
         self,
         q: Float[Array | np.ndarray, "B Tq Hq D"],
@@ -81,12 +87,12 @@ class BlockSparseAttention:
         q_positions=None,
         kv_positions=None,
     ) -> AttentionOutput:
-        """Attention with this configuration; arguments as for `xsake.attention`.
+        """Compute attention; arguments as for `xsake.attention`.
 
         Returns:
             `AttentionOutput(out, lse)`: [B, Tq, Hq, Dv] and [B, Tq, Hq].
         """
-        rules = Rules(
+        masking = MaskSpec(
             mask,
             layout,
             q_segment_ids,
@@ -96,11 +102,11 @@ class BlockSparseAttention:
             self.block_q,
             self.block_kv,
         )
-        scores = Scores(self.scale, softcap, bias, sinks)
+        logits = LogitsSpec(self.scale, softcap, bias, sinks)
         if self.dtype is not None:
             q, k, v = (jnp.asarray(x).astype(self.dtype) for x in (q, k, v))
         if self.mesh is not None:
-            found = attend_on_mesh(self.mesh, q, k, v, rules, scores, self.implementation)
+            result = attention_on_mesh(self.mesh, q, k, v, masking, logits, self.implementation)
         else:
-            found = attend(q, k, v, rules, scores, self.implementation)
-        return AttentionOutput(*found)
+            result = attention_with_lse(q, k, v, masking, logits, self.implementation)
+        return AttentionOutput(*result)

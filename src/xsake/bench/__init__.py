@@ -1,15 +1,15 @@
-"""Timing that can be trusted: interleaved runs, one JSON row per measurement, tables and plots.
+"""Interleaved benchmarks: one JSON row per measurement, tables and plots.
 
-sides = [Side("new", run_new), Side("old", run_old)]     # each returns its own seconds
+sides = [TimedSide("new", run_new), TimedSide("old", run_old)]  # each returns its seconds
 times = interleave(sides, rounds=15)
-ratio = pair_ratio(times["new"], times["old"])            # per round, then median and quartiles
-print(ratio.describe())                                   # says so when the spread hides the ratio
+ratio = pair_ratio(times["new"], times["old"])  # per round, then median and quartiles
+print(ratio.describe())  # "unclear" if the spread is too large
 """
 
-from xsake.bench.claims import Claim, Verdict, judge
+from xsake.bench.claims import Claim, Verdict, check_limit
 from xsake.bench.rows import BenchmarkRow, Ratio, Shape, append_rows, read_rows
-from xsake.bench.runner import Side, Spread, interleave, pair_ratio, time_call
-from xsake.bench.shapes import HEADS, shape_of
+from xsake.bench.runner import Spread, TimedSide, interleave, pair_ratio, time_call
+from xsake.bench.shapes import HEADS, model_shape
 from xsake.bench.table import claims_table, rows_table
 
 __all__ = [
@@ -18,16 +18,16 @@ __all__ = [
     "Claim",
     "Ratio",
     "Shape",
-    "Side",
+    "TimedSide",
     "Spread",
     "Verdict",
     "append_rows",
     "claims_table",
     "interleave",
-    "judge",
+    "check_limit",
     "pair_ratio",
     "read_rows",
     "rows_table",
-    "shape_of",
+    "model_shape",
     "time_call",
 ]

@@ -1,4 +1,4 @@
-"""The calls that are timed: attention over grids of blocks, jax.nn beside it, a bare product."""
+"""Benchmark workloads: attention over grids of blocks, jax.nn attention, a matrix product."""
 
 import dataclasses
 import functools
@@ -20,11 +20,11 @@ from xsake.layout.synthetic import causal_grid
 from xsake.masks import Causal
 
 GEMM = 1024
-"""Rows and columns of the bare product."""
+"""Rows and columns of the matrix product."""
 
 
-class Inputs(NamedTuple):
-    """What every side computes on."""
+class AttentionInputs(NamedTuple):
+    """Inputs of all sides."""
 
     q: Float[Array, "B Tq Hq D"]
     k: Float[Array, "B Tk Hk D"]
@@ -33,18 +33,18 @@ class Inputs(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Call:
-    """One side, compiled.
+class CompiledCall:
+    """One compiled side.
 
     Attributes:
-        side: its name among the others.
+        side: its name.
         implementation: library and function.
-        run: computes once and waits.
+        run: computes once and blocks until the result is ready.
         result: of the first run; None if it was only compiled.
-        flops: of the products that its blocks need, none of them twice.
-        grid: the blocks that it computes; None: it knows no blocks.
-        compile_seconds: until the first result was there.
-        temp_bytes: that the compiler plans.
+        flops: of the matrix products of its blocks, without recomputation.
+        grid: computed blocks; None: not block-sparse.
+        compile_seconds: until the first result.
+        temp_bytes: temporary memory by the compiler's analysis.
     """
 
     side: str
@@ -57,34 +57,34 @@ class Call:
     temp_bytes: int
 
 
-def drawn(shape: Shape, dtype: str, seed: int) -> Inputs:
-    """Standard normal arrays."""
-    random = np.random.default_rng(seed)
+def random_inputs(shape: Shape, dtype: str, seed: int) -> AttentionInputs:
+    """Draw standard normal inputs."""
+    rng = np.random.default_rng(seed)
     q = (shape.batch, shape.q_tokens, shape.q_heads, shape.head_dim)
     kv = (shape.batch, shape.kv_tokens, shape.kv_heads, shape.head_dim)
-    return Inputs(
-        *(jnp.asarray(random.standard_normal(x, np.float32), dtype) for x in (q, kv, kv, q))
+    return AttentionInputs(
+        *(jnp.asarray(rng.standard_normal(x, np.float32), dtype) for x in (q, kv, kv, q))
     )
 
 
-def ours(
-    inputs: Inputs,
+def xsake_call(
+    inputs: AttentionInputs,
     side: str,
     grid: Bool[np.ndarray, "Hq Nq Nk"] | None,
     *,
     block: int,
     is_backward: bool,
     runs: bool = True,
-) -> Call:
-    """`xsake.attention`: causal over the blocks of a grid, or of one token that sees everything.
+) -> CompiledCall:
+    """Compile `xsake.attention`: causal over the blocks of a grid, or one query over all keys.
 
     Args:
-        inputs: what it computes on.
+        inputs: of the call.
         side: its name.
-        grid: the blocks; None: every visible one.
+        grid: computed blocks; None: all visible ones.
         block: tokens of a block.
-        is_backward: gradients too.
-        runs: False only compiles it.
+        is_backward: include gradients.
+        runs: False: compile only.
     """
     q_tokens, kv_tokens, heads = inputs.q.shape[1], inputs.k.shape[1], inputs.q.shape[2]
     if q_tokens != kv_tokens:
@@ -94,65 +94,69 @@ def ours(
         grid = causal_grid(heads, blocks_of(q_tokens, block)) if grid is None else grid
         pairs = int(grid.sum()) * block**2
     flops = _flops(pairs, inputs, is_backward)
-    return _compiled(side, "xsake.attention", attend, inputs, flops, grid, is_backward, runs)
+    return _compile_attention(
+        side, "xsake.attention", attend, inputs, flops, grid, is_backward, runs
+    )
 
 
 def causal_layout(
     tokens: int, block: int, grid: Bool[np.ndarray, "Hq Nq Nk"] | None
 ) -> BlockLayout:
-    """The layout of a causal call: the blocks of a grid, or every visible one."""
+    """Return the layout of a causal call: the blocks of a grid, or all visible ones."""
     sizes = {"q_tokens": tokens, "kv_tokens": tokens, "block_q": block, "block_kv": block}
     if grid is None:
         return BlockLayout.from_mask(Causal(), **sizes)
     return BlockLayout.from_block_mask(grid, mask=Causal(), **sizes)
 
 
-def theirs(inputs: Inputs, *, is_backward: bool, runs: bool = True) -> Call:
-    """`jax.nn.dot_product_attention` with its own causal mask."""
+def jax_nn_call(inputs: AttentionInputs, *, is_backward: bool, runs: bool = True) -> CompiledCall:
+    """Compile `jax.nn.dot_product_attention` with its causal mask."""
     is_causal = inputs.q.shape[1] == inputs.k.shape[1]
     attend = functools.partial(jax.nn.dot_product_attention, is_causal=is_causal)
     pairs = inputs.q.shape[1] * inputs.k.shape[1] * inputs.q.shape[2]
     flops = _flops(pairs, inputs, is_backward)
     name = "jax.nn.dot_product_attention"
-    return _compiled("jax.nn", name, attend, inputs, flops, None, is_backward, runs)
+    return _compile_attention("jax.nn", name, attend, inputs, flops, None, is_backward, runs)
 
 
-def bare_product(dtype: str, seed: int) -> Call:
-    """One large matrix product: the rate that everything else is held against."""
-    draw = np.random.default_rng(seed).standard_normal((2, GEMM, GEMM), np.float32)
-    a, b = (jnp.asarray(x, dtype) for x in draw)
+def matmul_call(dtype: str, seed: int) -> CompiledCall:
+    """Compile one large matrix product, the reference rate."""
+    arrays = np.random.default_rng(seed).standard_normal((2, GEMM, GEMM), np.float32)
+    a, b = (jnp.asarray(x, dtype) for x in arrays)
     product = functools.partial(jnp.matmul, precision="highest")
-    return _timed("bare product", "jnp.matmul", product, (a, b), 2 * GEMM**3, None, runs=True)
+    return _compile("bare product", "jnp.matmul", product, (a, b), 2 * GEMM**3, None, runs=True)
 
 
-def _flops(pairs: int, inputs: Inputs, is_backward: bool) -> int:
-    """Two products forward; scores again, and four more products, backward."""
+def _flops(pairs: int, inputs: AttentionInputs, is_backward: bool) -> int:
+    """Return two products forward; scores again and four more products backward."""
     return (7 if is_backward else 2) * 2 * inputs.q.shape[3] * pairs
 
 
-def _compiled(side, name, attend, inputs: Inputs, flops, grid, is_backward, runs) -> Call:
+def _compile_attention(
+    side, name, attend, inputs: AttentionInputs, flops, grid, is_backward, runs
+) -> CompiledCall:
     if not is_backward:
-        return _timed(side, name, attend, inputs[:3], flops, grid, runs=runs)
+        return _compile(side, name, attend, inputs[:3], flops, grid, runs=runs)
 
-    def both(q, k, v, cotangent):
-        out, pull = jax.vjp(attend, q, k, v)
-        return out, *pull(cotangent)
+    def forward_backward(q, k, v, cotangent):
+        out, vjp = jax.vjp(attend, q, k, v)
+        return out, *vjp(cotangent)
 
-    return _timed(side, name, both, inputs, flops, grid, runs=runs)
+    return _compile(side, name, forward_backward, inputs, flops, grid, runs=runs)
 
 
-def _timed(side, name, function, arrays, flops: int, grid, *, runs: bool) -> Call:
+def _compile(side, name, function, arrays, flops: int, grid, *, runs: bool) -> CompiledCall:
     begin = time.perf_counter()
     compiled = jax.jit(function).lower(*arrays).compile()
     run = lambda: jax.block_until_ready(compiled(*arrays))
     result = run() if runs else None
     seconds = time.perf_counter() - begin
-    said = compiled.memory_analysis()
-    planned = 0 if said is None else int(said.temp_size_in_bytes)
-    return Call(side, name, run, result, flops, grid, seconds, planned)
+    analysis = compiled.memory_analysis()
+    temp_bytes = 0 if analysis is None else int(analysis.temp_size_in_bytes)
+    return CompiledCall(side, name, run, result, flops, grid, seconds, temp_bytes)
 
 
 def dense_bytes(shape: Shape, *, is_backward: bool) -> int:
-    """About what attention that holds all scores needs at once: two arrays of them, or four."""
+    """Estimate the memory of attention with materialised scores: two arrays of them, or four."""
     scores = shape.batch * shape.q_heads * shape.q_tokens * shape.kv_tokens * 4
     return math.ceil(scores * (4 if is_backward else 2))

@@ -1,4 +1,4 @@
-"""A limit beside what was measured, and the verdict; the measuring is done elsewhere."""
+"""Checks of measurements against limits."""
 
 import enum
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from xsake.bench.runner import Spread
 
 
 class Verdict(enum.StrEnum):
-    """What a measurement says about a limit."""
+    """Result of a check."""
 
     PASS = "pass"
     FAIL = "fail"
@@ -16,22 +16,22 @@ class Verdict(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Claim:
-    """One line of the summary: what was promised and what came out."""
+    """One line of the summary: a limit and the measurement."""
 
     topic: str
-    promise: str
+    limit: str
     measured: str
     verdict: Verdict
 
 
-def judge(measured: Spread, limit: float) -> Verdict:
-    """Whether `measured` stays at or below `limit`.
+def check_limit(measured: Spread, limit: float) -> Verdict:
+    """Check whether `measured` is at or below `limit`.
 
-    PASS when three quarters of the rounds do, FAIL when three quarters do not, UNCLEAR when the
-    limit lies inside the quartiles or the spread hides the median.
+    PASS if three quarters of the rounds are, FAIL if three quarters are not, UNCLEAR if the limit
+    is between the quartiles or the spread is too large.
 
     Example:
-        >>> judge(Spread(median=0.9, q25=0.88, q75=0.92), 1.0).value
+        >>> check_limit(Spread(median=0.9, q25=0.88, q75=0.92), 1.0).value
         'pass'
     """
     if not measured.is_clear:

@@ -1,7 +1,7 @@
-"""Two files of rows beside each other: which sides became slower, measured against their own runs.
+"""Comparison of two files of rows: which sides became slower relative to a matrix product.
 
-Times of two runs cannot be compared: the machine was another one, or busy. Each run times the same
-bare product, so what is compared is a side's time over that product's, run by run.
+Absolute times of two runs are not comparable: machine and load differ. Every run times the same
+matrix product, so each side is compared by its time over that product's.
 """
 
 import dataclasses
@@ -15,13 +15,8 @@ Key = tuple[str, str, str, str, str]
 
 
 @dataclasses.dataclass(frozen=True)
-class Change:
-    """One side in both files.
-
-    Attributes:
-        experiment, side, size: which.
-        before, after: its time over that of a bare product of as many flops.
-    """
+class TimeChange:
+    """One side in both files."""
 
     experiment: str
     side: str
@@ -31,7 +26,7 @@ class Change:
 
     @property
     def factor(self) -> Spread:
-        """Time after / time before, with quartiles as far apart as both runs allow."""
+        """Time after / time before, with the quartiles of both runs combined."""
         return Spread(
             self.after.median / self.before.median,
             self.after.q25 / self.before.q75,
@@ -39,31 +34,31 @@ class Change:
         )
 
     def is_slower(self, limit: float) -> bool:
-        """Whether even the better quartile is above the limit."""
+        """Return whether the lower quartile is above the limit."""
         return self.factor.q25 > limit
 
     @property
     def is_clear(self) -> bool:
-        """Whether both runs were steady enough to say anything."""
+        """Whether the spread of both runs is small enough for a comparison."""
         return max(self.before.relative, self.after.relative) <= CLEAR_SPREAD
 
 
-def changes(before: Iterable[BenchmarkRow], after: Iterable[BenchmarkRow]) -> list[Change]:
-    """Sides that both have, the newest row of each, in the order of `after`."""
+def compare_rows(before: Iterable[BenchmarkRow], after: Iterable[BenchmarkRow]) -> list[TimeChange]:
+    """Compare the newest rows of the sides that both files have, in the order of `after`."""
     old, new = _newest(before), _newest(after)
     return [
-        Change(key[0], key[1], f"{key[2]}, {key[4]}", old[key], new[key])
+        TimeChange(key[0], key[1], f"{key[2]}, {key[4]}", old[key], new[key])
         for key in new
         if key in old
     ]
 
 
 def _newest(rows: Iterable[BenchmarkRow]) -> dict[Key, Spread]:
-    found: dict[Key, Spread] = {}
+    newest: dict[Key, Spread] = {}
     for row in sorted(rows, key=lambda row: row.utc):
         if row.seconds is not None and any(x.baseline == PRODUCT for x in row.ratios):
             shape = row.shape
             size = f"{shape.kv_tokens} tokens, {shape.q_heads}/{shape.kv_heads} x {shape.head_dim}"
             key = row.experiment, row.side, size, row.direction, row.dtype
-            found[key] = row.ratio_to(PRODUCT)
-    return found
+            newest[key] = row.ratio_to(PRODUCT)
+    return newest

@@ -1,4 +1,4 @@
-"""How cost grows with length: an exponent fitted to what was measured, and where lines cross."""
+"""Scaling fits: the exponent of time against sequence length, and crossover lengths."""
 
 import dataclasses
 import math
@@ -12,13 +12,13 @@ from xsake.errors import ArgumentError
 
 @dataclasses.dataclass(frozen=True)
 class Growth:
-    """`seconds = factor * tokens ** exponent`, fitted to one side.
+    """Fit `seconds = factor * tokens ** exponent` of one side.
 
     Attributes:
-        side: whose.
+        side: its name.
         exponent, factor: of the fit.
-        largest_residual: of the fit, as a share of what was measured.
-        tokens, seconds: what was measured, medians.
+        largest_residual: relative to the measurement.
+        tokens, seconds: measured medians.
     """
 
     side: str
@@ -29,11 +29,11 @@ class Growth:
     seconds: tuple[float, ...]
 
     def at(self, tokens: float) -> float:
-        """Seconds by the fit."""
+        """Return the seconds of the fit."""
         return self.factor * tokens**self.exponent
 
-    def meets(self, other: "Growth") -> float | None:
-        """Tokens at which both fits are equal; None for fits that grow alike."""
+    def crossover(self, other: "Growth") -> float | None:
+        """Return the tokens at which both fits are equal; None for equal exponents."""
         difference = self.exponent - other.exponent
         if abs(difference) < 1e-9:
             return None
@@ -41,36 +41,34 @@ class Growth:
         return math.exp(power) if power < 50 else None
 
 
-def growths(rows: Iterable[BenchmarkRow]) -> list[Growth]:
-    """A fit for every side that was timed at three lengths or more.
-
-    Args:
-        rows: of one experiment.
-    """
-    found: dict[str, dict[int, float]] = {}
+def fit_growths(rows: Iterable[BenchmarkRow]) -> list[Growth]:
+    """Fit every side that was timed at three lengths or more."""
+    by_side: dict[str, dict[int, float]] = {}
     for row in rows:
         if row.seconds is not None:
-            found.setdefault(row.side, {})[row.shape.kv_tokens] = row.seconds.median
+            by_side.setdefault(row.side, {})[row.shape.kv_tokens] = row.seconds.median
     return [
-        fitted(side, *zip(*sorted(x.items()), strict=True))
-        for side, x in found.items()
+        fit_growth(side, *zip(*sorted(x.items()), strict=True))
+        for side, x in by_side.items()
         if len(x) > 2
     ]
 
 
-def fitted(side: str, tokens: Sequence[int], seconds: Sequence[float]) -> Growth:
-    """Least squares between logarithms.
+def fit_growth(side: str, tokens: Sequence[int], seconds: Sequence[float]) -> Growth:
+    """Fit a power law by least squares of logarithms.
 
     Example:
-        >>> growth = fitted("square", (1, 2, 4), (3.0, 12.0, 48.0))
+        >>> growth = fit_growth("square", (1, 2, 4), (3.0, 12.0, 48.0))
         >>> round(growth.exponent, 6), round(growth.factor, 6)
         (2.0, 3.0)
     """
     if len(set(tokens)) < 2:
-        raise ArgumentError("One length shows no growth.", got=tokens, expected="two or more")
+        raise ArgumentError(
+            "a scaling fit requires two lengths", got=tokens, expected="two or more"
+        )
     exponent, start = np.polyfit(np.log(tokens), np.log(seconds), 1)
-    foretold = np.exp(start) * np.power(np.asarray(tokens, float), exponent)
-    residual = float(np.abs(foretold / np.asarray(seconds) - 1).max())
+    predicted = np.exp(start) * np.power(np.asarray(tokens, float), exponent)
+    residual = float(np.abs(predicted / np.asarray(seconds) - 1).max())
     return Growth(
         side, float(exponent), float(np.exp(start)), residual, tuple(tokens), tuple(seconds)
     )

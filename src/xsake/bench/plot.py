@@ -1,4 +1,4 @@
-"""Rows as PNG pictures; matplotlib is imported when a picture is asked for."""
+"""Plots of rows as PNG; requires matplotlib."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,18 +13,18 @@ OURS, OTHERS, IDEAL = "#d1495b", "#30638e", "#9aa5b1"
 
 
 def draw_times(rows: Sequence[BenchmarkRow], path: Path, title: str) -> None:
-    """Horizontal bars of the median seconds with quartile whiskers, fastest on top."""
+    """Draw bars of the median seconds with quartile whiskers, fastest on top."""
     timed = [(row.seconds, row) for row in rows if row.seconds is not None]
     if not timed:
         raise ArgumentError("Nothing to draw.", got=f"{len(rows)} rows, none with seconds")
     timed.sort(key=lambda pair: pair[0].median)
     figure, axes = _canvas(height=1.3 + 0.42 * len(timed))
-    for place, (seconds, row) in enumerate(timed):
+    for y, (seconds, row) in enumerate(timed):
         median, low, high = (1e3 * part for part in (seconds.median, seconds.q25, seconds.q75))
         colour = OURS if row.is_own else OTHERS
-        axes.barh(place, median, color=colour, height=0.62)
-        axes.plot([low, high], [place, place], color="black", linewidth=1.2)
-        axes.text(high, place, f"  {median:.4g} ms", va="center", fontsize=9)
+        axes.barh(y, median, color=colour, height=0.62)
+        axes.plot([low, high], [y, y], color="black", linewidth=1.2)
+        axes.text(high, y, f"  {median:.4g} ms", va="center", fontsize=9)
     axes.set_yticks(range(len(timed)), [row.side for _, row in timed])
     axes.invert_yaxis()
     axes.margins(x=0.16)
@@ -33,7 +33,7 @@ def draw_times(rows: Sequence[BenchmarkRow], path: Path, title: str) -> None:
 
 
 def draw_budgets(rows: Sequence[BenchmarkRow], path: Path, title: str, *, baseline: str) -> None:
-    """Ratio to `baseline` against the budget, beside the line a perfect skipper would follow."""
+    """Draw the ratio to `baseline` against the budget, and the line time = budget."""
     sparse = [row for row in rows if row.budget is not None and _has_ratio(row, baseline)]
     if not sparse:
         raise ArgumentError(
@@ -66,12 +66,12 @@ def draw_budgets(rows: Sequence[BenchmarkRow], path: Path, title: str, *, baseli
     _finish(figure, axes, path, title, sparse[0])
 
 
-def draw_growth(found: Sequence[Growth], rows: Sequence[BenchmarkRow], path: Path) -> None:
-    """Microseconds per token against the length, both on logarithmic axes, with the fits."""
-    if not found:
-        raise ArgumentError("Nothing to draw.", got="no side that was timed at three lengths")
+def draw_growth(fits: Sequence[Growth], rows: Sequence[BenchmarkRow], path: Path) -> None:
+    """Draw microseconds per token against the length, both logarithmic, with the fits."""
+    if not fits:
+        raise ArgumentError("Nothing to draw.", got="no side was timed at three lengths")
     figure, axes = _canvas(height=4.6)
-    for each in found:
+    for each in fits:
         line = np.geomspace(each.tokens[0], each.tokens[-1], 50).tolist()
         per_token = [
             1e6 * seconds / tokens
@@ -82,7 +82,7 @@ def draw_growth(found: Sequence[Growth], rows: Sequence[BenchmarkRow], path: Pat
         fit = [1e6 * each.at(tokens) / tokens for tokens in line]
         axes.plot(line, fit, color=mark.get_color(), label=label)
     axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel="microseconds per token, forward")
-    ticks = sorted({tokens for each in found for tokens in each.tokens})
+    ticks = sorted({tokens for each in fits for tokens in each.tokens})
     axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
     axes.minorticks_off()
     axes.legend(frameon=False, title="seconds of a whole pass grow as")
@@ -105,7 +105,7 @@ def _canvas(height: float):
 
 
 def _finish(figure, axes, path: Path, title: str, row: BenchmarkRow) -> None:
-    """Title, a line that says where the numbers come from, and the file itself."""
+    """Add the title and the origin of the numbers, and save the file."""
     commit = "no commit" if row.commit is None else row.commit[:10] + ("+" if row.dirty else "")
     axes.set_title(title, loc="left", fontweight="bold", fontsize=11)
     axes.spines[["top", "right"]].set_visible(False)

@@ -1,4 +1,4 @@
-"""The row type: one measurement as one line of JSON, complete enough to be repeated."""
+"""Benchmark row: one measurement with its environment as one line of JSON."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -41,43 +41,41 @@ class _Quartiles(Frozen):
     q75: Seconds
 
     @model_validator(mode="after")
-    def _ordered(self) -> "_Quartiles":
+    def _check_order(self) -> "_Quartiles":
         if not self.q25 <= self.median <= self.q75:
             raise ValueError(f"quartiles out of order: {self.q25=} {self.median=} {self.q75=}")
         return self
 
     @property
     def spread(self) -> Spread:
-        """The same numbers as a `Spread`, which knows whether they are clear."""
+        """The same numbers as a `Spread`."""
         return Spread(self.median, self.q25, self.q75)
 
 
-class Timing(_Quartiles):
+class TimingStats(_Quartiles):
     """Seconds of one call."""
 
 
 class Ratio(_Quartiles):
-    """This side's seconds over the baseline's, taken round by round in one interleaved run."""
+    """Seconds of this side / seconds of the baseline, per round of one interleaved run."""
 
-    baseline: str = Field(description="the side it is compared with: a `side` of the same run")
+    baseline: str = Field(description="`side` of the same run")
 
 
 class BenchmarkRow(Frozen):
     """One measurement of one side of one experiment."""
 
     schema_version: Literal[1] = 1
-    experiment: str = Field(description="module under benchmarks/ that wrote the row")
-    run: str = Field(description="the same for all rows of one interleaved run")
-    side: str = Field(description="name of the contender inside its run")
-    implementation: str = Field(description="library and function that did the work")
-    is_own: bool = Field(
-        default=True, description="whether the measured code is XSAKE's; false for a peer"
-    )
+    experiment: str = Field(description="module in benchmarks/ that wrote the row")
+    run: str = Field(description="identifier of the interleaved run")
+    side: str = Field(description="name of the side inside its run")
+    implementation: str = Field(description="library and function")
+    is_own: bool = Field(default=True, description="whether XSAKE was measured; false for a peer")
     direction: Literal["forward", "forward+backward", "dq", "dkv", "build"] = "forward"
     shape: Shape
     dtype: str = "float32"
-    mask: str = Field(description="token rule")
-    layout: str = Field(description="how the block list was made, or 'none' for dense calls")
+    mask: str = Field(description="of the attention")
+    layout: str = Field(description="origin of the block layout, 'none' for dense calls")
     budget: float | None = Field(
         default=None, ge=0, description="computed / causally visible blocks"
     )
@@ -86,27 +84,30 @@ class BenchmarkRow(Frozen):
     threads: Positive
     device: str = "cpu"
     compile_seconds: float | None = Field(
-        default=None, ge=0, description="from the request to the first result, compilation included"
+        default=None, ge=0, description="until the first result, compilation included"
     )
-    seconds: Timing | None = None
-    failure: str | None = Field(default=None, description="why nothing could be measured")
+    seconds: TimingStats | None = None
+    failure: str | None = Field(default=None, description="reason if nothing was measured")
     flops: Count | None = Field(
-        default=None, description="of the products that the listed blocks need, none of them twice"
+        default=None,
+        description="of the matrix products of the listed blocks, without recomputation",
     )
     repeats: Count = Field(default=0, description="timed rounds")
     ratios: tuple[Ratio, ...] = ()
-    temp_bytes: Count | None = Field(default=None, description="the compiler's own temporary bytes")
+    temp_bytes: Count | None = Field(
+        default=None, description="temporary memory by the compiler's analysis"
+    )
     peak_bytes: Count | None = Field(default=None, description="resident memory above the start")
     compilations: Count | None = Field(
-        default=None, description="compilations counted after the first"
+        default=None, description="number of compilations after the first"
     )
     counts: dict[str, Count] | None = Field(
-        default=None, description="static counts of what was compiled, by name; nothing was timed"
+        default=None, description="static counts of the compiled program, by name"
     )
     max_error: float | None = Field(
         default=None,
         ge=0,
-        description="largest error against float64, relative to the largest value",
+        description="maximum error compared with float64, relative to the largest value",
     )
     is_correct: bool | None = Field(
         default=None, description="max_error within the stated tolerance"
@@ -117,38 +118,38 @@ class BenchmarkRow(Frozen):
     seed: int
     utc: str
     cpu: str
-    load_average: float = Field(ge=0, description="of the machine, one minute, when the run began")
+    load_average: float = Field(ge=0, description="one minute, at the start of the run")
 
     @model_validator(mode="before")
     @classmethod
-    def _name_the_owner(cls, given: object) -> object:
-        """Rows of 0.1.0 do not say whose code ran: the library in `implementation` does."""
-        if isinstance(given, dict) and "is_own" not in given:
-            words = str(given.get("implementation", "")).replace("(", " ").split()
-            libraries = {word.split(".")[0] for word in words}
-            given = {**given, "is_own": libraries.isdisjoint(PEERS)}
-        return given
+    def _infer_is_own(cls, row: object) -> object:
+        """Set `is_own` of rows of 0.1.0, which lack it, by the library in `implementation`."""
+        if isinstance(row, dict) and "is_own" not in row:
+            names = str(row.get("implementation", "")).replace("(", " ").split()
+            libraries = {name.split(".")[0] for name in names}
+            row = {**row, "is_own": libraries.isdisjoint(PEERS)}
+        return row
 
     def ratio_to(self, baseline: str) -> Spread:
-        """Spread of the ratio to `baseline`; raises when that side was not in the run."""
+        """Return the ratio to `baseline`; raise if the row has none."""
         for ratio in self.ratios:
             if ratio.baseline == baseline:
                 return ratio.spread
         raise ArgumentError(
-            "No ratio to that side in this row.",
+            "the row has no ratio to this baseline",
             got=baseline,
             expected=[ratio.baseline for ratio in self.ratios],
         )
 
 
 def append_rows(path: Path, rows: Iterable[BenchmarkRow]) -> None:
-    """Add rows to a `.jsonl` file, one JSON object per line; earlier rows stay as they are."""
+    """Append rows to a `.jsonl` file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     JsonlLog(path).append(*(row.model_dump_json() for row in rows))
 
 
 def read_rows(path: Path) -> list[BenchmarkRow]:
-    """All rows of a `.jsonl` file, checked; the error names the first bad line."""
+    """Read and validate all rows of a `.jsonl` file; the error names the first invalid line."""
     rows = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         if not line.strip():
@@ -157,7 +158,7 @@ def read_rows(path: Path) -> list[BenchmarkRow]:
             rows.append(BenchmarkRow.model_validate_json(line))
         except ValidationError as error:
             raise ArgumentError(
-                "A line is not a benchmark row.",
+                "invalid benchmark row",
                 got=f"{path.name}, line {number}: {error.errors()[0]['msg']}",
                 expected="one BenchmarkRow as JSON per line",
             ) from error

@@ -1,4 +1,4 @@
-"""Interleaved timing of several sides and the statistics of it; knows nothing about attention."""
+"""Interleaved timing of several sides, and its statistics."""
 
 import gc
 import time
@@ -10,14 +10,14 @@ import numpy as np
 from xsake.errors import ArgumentError
 
 CLEAR_SPREAD = 0.25
-"""A ratio whose interquartile range exceeds this share of its median is not shown as a number."""
+"""Maximum interquartile range / median of a ratio that is reported as a number."""
 
 QUICK_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
-class Side:
-    """One contender: `run()` does the work once, waits for it, and returns the seconds it took."""
+class TimedSide:
+    """One side: `run()` computes once, waits for the result and returns the seconds."""
 
     name: str
     run: Callable[[], float]
@@ -33,31 +33,31 @@ class Spread:
 
     @classmethod
     def of(cls, sample: Sequence[float]) -> "Spread":
-        """Median and quartiles of `sample` (linear interpolation between order statistics)."""
+        """Compute median and quartiles with linear interpolation."""
         if len(sample) == 0:
-            raise ArgumentError("An empty sample has no median.", fix="Run at least one round.")
+            raise ArgumentError("empty sample", fix="run at least one round")
         q25, median, q75 = np.percentile(np.asarray(sample, float), [25, 50, 75])
         return cls(float(median), float(q25), float(q75))
 
     @property
     def relative(self) -> float:
-        """Interquartile range as a share of the median."""
+        """Interquartile range / median."""
         return (self.q75 - self.q25) / self.median
 
     @property
     def is_clear(self) -> bool:
-        """Whether the spread is small enough for the median to be quoted."""
+        """Whether the spread is small enough to report the median."""
         return self.relative <= CLEAR_SPREAD
 
     def describe(self, unit: str = "x") -> str:
-        """`1.23x [1.20, 1.27]`, or a refusal when the spread hides the number."""
+        """Format as `1.23x [1.20, 1.27]`, or as unclear if the spread is too large."""
         if not self.is_clear:
             return f"unclear: spread {self.relative:.0%} [{self.q25:.3g}, {self.q75:.3g}]"
         return f"{self.median:.3f}{unit} [{self.q25:.3f}, {self.q75:.3f}]"
 
 
 def time_call(call: Callable[[], object]) -> float:
-    """Seconds of one call; the call itself must wait for its result (`jax.block_until_ready`).
+    """Time one call, which must wait for its result (`jax.block_until_ready`).
 
     Example:
         >>> time_call(lambda: sum(range(10))) > 0
@@ -69,10 +69,10 @@ def time_call(call: Callable[[], object]) -> float:
 
 
 def time_warm(call: Callable[[], object]) -> float:
-    """Seconds of a call that other sides ran before; a quick one is made twice, the second counts.
+    """Time a call with warm caches: calls below a second run twice, and the second counts.
 
-    Whoever comes after a side that took gigabytes finds cold caches and pages that are no longer
-    there, which would be most of a call of milliseconds and nothing of one that takes seconds.
+    After a side that used gigabytes, cold caches and page faults would dominate a call of
+    milliseconds; they do not matter for calls of seconds.
 
     Example:
         >>> calls = []
@@ -85,46 +85,48 @@ def time_warm(call: Callable[[], object]) -> float:
 
 
 def interleave(
-    sides: Sequence[Side],
+    sides: Sequence[TimedSide],
     *,
     rounds: int,
     warmup: int = 2,
     settle_seconds: float = 0.02,
 ) -> dict[str, list[float]]:
-    """Time all sides in turn, `rounds` times, so that every round sees the same machine.
+    """Time all sides in turn, `rounds` times.
 
-    Round i visits the sides in order when i is even and in reverse when it is odd (A B, B A, A B,
-    ...), which cancels what one side leaves behind for the next: heat, caches, spinning threads.
+    Even rounds run the sides in order, odd rounds in reverse (A B, B A, A B, ...), which cancels
+    effects of one side on the next: heat, caches, spinning threads.
 
     Args:
-        sides: contenders with distinct names.
-        rounds: timed rounds; each gives one number per side.
+        sides: with distinct names.
+        rounds: timed rounds; one number per side each.
         warmup: untimed rounds before them.
-        settle_seconds: pause before each turn, so that the threads of the last side go to sleep.
+        settle_seconds: pause before each side, until the threads of the last one sleep.
 
     Returns:
-        Seconds by side name, in round order: entry i of two sides belongs to the same round.
+        Seconds by side and round.
 
     Example:
-        >>> times = interleave([Side("a", lambda: 1.0), Side("b", lambda: 2.0)], rounds=3)
+        >>> times = interleave([TimedSide("a", lambda: 1.0), TimedSide("b", lambda: 2.0)], rounds=3)
         >>> times["b"]
         [2.0, 2.0, 2.0]
     """
     names = [side.name for side in sides]
     if len(set(names)) != len(names) or not names:
-        raise ArgumentError("Sides need distinct names.", got=names, expected="one name per side")
+        raise ArgumentError(
+            "sides must have distinct names", got=names, expected="one name per side"
+        )
     if rounds < 1:
-        raise ArgumentError("There must be something to time.", got=rounds, expected="rounds >= 1")
+        raise ArgumentError("no rounds to time", got=rounds, expected="rounds >= 1")
     seconds: dict[str, list[float]] = {name: [] for name in names}
     collecting = gc.isenabled()
-    gc.disable()  # a collection inside one turn would be charged to that side
+    gc.disable()  # a collection would count for the side that triggers it
     try:
         for round_index in range(-warmup, rounds):
             for side in sides if round_index % 2 == 0 else list(reversed(sides)):
                 time.sleep(settle_seconds)
-                taken = side.run()
+                elapsed = side.run()
                 if round_index >= 0:
-                    seconds[side.name].append(taken)
+                    seconds[side.name].append(elapsed)
     finally:
         if collecting:
             gc.enable()
@@ -132,7 +134,7 @@ def interleave(
 
 
 def pair_ratio(seconds: Sequence[float], baseline: Sequence[float]) -> Spread:
-    """Spread of `seconds[i] / baseline[i]` over the rounds of one interleaved run.
+    """Return the spread of `seconds[i] / baseline[i]` over the rounds of one interleaved run.
 
     Example:
         >>> pair_ratio([1.0, 3.0], [2.0, 6.0]).median
@@ -140,7 +142,7 @@ def pair_ratio(seconds: Sequence[float], baseline: Sequence[float]) -> Spread:
     """
     if len(seconds) != len(baseline):
         raise ArgumentError(
-            "Ratios are taken round by round.",
+            "numbers of rounds differ",
             got=f"{len(seconds)} and {len(baseline)} rounds",
             expected="two sides of one interleaved run",
         )

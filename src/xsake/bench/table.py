@@ -1,4 +1,4 @@
-"""Rows and claims as rich tables; a ratio hidden by its spread is said to be unclear."""
+"""Rows and checks as rich tables."""
 
 from collections.abc import Iterable
 
@@ -6,13 +6,13 @@ from rich.table import Table
 
 from xsake._format import format_bytes, format_seconds
 from xsake.bench.claims import Claim, Verdict
-from xsake.bench.rows import BenchmarkRow, Timing
+from xsake.bench.rows import BenchmarkRow, TimingStats
 
 _COLOURS = {Verdict.PASS: "green", Verdict.FAIL: "red", Verdict.UNCLEAR: "yellow"}
 
 
 def rows_table(rows: Iterable[BenchmarkRow], title: str = "") -> Table:
-    """One line per row: who, what, how long, and compared with whom."""
+    """Build a table with one line per row: side, sizes, time, ratios, memory and error."""
     table = Table(title=title or None, title_justify="left")
     for name in ("side", "tokens", "budget", "time (quartiles)", "ratios", "memory", "error"):
         table.add_column(name, justify="left" if name in ("side", "ratios") else "right")
@@ -30,19 +30,19 @@ def rows_table(rows: Iterable[BenchmarkRow], title: str = "") -> Table:
 
 
 def claims_table(claims: Iterable[Claim], title: str = "") -> Table:
-    """One line per claim: topic, promise, measurement, verdict."""
+    """Build a table with one line per check: topic, limit, measurement, verdict."""
     table = Table(
-        "topic", "promise", "measured", "verdict", title=title or None, title_justify="left"
+        "topic", "limit", "measured", "verdict", title=title or None, title_justify="left"
     )
     for claim in claims:
         colour = _COLOURS[claim.verdict]
         table.add_row(
-            claim.topic, claim.promise, claim.measured, f"[{colour}]{claim.verdict.value}[/]"
+            claim.topic, claim.limit, claim.measured, f"[{colour}]{claim.verdict.value}[/]"
         )
     return table
 
 
-def _format_timing(timing: Timing) -> str:
+def _format_timing(timing: TimingStats) -> str:
     low, high = format_seconds(timing.q25), format_seconds(timing.q75)
     return f"{format_seconds(timing.median)} [{low}, {high}]"
 

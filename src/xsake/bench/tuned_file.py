@@ -1,4 +1,4 @@
-"""Tuned tile sizes as a JSON file: which machine and versions they are of, checked when read."""
+"""Tuned tile sizes as a JSON file with processor and versions."""
 
 import warnings
 from pathlib import Path
@@ -10,18 +10,18 @@ from xsake._io import atomic_write
 from xsake._provenance import cpu_model, environment
 from xsake._schema import Frozen
 from xsake.errors import ArgumentError
-from xsake.kernels.block_sparse.problem import TileSizes
+from xsake.kernels.block_sparse.types import TileSizes
 from xsake.kernels.tuning import Bucket, TileTable
 
-MOST_BYTES = 2**20
+MAX_BYTES = 2**20
 Size = Annotated[int, Field(ge=1, le=2**20)]
 
 
 class TunedCall(Frozen):
-    """What was found for one bucket.
+    """Tile sizes of one bucket of calls.
 
     Attributes:
-        speedup: seconds with the backend's own sizes / with these, median of the last rounds.
+        speedup: seconds with default sizes / with these, median of the confirming rounds.
     """
 
     platform: Literal["cpu", "accelerator"]
@@ -37,7 +37,7 @@ class TunedCall(Frozen):
 
     @property
     def bucket(self) -> Bucket:
-        """Which calls it is for."""
+        """The bucket of calls."""
         return Bucket(
             self.platform, self.dtype, self.head_dim, self.block_q, self.block_kv, self.rows,
             self.blocks,
@@ -45,7 +45,7 @@ class TunedCall(Frozen):
 
 
 class TunedFile(Frozen):
-    """A table and where it was found."""
+    """Tile sizes with their processor and versions."""
 
     schema_version: Literal[1] = 1
     processor: str
@@ -55,64 +55,61 @@ class TunedFile(Frozen):
 
     @classmethod
     def of(cls, calls: tuple[TunedCall, ...]) -> "TunedFile":
-        """What was found here and now."""
-        here = environment()
-        return cls(processor=here.cpu, versions=here.versions, made=here.utc, calls=calls)
+        """Build a file for this machine."""
+        current = environment()
+        return cls(processor=current.cpu, versions=current.versions, made=current.utc, calls=calls)
 
     @property
     def table(self) -> TileTable:
-        """For `xsake.kernels.tuning.pinned`."""
+        """Argument of `xsake.kernels.tuning.pin_tiles`."""
         return TileTable.of({x.bucket: TileSizes(x.tile_rows, x.tile_blocks) for x in self.calls})
 
-    def merged(self, calls: tuple[TunedCall, ...]) -> "TunedFile":
-        """With newer findings in the place of those of the same buckets."""
-        known = {call.bucket: call for call in (*self.calls, *calls)}
-        return TunedFile.of(tuple(known[bucket] for bucket in sorted(known)))
+    def merge(self, calls: tuple[TunedCall, ...]) -> "TunedFile":
+        """Return a file with newer calls, which replace those of the same bucket."""
+        by_bucket = {call.bucket: call for call in (*self.calls, *calls)}
+        return TunedFile.of(tuple(by_bucket[bucket] for bucket in sorted(by_bucket)))
 
     def dumps(self) -> str:
-        """As text."""
+        """Return the JSON text."""
         return self.model_dump_json(indent=1) + "\n"
 
     @classmethod
     def loads(cls, text: str) -> "TunedFile":
-        """From text; refuses what is not such a file."""
+        """Parse and validate JSON text."""
         try:
             return cls.model_validate_json(text)
         except ValidationError as error:
             raise ArgumentError(
-                "these are no tuned tile sizes",
+                "invalid file of tile sizes",
                 got=error.errors()[0]["msg"],
-                expected="what `xsake bench tune` writes",
+                expected="a file of `xsake bench tune`",
             ) from error
 
     def save(self, path: Path) -> None:
-        """Replace a file in one step."""
+        """Write the file atomically."""
         atomic_write(path, self.dumps())
 
 
-def load_here(path: Path) -> TileTable:
-    """The table of a file that was found on such a machine with these versions, or an empty one.
+def load_tuned_tiles(path: Path) -> TileTable:
+    """Load tile sizes if they match this processor and these versions, else an empty table.
 
-    A file that is damaged or of another machine or version cannot make results wrong, only slow: it
-    is left aside, and a warning says why.
-
-    Args:
-        path: of the file.
+    A file that is damaged, or of another machine or version, is ignored with a warning. Tile sizes
+    affect speed only, not results.
     """
     try:
         with path.open(encoding="utf-8") as file:
-            found = TunedFile.loads(file.read(MOST_BYTES))
+            tuned = TunedFile.loads(file.read(MAX_BYTES))
     except (OSError, UnicodeDecodeError, ArgumentError) as error:
-        return _ignored(path, f"{error}".replace("\n", "; "))
-    if found.processor != cpu_model():
-        return _ignored(path, f"it is of another processor: {found.processor}")
-    here = environment().versions
-    other = {name for name in ("jax", "jaxlib") if found.versions.get(name) != here.get(name)}
+        return _ignore(path, f"{error}".replace("\n", "; "))
+    if tuned.processor != cpu_model():
+        return _ignore(path, f"it is for another processor: {tuned.processor}")
+    versions = environment().versions
+    other = {name for name in ("jax", "jaxlib") if tuned.versions.get(name) != versions.get(name)}
     if other:
-        return _ignored(path, f"it is of another version of {' and '.join(sorted(other))}")
-    return found.table
+        return _ignore(path, f"it is for another version of {' and '.join(sorted(other))}")
+    return tuned.table
 
 
-def _ignored(path: Path, why: str) -> TileTable:
-    warnings.warn(f"{path} is not used: {why}", stacklevel=3)
+def _ignore(path: Path, reason: str) -> TileTable:
+    warnings.warn(f"{path} is not used: {reason}", stacklevel=3)
     return TileTable()

@@ -1,10 +1,11 @@
-"""Proof without the hardware: real compiles by the vendors' compilers, kept as certificates.
+"""Compile kernels with the vendors' compilers, without the hardware; results are certificates.
 
 from xsake.certify import environments, family, run
 
-plan = run.Plan("smoke", out=Path("certificates"), environments=environments.default_folder())
-certificate, outcomes = run.certify(family.find_target("v5e"), plan)   # in a process of its own
-assert all(outcome.as_expected for outcome in outcomes)                # controls had to be refused
+folder = environments.default_folder()
+options = run.CertifyOptions("smoke", out=Path("certificates"), environments=folder)
+certificate, outcomes = run.certify(family.find_target("v5e"), options)   # in a subprocess
+assert all(outcome.as_expected for outcome in outcomes)   # negative controls were rejected
 
-A certificate says what a compiler accepted and what it told about it. It never states a speed.
+A certificate records what a compiler accepted and reported. It never states a speed.
 """

@@ -1,11 +1,11 @@
-"""The named cases: heads of known models, lengths, budgets and passes, and selections of them."""
+"""Named cases: models, lengths, budgets and passes, and selections of them."""
 
 import fnmatch
 import functools
 from typing import NamedTuple
 
-from xsake.certify.case import Case, PassName
-from xsake.certify.family import Family
+from xsake.certify.case import CompileCase, PassName
+from xsake.certify.family import TargetFamily
 from xsake.errors import ArgumentError
 
 PASSES: tuple[PassName, ...] = ("forward", "dq", "dkv")
@@ -13,51 +13,53 @@ SELECTED_PASSES: tuple[PassName, ...] = ("selected_forward", "selected_backward"
 SMOKE_TARGETS = ("v5e", "v6e")
 
 
-class Heads(NamedTuple):
-    """Heads of a published model; norms on queries and keys happen outside attention."""
+class AttentionShape(NamedTuple):
+    """Head counts and size of a published model."""
 
     q: int
     kv: int
     dim: int
 
 
-MODELS: dict[str, Heads] = {
-    "smollm2_135m": Heads(9, 3, 64),
-    "llama3_8b": Heads(32, 8, 128),
-    "qwen3_14b": Heads(40, 8, 128),
-    "gemma3_4b": Heads(8, 4, 256),
+MODELS: dict[str, AttentionShape] = {
+    "smollm2_135m": AttentionShape(9, 3, 64),
+    "llama3_8b": AttentionShape(32, 8, 128),
+    "qwen3_14b": AttentionShape(40, 8, 128),
+    "gemma3_4b": AttentionShape(8, 4, 256),
 }
 
-# Tokens -> tokens of a block. A longer text gets larger blocks, or full causal lists grow to
-# millions of items; the cases named `block128` keep small ones to show that long lists are split.
+# Tokens -> tokens per block. Longer sequences use larger blocks, as full causal lists would have
+# millions of entries; the `block128` cases keep small ones to test the splitting of long lists.
 LENGTHS: dict[int, int] = {4096: 128, 16384: 128, 32768: 256, 131072: 512}
-# Every length and every budget; not each with each, as what compiles depends on neither alone.
+# Every length and every budget, but not all combinations.
 SIZES = ((4096, 1.0), (4096, 0.25), (4096, 0.10), (16384, 0.25), (32768, 0.10), (131072, 0.10))
-# Most query heads of one call at 128k: more would be computed by several devices or calls.
-MOST_HEADS_AT_128K = 16
-# Native sparse attention selects blocks of 64 tokens, 16 of them for every token.
+# Query heads per call at 128k.
+MAX_HEADS_AT_128K = 16
+# Native sparse attention selects 16 blocks of 64 tokens per token.
 SELECTED_BLOCK, SELECTED_SLOTS = 64, 16
 
 
 @functools.cache
-def every_case() -> dict[str, Case]:
-    """All cases that are to compile, by name.
+def all_cases() -> dict[str, CompileCase]:
+    """Return all positive cases by name.
 
     Example:
-        >>> every_case()["llama3_8b_4k_25_bf16_forward"].q_heads
+        >>> all_cases()["llama3_8b_4k_25_bf16_forward"].q_heads
         32
     """
-    kinds = []
+    problems = []
     for shape in MODELS:
-        kinds += [(shape, tokens, budget, LENGTHS[tokens], {}) for tokens, budget in SIZES]
-        kinds.append((shape, 4096, 0.25, 128, {"dtype": "float32"}))
-    # Few are traced: making the list on the device compiles ten times as long as the kernel.
-    kinds += [(shape, 4096, 0.25, 128, {"traced": True}) for shape in ("smollm2_135m", "llama3_8b")]
-    kinds.append(("llama3_8b", 131072, 0.10, 128, {}))
-    # The passes over one problem follow each other: its layout is then made once.
-    cases = [_case(name, *sizes, **more) for *sizes, more in kinds for name in PASSES]
+        problems += [(shape, tokens, budget, LENGTHS[tokens], {}) for tokens, budget in SIZES]
+        problems.append((shape, 4096, 0.25, 128, {"dtype": "float32"}))
+    # Few are traced: building the list on the device compiles ten times as long as the kernel.
+    problems += [
+        (shape, 4096, 0.25, 128, {"traced": True}) for shape in ("smollm2_135m", "llama3_8b")
+    ]
+    problems.append(("llama3_8b", 131072, 0.10, 128, {}))
+    # The passes of one problem are adjacent: its layout is cached.
+    cases = [_case(name, *sizes, **more) for *sizes, more in problems for name in PASSES]
     cases += [
-        _selected(name, shape, tokens, dtype)
+        _selected_case(name, shape, tokens, dtype)
         for shape in MODELS
         for tokens, dtype in ((4096, "bfloat16"), (32768, "bfloat16"), (4096, "float32"))
         for name in SELECTED_PASSES
@@ -67,45 +69,45 @@ def every_case() -> dict[str, Case]:
     return by_name
 
 
-def select(selection: str, family: Family) -> list[Case]:
-    """The cases of a selection, the family's controls included.
+def select_cases(selection: str, family: TargetFamily) -> list[CompileCase]:
+    """Select cases, the family's controls included.
 
     Args:
         selection: "smoke" (a few minutes), "all", or a shell pattern on case names.
-        family: whose controls to add.
+        family: adds its controls and filters supported cases.
 
     Returns:
-        Cases in the order in which they are to run.
+        Cases in the order of execution.
     """
     controls = {case.name: case for case in family.CONTROLS}
     if selection == "smoke":
-        return [*filter(family.serves, _smoke()), *controls.values()]
-    known = {name: case for name, case in every_case().items() if family.serves(case)} | controls
+        return [*filter(family.supports, _smoke_cases()), *controls.values()]
+    known = {name: case for name, case in all_cases().items() if family.supports(case)} | controls
     if selection == "all":
         return list(known.values())
-    chosen = [case for name, case in known.items() if fnmatch.fnmatchcase(name, selection)]
-    if not chosen:
+    selected = [case for name, case in known.items() if fnmatch.fnmatchcase(name, selection)]
+    if not selected:
         raise ArgumentError(
-            "No case has such a name.",
+            "No case matches the selection.",
             got=selection,
             expected=f'"smoke", "all" or a pattern on names such as {next(iter(known))}',
         )
-    return chosen
+    return selected
 
 
-def _smoke() -> list[Case]:
-    kinds = ("smollm2_135m_4k_25_bf16", "smollm2_135m_4k_25_bf16_traced", "gemma3_4b_4k_100_bf16")
+def _smoke_cases() -> list[CompileCase]:
+    names = ("smollm2_135m_4k_25_bf16", "smollm2_135m_4k_25_bf16_traced", "gemma3_4b_4k_100_bf16")
     more = ("smollm2_135m_4k_25_f32", "llama3_8b_16k_25_bf16")
-    found = [every_case()[f"{kind}_{name}"] for kind in kinds + more for name in PASSES]
-    return found + [every_case()[f"smollm2_135m_4k_bf16_{name}"] for name in SELECTED_PASSES]
+    cases = [all_cases()[f"{case}_{name}"] for case in names + more for name in PASSES]
+    return cases + [all_cases()[f"smollm2_135m_4k_bf16_{name}"] for name in SELECTED_PASSES]
 
 
-def _selected(pass_name: PassName, shape: str, tokens: int, dtype: str) -> Case:
-    """Lists of every token, as native sparse attention makes them; heads of a group share them."""
+def _selected_case(pass_name: PassName, shape: str, tokens: int, dtype: str) -> CompileCase:
+    """Return a case of native sparse attention: one list per token, shared by a group of heads."""
     heads, block, slots = MODELS[shape], SELECTED_BLOCK, SELECTED_SLOTS
     visible = range(1, tokens // block + 1)
     short = {"bfloat16": "bf16", "float32": "f32"}[dtype]
-    return Case.model_validate(
+    return CompileCase.model_validate(
         {
             "name": f"{shape}_{tokens // 1024}k_{short}_{pass_name}",
             "pass_name": pass_name, "shape": shape, "tokens": tokens,
@@ -116,11 +118,13 @@ def _selected(pass_name: PassName, shape: str, tokens: int, dtype: str) -> Case:
     )  # fmt: skip
 
 
-def _case(pass_name: PassName, shape: str, tokens: int, budget: float, block: int, **more) -> Case:
+def _case(
+    pass_name: PassName, shape: str, tokens: int, budget: float, block: int, **more
+) -> CompileCase:
     q_heads, kv_heads, head_dim = MODELS[shape]
-    if tokens == 131072 and q_heads > MOST_HEADS_AT_128K:
+    if tokens == 131072 and q_heads > MAX_HEADS_AT_128K:
         group = q_heads // kv_heads
-        kv_heads = MOST_HEADS_AT_128K // group
+        kv_heads = MAX_HEADS_AT_128K // group
         q_heads = kv_heads * group
     parts = [
         shape,
@@ -131,7 +135,7 @@ def _case(pass_name: PassName, shape: str, tokens: int, budget: float, block: in
         *(["traced"] if more.get("traced") else []),
         pass_name,
     ]
-    return Case(
+    return CompileCase(
         name="_".join(parts),
         pass_name=pass_name,
         shape=shape,

@@ -1,4 +1,4 @@
-"""NVIDIA GPUs from Ampere on: XLA and ptxas compile for them without one, a process per target."""
+"""NVIDIA GPUs from Ampere on: XLA and ptxas compile ahead of time, one process per target."""
 
 import time
 from collections.abc import Callable
@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from xsake.certify import gpu_specs, ptx
-from xsake.certify.case import Case
-from xsake.certify.family import Facts, Target
+from xsake.certify.case import CompileCase
+from xsake.certify.family import CompileFacts, Target
 
 NAME = "cuda"
-KERNELS = "xsake.kernels.block_sparse.mosaic_gpu"
+KERNELS = "xsake.kernels.block_sparse.mosaic_gpu.ampere"
 SELECTED_KERNELS = "xsake.kernels.selected.mosaic_gpu"
 PLATFORM = "sm_90"
 PACKAGES = ("jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-cuda-nvcc")
@@ -20,7 +20,7 @@ TARGETS = {
 }
 
 CONTROLS = (
-    Case(
+    CompileCase(
         name="control_too_many_stages",
         pass_name="forward",
         shape="tiles that fit into shared memory, and 64 copies of them that do not",
@@ -30,11 +30,11 @@ CONTROLS = (
         head_dim=64,
         budget=1.0,
         block=64,
-        constants={"xsake.kernels.block_sparse.gpu_call.STAGES": 64},
+        constants={"xsake.kernels.block_sparse.mosaic_gpu.launch.STAGES": 64},
         expects="refused",
         because=r"exceeds available shared memory",
     ),
-    Case(
+    CompileCase(
         name="control_float32",
         pass_name="forward",
         shape="operands that tensor cores do not take",
@@ -52,11 +52,11 @@ CONTROLS = (
 
 
 class SharedMemoryError(Exception):
-    """A kernel that compiles and could never start."""
+    """A kernel compiles but exceeds the shared memory of a thread block."""
 
 
 def requirements(jax_version: str) -> tuple[str, ...]:
-    """What pip has to install: the compiler of a plugin for this jax, without CUDA's libraries."""
+    """Return the pip requirements: plugin and compiler for this jax, without CUDA libraries."""
     return (
         f"jax=={jax_version}",
         f"jax-cuda13-plugin=={jax_version}",
@@ -68,7 +68,7 @@ def requirements(jax_version: str) -> tuple[str, ...]:
 
 
 def process_variables(dump: Path | None) -> dict[str, str]:
-    """No device is touched; PTX and ptxas' words about it go to `dump`, if any."""
+    """Disable devices, and dump PTX and the output of ptxas to `dump`, if given."""
     variables = {"JAX_PLATFORMS": "cpu"}
     if dump is None:
         return variables
@@ -76,33 +76,33 @@ def process_variables(dump: Path | None) -> dict[str, str]:
     return variables | dict.fromkeys(names, "1") | {"MOSAIC_GPU_DUMP_TO": str(dump)}
 
 
-def serves(case: Case) -> bool:
-    """Whether the kernels take a case: 16-bit numbers only."""
+def supports(case: CompileCase) -> bool:
+    """Whether the kernels support a case: 16-bit only."""
     return case.dtype == "bfloat16"
 
 
 def device_kind(target: Target) -> str:
-    """The device's own name, such as "NVIDIA H100 80GB HBM3"."""
+    """Return the device's name, such as "NVIDIA H100 80GB HBM3"."""
     return gpu_specs.device(target.name).device_kind
 
 
-def compile(run: Callable[..., Any], arguments: tuple, target: Target, dump: Path) -> Facts:
-    """Compile `run` for one GPU of the target and read what ptxas told.
+def compile(run: Callable[..., Any], arguments: tuple, target: Target, dump: Path) -> CompileFacts:
+    """Compile `run` for one GPU of the target and parse the output of ptxas.
 
-    `spills` are bytes; `vmem_bytes` is shared memory. Instructions are counted in the PTX, where
-    what a loop repeats stands once.
+    `spills` are bytes; `vmem_bytes` is shared memory. Instructions are static counts of the PTX.
     """
-    seconds, temp_bytes = compiled(run, arguments, target)
+    seconds, temp_bytes = compile_for_gpu(run, arguments, target)
     kernels = ptx.read_kernels(dump)
     if not kernels:
-        return Facts(seconds, temp_bytes)
+        return CompileFacts(seconds, temp_bytes)
     largest, shared = kernels[0], max(kernel.shared_bytes for kernel in kernels)
-    room = target.peak.vmem_bytes
-    if room is not None and shared > room:
-        # The assembler takes it; a launch would not.
-        raise SharedMemoryError(f"needs {shared} bytes of shared memory; a thread block has {room}")
+    capacity = target.peak.vmem_bytes
+    if capacity is not None and shared > capacity:
+        # ptxas accepts it, but a launch would fail.
+        message = f"needs {shared} bytes of shared memory; a thread block has {capacity}"
+        raise SharedMemoryError(message)
     stores, loads = (sum(kernel.spill_bytes[which] for kernel in kernels) for which in (0, 1))
-    return Facts(
+    return CompileFacts(
         seconds,
         temp_bytes,
         vmem_bytes=shared,
@@ -119,8 +119,10 @@ def compile(run: Callable[..., Any], arguments: tuple, target: Target, dump: Pat
     )
 
 
-def compiled(run: Callable[..., Any], arguments: tuple, target: Target) -> tuple[float, int | None]:
-    """Compile `run` for one GPU; seconds, and bytes of temporary memory if they are told."""
+def compile_for_gpu(
+    run: Callable[..., Any], arguments: tuple, target: Target
+) -> tuple[float, int | None]:
+    """Compile `run` for one GPU; return seconds and bytes of temporary memory, if reported."""
     import jax
     import numpy as np
 
@@ -131,7 +133,7 @@ def compiled(run: Callable[..., Any], arguments: tuple, target: Target) -> tuple
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments
     )
     start = time.perf_counter()
-    # Kernels ask the default device which GPU they are lowered for.
+    # Kernels read the GPU type from the default device.
     with jax.default_device(device):
         lowered = jax.jit(run, out_shardings=sharding).trace(*placed)
         done = lowered.lower(lowering_platforms=("cuda",)).compile()

@@ -1,4 +1,4 @@
-"""Virtual environments by package name: built when first needed, whole or not at all, then kept."""
+"""Virtual environments of compilers, built atomically on first use."""
 
 import hashlib
 import json
@@ -13,76 +13,76 @@ from pathlib import Path
 
 from xsake._provenance import installed_versions
 from xsake.certify.errors import CertifyError
-from xsake.certify.family import Family
+from xsake.certify.family import TargetFamily
 
-# What XSAKE itself imports beside jax, whose version is the family's business. A test compares
-# this with the package's own dependencies.
-BESIDE_JAX = ("jaxtyping>=0.3.4", "numpy>=2.1", "pydantic>=2.10", "typer>=0.20")
+# Dependencies of XSAKE except jax, whose version the family sets. A test compares this with the
+# package metadata.
+DEPENDENCIES = ("jaxtyping>=0.3.4", "numpy>=2.1", "pydantic>=2.10", "typer>=0.20")
 BUILD_SECONDS = 1800
 
 
 def default_folder() -> Path:
-    """Where environments are kept: the user's cache directory."""
+    """Return the default folder, in the user's cache directory."""
     cache = os.environ.get("XDG_CACHE_HOME")
     return Path(cache or Path.home() / ".cache") / "xsake" / "environments"
 
 
-def requirements_of(family: Family) -> tuple[str, ...]:
-    """Everything that an environment of the family needs, for the jax that runs here."""
+def list_requirements(family: TargetFamily) -> tuple[str, ...]:
+    """Return all requirements of a family's environment, for the installed jax version."""
     jax_version = installed_versions(("jax",))["jax"]
-    return (*family.requirements(jax_version), *BESIDE_JAX)
+    return (*family.requirements(jax_version), *DEPENDENCIES)
 
 
-def interpreter(family: Family, folder: Path, announce: Callable[[str], None]) -> Path:
-    """The Python that compiles for a family: the running one if it can, else one built for it.
+def find_interpreter(family: TargetFamily, folder: Path, announce: Callable[[str], None]) -> Path:
+    """Return the interpreter for a family: the running one if it has the packages, else build one.
 
     Args:
-        family: whose compiler is needed.
-        folder: where environments are kept.
-        announce: told what is done if it takes long.
+        family: target family.
+        folder: folder of environments.
+        announce: called with a message before a build.
     """
     if len(installed_versions(family.PACKAGES)) == len(family.PACKAGES):
         return Path(sys.executable)
-    # Named by what is in it: families that need the same packages share one.
-    return prepared(family.PACKAGES[0], requirements_of(family), folder, announce)
+    # Named by its packages: families with the same packages share one.
+    return prepare(family.PACKAGES[0], list_requirements(family), folder, announce)
 
 
-def prepared(
+def prepare(
     name: str, requirements: tuple[str, ...], folder: Path, announce: Callable[[str], None]
 ) -> Path:
-    """The Python of the environment with these requirements, built if it is not there.
+    """Return the interpreter of the environment with these requirements, building it if needed.
 
-    An environment is `<name>-<digest>/`, and is complete once `<name>-<digest>.json` is beside it.
+    An environment is `<name>-<digest>/`, and is complete once `<name>-<digest>.json` exists.
     """
     python_version = platform.python_version()
     digest = hashlib.sha256(json.dumps([python_version, requirements]).encode()).hexdigest()[:12]
-    folder = folder.absolute()  # its Python is started from elsewhere
-    place = folder / f"{name}-{digest}"
-    marker = folder / f"{place.name}.json"
-    if not (marker.exists() and _python(place).exists()):
+    folder = folder.absolute()  # its interpreter runs in another folder
+    path = folder / f"{name}-{digest}"
+    marker = folder / f"{path.name}.json"
+    if not (marker.exists() and _python(path).exists()):
         announce(f"building the {name} environment once: {', '.join(requirements)}")
         folder.mkdir(parents=True, exist_ok=True)
-        _build(place, requirements)
+        _build(path, requirements)
         content = {"requirements": requirements, "python": python_version}
         marker.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    return _python(place)
+    return _python(path)
 
 
-def _build(place: Path, requirements: tuple[str, ...]) -> None:
-    """Make it under another name first: whoever looks meanwhile sees nothing, not half of it."""
-    # A rename keeps `python -m ...` working, which is all we use; scripts in bin/ would break.
-    scratch = Path(tempfile.mkdtemp(dir=place.parent, prefix=f".{place.name}-"))
+def _build(path: Path, requirements: tuple[str, ...]) -> None:
+    """Build under a temporary name and rename, so that partial environments are never visible."""
+    # Only `python -m ...` is used: a rename breaks the scripts in bin/.
+    scratch = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}-"))
     try:
         bare = [] if requirements else ["--without-pip"]
         _call([sys.executable, "-m", "venv", *bare, str(scratch)])
         if requirements:
             pip = [str(_python(scratch)), "-m", "pip", "install", "--quiet", "--no-input"]
             _call([*pip, "--disable-pip-version-check", *requirements])
-        _remove(place)
-        scratch.replace(place)
+        _remove(path)
+        scratch.replace(path)
     except OSError:
-        # Someone else was faster, and theirs is as good.
-        if not _python(place).exists():
+        # Another process was faster.
+        if not _python(path).exists():
             raise
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -95,26 +95,26 @@ def _call(command: list[str]) -> None:
         )
     except subprocess.TimeoutExpired as error:
         raise CertifyError(
-            "Building an environment took too long.",
+            "Building an environment timed out.",
             got=f"{' '.join(command[1:])}: more than {BUILD_SECONDS} s",
-            expected="an answer from the package index",
+            expected="a response from the package index",
             fix="Check the network and pip's settings, and run again.",
         ) from error
     if done.returncode:
         raise CertifyError(
             "An environment could not be built.",
             got=(done.stderr or done.stdout).strip()[-2000:],
-            expected=f"`python {' '.join(command[1:])}` to work",
+            expected=f"`python {' '.join(command[1:])}` to succeed",
             fix="Check the network and pip's settings, or run xsake in an environment that has it.",
         )
 
 
-def _remove(place: Path) -> None:
-    if place.is_symlink():
-        place.unlink()
-    elif place.exists():
-        shutil.rmtree(place)
+def _remove(path: Path) -> None:
+    if path.is_symlink():
+        path.unlink()
+    elif path.exists():
+        shutil.rmtree(path)
 
 
-def _python(place: Path) -> Path:
-    return place / "bin" / "python"
+def _python(path: Path) -> Path:
+    return path / "bin" / "python"

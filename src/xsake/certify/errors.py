@@ -1,9 +1,9 @@
-"""The error of the machinery itself: it is never an outcome of a case."""
+"""Errors of the certification process itself."""
 
 from xsake.errors import XsakeError
 
 
 class CertifyError(XsakeError, RuntimeError):
-    """An environment that cannot be built, or a worker that does not even start."""
+    """An environment cannot be built, or a worker does not start."""
 
     code = "XSK-601"

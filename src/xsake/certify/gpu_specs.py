@@ -1,28 +1,28 @@
-"""Public figures of NVIDIA GPUs, and the description of one that the compiler takes for it."""
+"""Public specifications of NVIDIA GPUs, and compile-only devices for them."""
 
 from typing import Any, NamedTuple
 
-from xsake.certify.family import Peak, Target
+from xsake.certify.family import PeakFigures, Target
 from xsake.errors import ArgumentError
 
 _KIBI, _MEBI, _GIBI, _GIGA, _TERA = 2**10, 2**20, 2**30, 10**9, 10**12
 
 
-class Spec(NamedTuple):
-    """What a GPU has, by its maker's data sheet and the CUDA programming guide.
+class GpuSpec(NamedTuple):
+    """Specification of a GPU, from its data sheet and the CUDA programming guide.
 
     Attributes:
-        name: as its driver gives it.
+        name: as reported by the driver.
         capability: compute capability.
         cores: streaming multiprocessors.
-        shared_kibi: shared memory of one of them; a thread block gets 1 KiB less, before 8.0 all.
-        threads: most threads of one of them.
-        units: float32 units of one of them.
+        shared_kibi: shared memory per SM; a thread block gets 1 KiB less from 8.0 on.
+        threads: maximum threads per SM.
+        units: float32 units per SM.
         giga_bytes: memory bandwidth, GB/s.
         cache_mebi: level 2 cache.
         giga_hertz: boost clock.
         gibi: memory.
-        tera_flops: dense 16-bit products, summed in float32.
+        tera_flops: dense 16-bit products with float32 accumulation.
         source: the data sheet.
     """
 
@@ -41,25 +41,27 @@ class Spec(NamedTuple):
 
 
 SPECS = {
-    "sm_75": Spec("Tesla T4", (7, 5), 40, 64, 1024, 64, 320, 4, 1.59, 15, 65, "T4 data sheet"),
-    "sm_80": Spec(
+    "sm_75": GpuSpec("Tesla T4", (7, 5), 40, 64, 1024, 64, 320, 4, 1.59, 15, 65, "T4 data sheet"),
+    "sm_80": GpuSpec(
         "NVIDIA A100-SXM4-80GB", (8, 0), 108, 164, 2048, 64, 2039, 40, 1.41, 80, 312,
         "A100 data sheet",
     ),
-    "sm_86": Spec(
+    "sm_86": GpuSpec(
         "NVIDIA GeForce RTX 3090", (8, 6), 82, 100, 1536, 128, 936, 6, 1.70, 24, 71,
         "GA102 white paper",
     ),
-    "sm_89": Spec("NVIDIA L4", (8, 9), 58, 100, 1536, 128, 300, 48, 2.04, 23, 121, "L4 data sheet"),
-    "sm_90a": Spec(
+    "sm_89": GpuSpec(
+        "NVIDIA L4", (8, 9), 58, 100, 1536, 128, 300, 48, 2.04, 23, 121, "L4 data sheet",
+    ),
+    "sm_90a": GpuSpec(
         "NVIDIA H100 80GB HBM3", (9, 0), 132, 228, 2048, 128, 3352, 50, 1.98, 80, 989,
         "H100 data sheet",
     ),
-    "sm_100a": Spec(
+    "sm_100a": GpuSpec(
         "NVIDIA B200", (10, 0), 148, 228, 2048, 128, 7672, 126, 1.965, 180, 2250,
         "HGX B200 data sheet",
     ),
-    "sm_120a": Spec(
+    "sm_120a": GpuSpec(
         "NVIDIA GeForce RTX 5090", (12, 0), 170, 100, 1536, 128, 1792, 96, 2.41, 32, 209.5,
         "RTX Blackwell white paper",
     ),
@@ -67,9 +69,9 @@ SPECS = {
 
 
 def target(name: str, family: str) -> Target:
-    """A GPU as `certify` knows targets: "sm_80", or "sm_90a_wgmma" for other kernels on it."""
+    """Return a target: "sm_80", or "sm_90a_wgmma" for other kernels on the same GPU."""
     spec = SPECS[_key(name)]
-    peak = Peak(
+    peak = PeakFigures(
         float(spec.tera_flops * _TERA),
         float(spec.giga_bytes * _GIGA),
         spec.gibi * _GIBI,
@@ -81,39 +83,39 @@ def target(name: str, family: str) -> Target:
 
 
 def _key(name: str) -> str:
-    """The GPU in the name of a target."""
+    """Return the GPU of a target name."""
     return "_".join(name.split("_")[:2])
 
 
-def shared_per_block(spec: Spec) -> int:
-    """Bytes of shared memory that one thread block may have."""
+def shared_per_block(spec: GpuSpec) -> int:
+    """Return the maximum shared memory of a thread block in bytes."""
     return (spec.shared_kibi - (spec.capability[0] >= 8)) * _KIBI
 
 
 def device(name: str, topology: str = "1x1x1") -> Any:
-    """A device that code can be compiled for, though it is not there.
+    """Return a compile-only device.
 
     Args:
-        name: of a target.
-        topology: slices x hosts x GPUs of a host; the first device of them is returned.
+        name: name of a target.
+        topology: slices x hosts x GPUs per host; the first device is returned.
     """
     return devices(name, topology)[0]
 
 
 def devices(name: str, topology: str) -> list[Any]:
-    """Every device of a topology."""
+    """Return all compile-only devices of a topology."""
     if _key(name) not in SPECS:
-        raise ArgumentError("No such GPU.", got=name, expected=", ".join(SPECS))
+        raise ArgumentError("Unknown GPU.", got=name, expected=", ".join(SPECS))
     from jax.experimental import topologies
 
     described = topologies.get_topology_desc(
-        platform="cuda", target_config=_description(SPECS[_key(name)]), topology=topology
+        platform="cuda", target_config=_target_config(SPECS[_key(name)]), topology=topology
     )
     return described.devices
 
 
-def _description(spec: Spec) -> str:
-    """The device in the words of XLA's `GpuTargetConfigProto`."""
+def _target_config(spec: GpuSpec) -> str:
+    """Return the device as a text `GpuTargetConfigProto` of XLA."""
     major, minor = spec.capability
     features = "ACCELERATED_FEATURES" if major >= 9 else "NONE"
     numbers = {
@@ -140,12 +142,12 @@ def _description(spec: Spec) -> str:
         "device_address_bits": 64,
     }
     versions = ("driver_version", "runtime_version", "compile_time_toolkit_version")
-    words = {"name": spec.name, **dict.fromkeys(versions, "13.0.0"), "dnn_version": "9.10.0"}
+    strings = {"name": spec.name, **dict.fromkeys(versions, "13.0.0"), "dnn_version": "9.10.0"}
     return "\n".join(
         [
             "gpu_device_info {",
             *(f"  {name}: {value}" for name, value in numbers.items()),
-            *(f'  {name}: "{value}"' for name, value in words.items()),
+            *(f'  {name}: "{value}"' for name, value in strings.items()),
             f"  cuda_compute_capability {{ major: {major} minor: {minor} "
             f"feature_extension: {features} }}",
             "}",

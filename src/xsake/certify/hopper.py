@@ -1,10 +1,10 @@
-"""Hopper's own kernels, by `wgmma`: what `mosaic_gpu_hopper` serves, compiled for an H100."""
+"""Hopper target family: the `wgmma` kernels of `mosaic_gpu_hopper`, compiled for an H100."""
 
 from xsake.certify import cuda, gpu_specs
-from xsake.certify.case import Case
+from xsake.certify.case import CompileCase
 
 NAME = "hopper"
-KERNELS = "xsake.kernels.block_sparse.mosaic_gpu_hopper"
+KERNELS = "xsake.kernels.block_sparse.mosaic_gpu.hopper"
 SELECTED_KERNELS = cuda.SELECTED_KERNELS
 PLATFORM = "sm_90"
 PACKAGES = cuda.PACKAGES
@@ -17,6 +17,6 @@ device_kind = cuda.device_kind
 compile = cuda.compile
 
 
-def serves(case: Case) -> bool:
-    """Whether the kernels take a case: 16-bit numbers, block lists, up to 128 features."""
+def supports(case: CompileCase) -> bool:
+    """Whether the kernels support a case: 16-bit, block lists, head_dim up to 128."""
     return case.dtype == "bfloat16" and case.slots is None and case.head_dim <= 128

@@ -1,8 +1,8 @@
-"""Reads libtpu's text dumps of a kernel's final schedule; knows no JAX and starts no compiler.
+"""Parse libtpu's text dumps of a kernel's final schedule.
 
-libtpu writes one set of files per kernel: the VLIW bundles it will run, how many slots of each unit
-every bundle fills, and the allocations in on-chip memory. Their format is not documented and may
-change with libtpu: whatever is not found is None or left out, never guessed.
+libtpu writes one set of files per kernel: VLIW bundles, filled slots of each unit per bundle, and
+allocations in on-chip memory. The format is undocumented and may change with libtpu: values that
+cannot be parsed are None or omitted.
 """
 
 import re
@@ -13,7 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 
 PASSES = r".*(final_bundles|final_hlo-static-per-bundle-utilization|post-delay-converter).*"
-"""The passes to dump, as a pattern for the compiler: all that is read here."""
+"""Pattern of the compiler passes to dump."""
 
 _BUNDLES, _SLOTS, _ALLOCATIONS = (
     "-final_bundles.txt",
@@ -31,7 +31,7 @@ _ALLOCATION = re.compile(
 
 @dataclass(frozen=True)
 class Section:
-    """Bundles that run one after the other, with no branch in or out between them."""
+    """Straight-line sequence of bundles."""
 
     first: int
     bundles: int
@@ -39,19 +39,19 @@ class Section:
 
 
 @dataclass(frozen=True)
-class Kernel:
-    """What the dump tells about one kernel.
+class LloKernel:
+    """Final schedule of one kernel.
 
     Attributes:
         name: of the HLO instruction, such as "attention.1".
         bundles: VLIW bundles of the whole kernel.
-        grid_loop: its longest loop in straight sections: one grid step. Empty without a loop.
-        inner_loops: the innermost loops inside it that use the matrix unit, shortest first.
+        grid_loop: sections of its longest loop, one grid step; empty without a loop.
+        inner_loops: innermost loops inside it that use the matrix unit, shortest first.
         vmem_bytes, smem_bytes: highest byte in use of the two memories; None without the file.
         slots: filled slots of the whole kernel, by unit.
         scalar_spills: stores and loads of spilled scalar registers.
-        vmem_operands: operands that the compiler moved into vector memory as a whole, before the
-            kernel; they are not in `vmem_bytes`, and the kernel moves nothing for them.
+        vmem_operands: operands that the compiler copied into vector memory before the kernel; not
+            included in `vmem_bytes`.
     """
 
     name: str
@@ -78,43 +78,43 @@ class Kernel:
 
     @property
     def edges(self) -> tuple[Section, ...]:
-        """Vector sections without the matrix unit, such as what opens and closes a row."""
+        """Vector sections without the matrix unit, such as row prologues and epilogues."""
         vector = ("XLU", "VALU", "EUP", "VSTORE")
         sections = (s for s in self.grid_loop if not s.slots.get("MXU"))
         return tuple(s for s in sections if any(s.slots.get(unit) for unit in vector))
 
 
-def read_kernels(dump: Path) -> list[Kernel]:
-    """The kernels found under `dump`, longest first; glue code around them is left out."""
+def read_kernels(dump: Path) -> list[LloKernel]:
+    """Read all kernels of a dump, longest first; glue code is skipped."""
     files = sorted(dump.rglob(f"*{_BUNDLES}"))
-    found = [_read_kernel(file) for file in files if "schedule-analysis" not in file.name]
-    return sorted((k for k in found if k is not None), key=lambda k: -k.bundles)
+    kernels = [_read_kernel(file) for file in files if "schedule-analysis" not in file.name]
+    return sorted((k for k in kernels if k is not None), key=lambda k: -k.bundles)
 
 
-def _read_kernel(file: Path) -> Kernel | None:
+def _read_kernel(file: Path) -> LloKernel | None:
     text = file.read_text(encoding="utf-8", errors="replace")
     entry = re.search(r"entry bundle: %(\S+) = custom-call\(", text)
     if entry is None:
         return None
-    bundles = _split(text)
-    slots = _slots(_sibling(file, _SLOTS))
+    bundles = _split_bundles(text)
+    slots = _read_slots(_find_sibling(file, _SLOTS))
     if len(slots) != len(bundles):
         slots = []
-    vmem, smem = _memory(_sibling(file, _ALLOCATIONS))
-    return Kernel(
+    vmem, smem = _read_memory(_find_sibling(file, _ALLOCATIONS))
+    return LloKernel(
         entry[1],
         len(bundles),
-        *_loops(bundles, slots),
+        *_find_loops(bundles, slots),
         vmem,
         smem,
-        _total(slots),
+        _sum_slots(slots),
         len(re.findall(r"= (?:sst|sld) \[smem:\[#allocation\w+_spill\]\]", text)),
         text.count("= inlined_call_operand.vmem "),
     )
 
 
-def _sibling(file: Path, ending: str) -> Path | None:
-    """The other dump of the same kernel: names differ in a counter before the kernel's name."""
+def _find_sibling(file: Path, ending: str) -> Path | None:
+    """Find another dump of the same kernel; names differ in a counter before the kernel's name."""
     stem = re.sub(r"^[\d-]*", "", file.name.removesuffix(_BUNDLES))
     kernel = re.sub(r"-\d+$", "", stem)
     same = [
@@ -125,13 +125,13 @@ def _sibling(file: Path, ending: str) -> Path | None:
     return max(same, default=None)
 
 
-def _split(text: str) -> list[str]:
+def _split_bundles(text: str) -> list[str]:
     starts = [match.start() for match in _BUNDLE.finditer(text)]
     return [text[a:b] for a, b in pairwise([*starts, len(text)])]
 
 
-def _slots(file: Path | None) -> list[dict[str, int]]:
-    """Filled slots of every bundle, by unit."""
+def _read_slots(file: Path | None) -> list[dict[str, int]]:
+    """Read the filled slots of every bundle by unit."""
     if file is None:
         return []
     _, _, rest = file.read_text(encoding="utf-8").partition("\n")
@@ -144,8 +144,8 @@ def _slots(file: Path | None) -> list[dict[str, int]]:
     ]
 
 
-def _memory(file: Path | None) -> tuple[int | None, int | None]:
-    """Highest used byte of vector and scalar memory."""
+def _read_memory(file: Path | None) -> tuple[int | None, int | None]:
+    """Return the highest used byte of vector and scalar memory."""
     if file is None:
         return None, None
     used = {"vmem": 0, "smem": 0}
@@ -156,7 +156,7 @@ def _memory(file: Path | None) -> tuple[int | None, int | None]:
     return used["vmem"], used["smem"]
 
 
-def _total(slots: Iterable[dict[str, int]]) -> dict[str, int]:
+def _sum_slots(slots: Iterable[dict[str, int]]) -> dict[str, int]:
     total: dict[str, int] = {}
     for row in slots:
         for unit, count in row.items():
@@ -164,9 +164,9 @@ def _total(slots: Iterable[dict[str, int]]) -> dict[str, int]:
     return total
 
 
-def _loops(bundles: list[str], slots: list[dict[str, int]]) -> tuple[tuple, tuple]:
-    """Sections of the grid loop, and of the innermost loops in it that multiply."""
-    branches = _branches(bundles)
+def _find_loops(bundles: list[str], slots: list[dict[str, int]]) -> tuple[tuple, tuple]:
+    """Return the sections of the grid loop, and of its innermost loops that use the matrix unit."""
+    branches = _find_branches(bundles)
     loops = sorted(
         ((target, behind) for behind, target in branches if target < behind),
         key=lambda loop: loop[1] - loop[0],
@@ -180,25 +180,27 @@ def _loops(bundles: list[str], slots: list[dict[str, int]]) -> tuple[tuple, tupl
         if multiplies and not any(first <= a and b <= last for a, b in inner):
             inner.append((first, last))
     return (
-        _sections(loops[-1], cuts, slots),
-        tuple(_sections(loop, cuts, slots) for loop in inner),
+        _split_loop(loops[-1], cuts, slots),
+        tuple(_split_loop(loop, cuts, slots) for loop in inner),
     )
 
 
-def _branches(bundles: list[str]) -> list[tuple[int, int]]:
-    """(first bundle behind the branch and its delay slots, target) of every branch."""
+def _find_branches(bundles: list[str]) -> list[tuple[int, int]]:
+    """Return (first bundle after the branch and its delay slots, target) of every branch."""
     start = {number: at for at, text in enumerate(bundles) for number in _START.findall(text)}
     ends = {at for at, text in enumerate(bundles) if _END.search(text)}
-    found = [(at, start.get(n)) for at, text in enumerate(bundles) for n in _BRANCH.findall(text)]
-    # A region ends with the delay slots of its branch, and they are equally many all over a chip:
+    branches = [
+        (at, start.get(n)) for at, text in enumerate(bundles) for n in _BRANCH.findall(text)
+    ]
+    # A region ends with the delay slots of its branch; their number is constant per chip:
     # 1 on v4, 4 on v5e, v5p and v6e, 6 on tpu7x.
-    gaps = Counter(gap for at, _ in found for gap in range(1, 9) if at + gap in ends)
+    gaps = Counter(gap for at, _ in branches for gap in range(1, 9) if at + gap in ends)
     delay = max(gaps, key=lambda gap: gaps[gap], default=0)
-    return [(at + delay + 1, target) for at, target in found if target is not None]
+    return [(at + delay + 1, target) for at, target in branches if target is not None]
 
 
-def _sections(loop: tuple[int, int], cuts: list[int], slots: list) -> tuple[Section, ...]:
-    """The loop cut behind every branch and at every target."""
+def _split_loop(loop: tuple[int, int], cuts: list[int], slots: list) -> tuple[Section, ...]:
+    """Split a loop after every branch and at every target."""
     first, last = loop
     inside = [first, *(cut for cut in cuts if first < cut < last), last]
-    return tuple(Section(a, b - a, _total(slots[a:b])) for a, b in pairwise(inside))
+    return tuple(Section(a, b - a, _sum_slots(slots[a:b])) for a, b in pairwise(inside))

@@ -1,10 +1,10 @@
-"""Reads what Mosaic GPU and ptxas write about a kernel; knows no JAX and starts no compiler."""
+"""Parse the PTX and ptxas dumps of Mosaic GPU kernels."""
 
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
-# What is counted in a kernel's PTX: products by tensor cores, and copies into shared memory.
+# Instructions counted in the PTX: tensor core products and copies into shared memory.
 INSTRUCTIONS = {
     "mma": "mma.sync",
     "wgmma": "wgmma.mma_async",
@@ -15,16 +15,16 @@ INSTRUCTIONS = {
 
 
 @dataclass(frozen=True)
-class Kernel:
+class PtxKernel:
     """One compiled kernel.
 
     Args:
         name: of the kernel.
-        target: what its PTX says it is for, such as "sm_80".
-        registers: of a thread.
-        spill_bytes: of stores and loads of a thread that did not fit into registers.
-        shared_bytes: shared memory of a thread block.
-        instructions: how often each of `INSTRUCTIONS` is written in the PTX; loops count once.
+        target: target of the PTX, such as "sm_80".
+        registers: per thread.
+        spill_bytes: spill stores and loads per thread.
+        shared_bytes: shared memory per thread block.
+        instructions: static counts of `INSTRUCTIONS` in the PTX.
     """
 
     name: str
@@ -35,26 +35,26 @@ class Kernel:
     instructions: dict[str, int]
 
 
-def read_kernels(dump: Path) -> list[Kernel]:
-    """Every kernel in a dump, the one with most registers first."""
-    found = [_read(ptxas) for ptxas in sorted(dump.rglob("*.ptxas"))]
-    return sorted(found, key=lambda kernel: -kernel.registers)
+def read_kernels(dump: Path) -> list[PtxKernel]:
+    """Read all kernels of a dump, most registers first."""
+    kernels = [_read(ptxas) for ptxas in sorted(dump.rglob("*.ptxas"))]
+    return sorted(kernels, key=lambda kernel: -kernel.registers)
 
 
-def _read(ptxas: Path) -> Kernel:
-    told = ptxas.read_text(encoding="utf-8", errors="replace")
+def _read(ptxas: Path) -> PtxKernel:
+    report = ptxas.read_text(encoding="utf-8", errors="replace")
     code = ptxas.with_suffix(".ptx").read_text(encoding="utf-8", errors="replace")
     resources = ptxas.with_suffix(".resources.txt")
     shared = 0
     if resources.exists():
-        shared = _number(r"smem_scratch_bytes=(\d+)", resources.read_text(encoding="utf-8"))
-    return Kernel(
+        shared = _find_max(r"smem_scratch_bytes=(\d+)", resources.read_text(encoding="utf-8"))
+    return PtxKernel(
         name=ptxas.stem,
-        target=_word(r"^\.target\s+(\w+)", code),
-        registers=_number(r"Used (\d+) registers", told),
+        target=_find_word(r"^\.target\s+(\w+)", code),
+        registers=_find_max(r"Used (\d+) registers", report),
         spill_bytes=(
-            _number(r"(\d+) bytes spill stores", told),
-            _number(r"(\d+) bytes spill loads", told),
+            _find_max(r"(\d+) bytes spill stores", report),
+            _find_max(r"(\d+) bytes spill loads", report),
         ),
         shared_bytes=shared,
         instructions={
@@ -63,11 +63,11 @@ def _read(ptxas: Path) -> Kernel:
     )
 
 
-def _word(pattern: str, text: str) -> str:
-    found = re.search(pattern, text, re.MULTILINE)
-    return found[1] if found else "unknown"
+def _find_word(pattern: str, text: str) -> str:
+    match = re.search(pattern, text, re.MULTILINE)
+    return match[1] if match else "unknown"
 
 
-def _number(pattern: str, text: str) -> int:
-    """The largest number after a pattern; 0 if there is none."""
+def _find_max(pattern: str, text: str) -> int:
+    """Return the largest match of a numeric pattern; 0 if there is none."""
     return max((int(x) for x in re.findall(pattern, text)), default=0)

@@ -1,4 +1,4 @@
-"""What a certificate says: one file per target, one outcome per case, written whole or not."""
+"""Certificates: one file per target, one outcome per case, written atomically."""
 
 import re
 from pathlib import Path
@@ -8,58 +8,58 @@ from pydantic import Field, ValidationError
 
 from xsake._io import atomic_write
 from xsake._schema import Frozen
-from xsake.certify.case import Case
-from xsake.certify.family import Facts
+from xsake.certify.case import CompileCase
+from xsake.certify.family import CompileFacts
 from xsake.errors import ArgumentError
 
 Count = Annotated[int, Field(ge=0)]
 Verdict = Literal["compiled", "refused", "crashed"]
 
 
-class Cost(Frozen):
-    """What the pass will do, counted from its layout and shapes; nothing is measured."""
+class PassCost(Frozen):
+    """Work of a pass, counted from its layout and shapes; not measured."""
 
-    listed: Count = Field(description="blocks the layout lists, or at most lists if it is traced")
-    computed: Count | None = Field(description="blocks computed; None if known at run time only")
-    launches: Count = Field(description="kernel launches: a long list is split")
-    steps: Count = Field(description="groups of blocks that the kernels take, at most if traced")
+    listed: Count = Field(description="blocks in the layout; the capacity if it is traced")
+    computed: Count | None = Field(description="computed blocks; None if known at run time only")
+    launches: Count = Field(description="kernel launches; a long list is split")
+    steps: Count = Field(description="groups of blocks; an upper bound if traced")
     balance: float | None = Field(
         description="steps of the busiest core over their mean; None if traced"
     )
-    flops: Count = Field(description="of the matrix products")
+    flops: Count = Field(description="FLOPs of the matrix products")
     bytes_read: Count
     bytes_written: Count
     least_bytes: Count = Field(description="every argument and result once")
 
 
-class Bound(Frozen):
-    """No device of this kind can be faster; how much slower it is, nobody knows from this."""
+class TimeBound(Frozen):
+    """Lower bound of the time on a device of this kind."""
 
     seconds: float = Field(ge=0)
-    label: str = Field(description="what kind of number this is, in words")
+    label: str = Field(description="description of the bound")
 
 
-class Answer(Frozen):
-    """What the worker says about a case."""
+class CompileResult(Frozen):
+    """Reply of the worker for a case."""
 
     verdict: Verdict
     message: str | None = Field(
-        default=None, description="the compiler's own words, or the last words of a crash"
+        default=None, description="message of the compiler, or the end of the log after a crash"
     )
-    facts: Facts | None = None
-    cost: Cost | None = None
+    facts: CompileFacts | None = None
+    cost: PassCost | None = None
 
 
 class Outcome(Frozen):
-    """One case, and what came of it."""
+    """A case and its result."""
 
-    case: Case
+    case: CompileCase
     verdict: Verdict
     as_expected: bool
     message: str | None
-    facts: Facts | None
-    cost: Cost | None
-    bound: Bound | None
+    facts: CompileFacts | None
+    cost: PassCost | None
+    bound: TimeBound | None
     made_at: str = Field(description="UTC")
     commit: str | None
     dirty: bool | None
@@ -67,78 +67,78 @@ class Outcome(Frozen):
 
     @property
     def commit_text(self) -> str:
-        """The commit in few letters, and whether there were changes on top of it."""
+        """Abbreviated commit, and whether there were uncommitted changes."""
         return f"{(self.commit or 'none')[:8]}{' with changes' if self.dirty else ''}"
 
 
 class Certificate(Frozen):
-    """What one vendor's compiler made of our kernels for one target. It never states a speed."""
+    """Results of one vendor's compiler for one target. It never states a speed."""
 
     schema_version: Literal[2] = 2
     family: str
     target: str
     topology: str
-    device_kind: str = Field(description="the compiler's own name for the device")
+    device_kind: str = Field(description="the compiler's name of the device")
     made_at: str = Field(description="UTC, of the newest outcome")
-    command: str = Field(description="that made the newest outcome")
-    figures: bool = Field(description="whether the compiler was asked about memory and schedule")
+    command: str = Field(description="command of the newest outcome")
+    figures: bool = Field(description="whether memory and schedule were recorded")
     versions: dict[str, str]
-    host_processor: str = Field(description="where the compiler ran; compile seconds are its own")
+    host_processor: str = Field(description="CPU of the host that compiled")
     outcomes: list[Outcome] = []
 
     @property
     def file_name(self) -> str:
-        """Where it is kept, inside the folder of certificates."""
+        """File name inside the folder of certificates."""
         return f"{self.family}_{self.target}.json"
 
     @property
-    def surprises(self) -> list[Outcome]:
+    def unexpected(self) -> list[Outcome]:
         """Outcomes that are not as expected."""
         return [outcome for outcome in self.outcomes if not outcome.as_expected]
 
     @property
     def commits(self) -> list[str]:
-        """Commits that the outcomes were made at, the oldest first."""
+        """Commits of the outcomes, oldest first."""
         by_time = sorted(self.outcomes, key=lambda outcome: outcome.made_at)
         return list(dict.fromkeys(outcome.commit_text for outcome in by_time))
 
-    def continues(self, other: "Certificate") -> bool:
-        """Whether outcomes of `other` belong here too: same target, versions and question."""
+    def is_compatible(self, other: "Certificate") -> bool:
+        """Whether outcomes of `other` can be merged: same target, versions and figures."""
         same = ("family", "target", "topology", "device_kind", "figures", "versions")
         return all(getattr(self, name) == getattr(other, name) for name in same)
 
 
-def is_as_expected(case: Case, answer: Answer) -> bool:
-    """A control counts only if it was refused for the reason that it was made for."""
+def is_as_expected(case: CompileCase, result: CompileResult) -> bool:
+    """Whether a result is as expected; a control must be rejected for its expected reason."""
     if case.expects == "compiles":
-        return answer.verdict == "compiled"
-    matches = re.search(case.because or "", answer.message or "", re.IGNORECASE) is not None
-    return answer.verdict == "refused" and matches
+        return result.verdict == "compiled"
+    matches = re.search(case.because or "", result.message or "", re.IGNORECASE) is not None
+    return result.verdict == "refused" and matches
 
 
-def write(certificate: Certificate, folder: Path) -> Path:
-    """Replace the file of this target in one step, so that a reader never sees half of it."""
+def write_certificate(certificate: Certificate, folder: Path) -> Path:
+    """Write the certificate of a target atomically."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / certificate.file_name
     atomic_write(path, certificate.model_dump_json(indent=1) + "\n")
     return path
 
 
-def read(path: Path) -> Certificate:
-    """A certificate from its file, checked."""
+def read_certificate(path: Path) -> Certificate:
+    """Read and validate a certificate."""
     try:
         return Certificate.model_validate_json(path.read_text(encoding="utf-8"))
     except ValidationError as error:
         first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"])
+        field = ".".join(str(part) for part in first["loc"])
         raise ArgumentError(
             "The file is not a certificate.",
-            got=f"{path.name}: {place}: {first['msg']}",
+            got=f"{path.name}: {field}: {first['msg']}",
             expected="JSON that fits schemas/certificate.schema.json",
-            fix="Remove the file, or run `xsake certify` with --fresh.",
+            fix="Remove the file, or run `xsake certify` with --no-resume.",
         ) from error
 
 
-def read_all(folder: Path) -> list[Certificate]:
-    """Every certificate of a folder, by file name."""
-    return [read(path) for path in sorted(folder.glob("*.json"))]
+def read_certificates(folder: Path) -> list[Certificate]:
+    """Read all certificates of a folder, sorted by file name."""
+    return [read_certificate(path) for path in sorted(folder.glob("*.json"))]

@@ -1,4 +1,4 @@
-"""Runs cases through the compilers of targets and keeps the certificates as it goes."""
+"""Compile cases for a target and write certificates incrementally."""
 
 import datetime
 import hashlib
@@ -13,13 +13,13 @@ from typing import NamedTuple
 import xsake
 from xsake._provenance import cpu_model, environment, own_checkout
 from xsake.certify import bound, cases, environments, record
-from xsake.certify.case import Case
-from xsake.certify.family import FAMILIES, Family, Target, load
-from xsake.certify.process import Setting, Worker
-from xsake.certify.record import Answer, Certificate, Outcome
+from xsake.certify.case import CompileCase
+from xsake.certify.family import FAMILIES, Target, TargetFamily, load_family
+from xsake.certify.process import Worker, WorkerConfig
+from xsake.certify.record import Certificate, CompileResult, Outcome
 
 PACKAGE = Path(xsake.__file__).parent
-# What decides the outcome of a case, beside its own fields and its family.
+# Sources that decide the outcome of a case, in addition to its fields and its family.
 SOURCES = (
     "certify/build.py",
     "certify/build_selected.py",
@@ -31,31 +31,31 @@ CASE_SECONDS = 300.0
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What to do, and where to keep it.
+class CertifyOptions:
+    """Options of a certification.
 
     Args:
         selection: "smoke", "all", or a pattern on case names.
-        out: folder of the certificates.
-        environments: folder of the environments.
-        fresh: compile again what is already certified.
-        figures: ask for memory, spills and schedule as well, which takes longer.
-        command: what the user typed, for the record.
-        time_limit: seconds that a case may take.
+        out: folder of certificates.
+        environments: folder of environments.
+        overwrite: recompile cases that are already certified.
+        figures: record memory, spills and schedule, which is slower.
+        command: command line, for the record.
+        time_limit: timeout per case in seconds.
     """
 
     selection: str
     out: Path
     environments: Path
-    fresh: bool = False
+    overwrite: bool = False
     figures: bool = True
     command: str = "xsake certify"
     time_limit: float = CASE_SECONDS
 
 
 @dataclass(frozen=True)
-class Progress:
-    """One line for whoever watches: a case was answered, or was known already."""
+class CertifyProgress:
+    """Progress event: a case was compiled, or its outcome was cached."""
 
     target: str
     done: int
@@ -67,73 +67,78 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Watcher:
-    """Who is told what happens; both do nothing unless given."""
+class CertifyCallbacks:
+    """Callbacks for progress events and messages; default: none."""
 
-    progress: Callable[[Progress], None] = lambda _: None
+    progress: Callable[[CertifyProgress], None] = lambda _: None
     announce: Callable[[str], None] = lambda _: None
 
 
 def certify(
-    target: Target, plan: Plan, watcher: Watcher | None = None, families: dict[str, str] = FAMILIES
+    target: Target,
+    options: CertifyOptions,
+    callbacks: CertifyCallbacks | None = None,
+    families: dict[str, str] = FAMILIES,
 ) -> tuple[Certificate, list[Outcome]]:
-    """Compile the selected cases for a target, in its own process; the file is always up to date.
+    """Compile the selected cases for a target in a subprocess; the file is updated after each case.
 
     Args:
-        target: what to compile for.
-        plan: which cases, and where to keep what comes out.
-        watcher: told about progress.
+        target: device type.
+        options: selection of cases and folders.
+        callbacks: for progress.
         families: modules by family name.
 
     Returns:
-        The certificate with everything that is known about the target, what older sources gave for
-        cases that were not selected included, and the outcomes of the selected cases.
+        The certificate of the target, including outcomes of older sources for cases that were not
+        selected, and the outcomes of the selected cases.
     """
-    watcher = watcher or Watcher()
+    callbacks = callbacks or CertifyCallbacks()
     module = families[target.family]
-    family = load(module)
-    chosen = cases.select(plan.selection, family)
-    python = environments.interpreter(family, plan.environments, watcher.announce)
-    setting = Setting(python, module, family, target, plan.time_limit, plan.figures)
-    with Worker(setting) as worker:
-        origin = _origin(module)
-        certificate = _begin(target, worker, plan)
-        known = _known(certificate, family, plan)
-        holds = {name for name, outcome in known.items() if outcome.source == origin.source}
-        clock = _Clock(sum(case.name not in holds for case in chosen))
+    family = load_family(module)
+    selected_cases = cases.select_cases(options.selection, family)
+    python = environments.find_interpreter(family, options.environments, callbacks.announce)
+    config = WorkerConfig(python, module, family, target, options.time_limit, options.figures)
+    with Worker(config) as worker:
+        provenance = _collect_provenance(module)
+        certificate = _new_certificate(target, worker, options)
+        outcomes = _load_outcomes(certificate, family, options)
+        cached = {name for name, outcome in outcomes.items() if outcome.source == provenance.source}
+        clock = _Clock(sum(case.name not in cached for case in selected_cases))
         selected: dict[str, Outcome] = {}
-        for done, case in enumerate(chosen, start=1):
-            is_new = case.name not in holds
+        for done, case in enumerate(selected_cases, start=1):
+            is_new = case.name not in cached
             if is_new:
-                known[case.name] = _outcome(case, worker.ask(case), target, origin)
+                outcomes[case.name] = _make_outcome(case, worker.compile(case), target, provenance)
                 clock.tick()
-            selected[case.name] = known[case.name]
-            certificate = _with(certificate, known)
-            if is_new or done == len(chosen):
-                record.write(certificate, plan.out)
+            selected[case.name] = outcomes[case.name]
+            certificate = _replace_outcomes(certificate, outcomes)
+            if is_new or done == len(selected_cases):
+                record.write_certificate(certificate, options.out)
             outcome = selected[case.name]
             times = clock.elapsed, clock.remaining
-            watcher.progress(Progress(target.name, done, len(chosen), outcome, is_new, *times))
+            callbacks.progress(
+                CertifyProgress(target.name, done, len(selected_cases), outcome, is_new, *times)
+            )
     return certificate, list(selected.values())
 
 
 def source_digest(module: str) -> str:
-    """A digest of the sources that decide an outcome; the family's own modules are among them."""
+    """Return a digest of the sources that decide an outcome, the family's modules included."""
     family = importlib.import_module(module)
-    own = [family, *(x for x in vars(family).values() if isinstance(x, ModuleType))]
+    modules = [family, *(x for x in vars(family).values() if isinstance(x, ModuleType))]
     folder = family.__name__.rpartition(".")[0]
-    files = [Path(x.__file__ or "") for x in own if x.__name__.startswith(f"{folder}.")]
+    files = [Path(x.__file__ or "") for x in modules if x.__name__.startswith(f"{folder}.")]
     for name in SOURCES:
-        place = PACKAGE / name
-        files += sorted(place.rglob("*.py")) if place.is_dir() else [place]
-    total = hashlib.sha256()
+        path = PACKAGE / name
+        files += sorted(path.rglob("*.py")) if path.is_dir() else [path]
+    digest = hashlib.sha256()
     for file in files:
-        total.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
-    return total.hexdigest()[:16]
+        digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
 
 
 class _Clock:
-    """Seconds so far and, once a case was compiled, seconds to go."""
+    """Elapsed seconds and, after the first compile, an estimate of the remaining ones."""
 
     def __init__(self, new: int):
         self._start, self._new, self._ticks = time.monotonic(), new, 0
@@ -151,42 +156,44 @@ class _Clock:
         return self.elapsed / self._ticks * left if self._ticks else None
 
 
-class _Origin(NamedTuple):
-    """The sources that outcomes come from."""
+class _Provenance(NamedTuple):
+    """Provenance of outcomes."""
 
     commit: str | None
     dirty: bool | None
     source: str
 
 
-def _origin(module: str) -> _Origin:
+def _collect_provenance(module: str) -> _Provenance:
     here = environment(own_checkout())
-    return _Origin(here.commit, here.dirty, source_digest(module))
+    return _Provenance(here.commit, here.dirty, source_digest(module))
 
 
-def _begin(target: Target, worker: Worker, plan: Plan) -> Certificate:
+def _new_certificate(target: Target, worker: Worker, options: CertifyOptions) -> Certificate:
     return Certificate(
         family=target.family,
         target=target.name,
         topology=target.topology,
         device_kind=worker.device_kind,
         made_at=_now(),
-        command=plan.command,
-        figures=plan.figures,
+        command=options.command,
+        figures=options.figures,
         versions=worker.versions,
         host_processor=cpu_model(),
     )
 
 
-def _known(certificate: Certificate, family: Family, plan: Plan) -> dict[str, Outcome]:
-    """Outcomes in the file that belong here: same versions and case, and not a crash."""
-    path = plan.out / certificate.file_name
-    if plan.fresh or not path.exists():
+def _load_outcomes(
+    certificate: Certificate, family: TargetFamily, options: CertifyOptions
+) -> dict[str, Outcome]:
+    """Load reusable outcomes of the file: same versions and case, and not a crash."""
+    path = options.out / certificate.file_name
+    if options.overwrite or not path.exists():
         return {}
-    before = record.read(path)
-    if not certificate.continues(before):
+    before = record.read_certificate(path)
+    if not certificate.is_compatible(before):
         return {}
-    current = {case.name: case for case in cases.select("all", family)}
+    current = {case.name: case for case in cases.select_cases("all", family)}
     return {
         outcome.case.name: outcome
         for outcome in before.outcomes
@@ -194,21 +201,23 @@ def _known(certificate: Certificate, family: Family, plan: Plan) -> dict[str, Ou
     }
 
 
-def _with(certificate: Certificate, known: dict[str, Outcome]) -> Certificate:
-    outcomes: Sequence[Outcome] = sorted(known.values(), key=lambda outcome: outcome.case.name)
-    newest = max(outcome.made_at for outcome in outcomes)
-    return certificate.model_copy(update={"outcomes": list(outcomes), "made_at": newest})
+def _replace_outcomes(certificate: Certificate, outcomes: dict[str, Outcome]) -> Certificate:
+    by_name: Sequence[Outcome] = sorted(outcomes.values(), key=lambda outcome: outcome.case.name)
+    newest = max(outcome.made_at for outcome in by_name)
+    return certificate.model_copy(update={"outcomes": list(by_name), "made_at": newest})
 
 
-def _outcome(case: Case, answer: Answer, target: Target, origin: _Origin) -> Outcome:
-    cost = answer.cost if answer.verdict == "compiled" else None
+def _make_outcome(
+    case: CompileCase, result: CompileResult, target: Target, provenance: _Provenance
+) -> Outcome:
+    cost = result.cost if result.verdict == "compiled" else None
     return Outcome(
         case=case,
-        as_expected=record.is_as_expected(case, answer),
+        as_expected=record.is_as_expected(case, result),
         bound=None if cost is None else bound.lower_bound(cost, target.peak),
         made_at=_now(),
-        **origin._asdict(),
-        **{name: getattr(answer, name) for name in Answer.model_fields},
+        **provenance._asdict(),
+        **{name: getattr(result, name) for name in CompileResult.model_fields},
     )
 
 

@@ -1,4 +1,4 @@
-"""TPUs: libtpu compiles for them without one, and writes the final schedule down on request."""
+"""TPU target family: libtpu compiles ahead of time and dumps the final schedule."""
 
 import time
 from collections.abc import Callable
@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from xsake.certify import llo
-from xsake.certify.case import Case
-from xsake.certify.family import Facts, Peak, Target
+from xsake.certify.case import CompileCase
+from xsake.certify.family import CompileFacts, PeakFigures, Target
 from xsake.errors import ArgumentError
-from xsake.kernels.block_sparse.problem import TileSizes
+from xsake.kernels.block_sparse.types import TileSizes
 
 NAME = "tpu"
 KERNELS = "xsake.kernels.block_sparse.mosaic_tpu"
@@ -23,10 +23,10 @@ _MEBI, _GIBI = 2**20, 2**30
 def _target(
     name: str, topology: str, description: str, cores: int, figures: tuple, pages: str
 ) -> Target:
-    """`figures`: teraflops, gigabytes per second, GiB and vector memory MiB of a device."""
+    """Return a target; `figures` are TFLOP/s, GB/s, GiB and MiB of vector memory per device."""
     tera_flops, giga_bytes, gibi, mebi = figures
     source = f"Google Cloud documentation, {pages}; vector memory per core from JAX's own TPU table"
-    peak = Peak(tera_flops * 1e12, giga_bytes * 1e9, int(gibi * _GIBI), mebi * _MEBI, source)
+    peak = PeakFigures(tera_flops * 1e12, giga_bytes * 1e9, int(gibi * _GIBI), mebi * _MEBI, source)
     return Target(name, NAME, topology, description, cores, peak)
 
 
@@ -50,12 +50,12 @@ _TPU7X = _target(
 )
 TARGETS = {target.name: target for target in (_V4, _V5E, _V5P, _V6E, _TPU7X)}
 
-# libtpu's default for v4 is a device per core; on Google Cloud, JAX sees both cores as one.
+# libtpu's default for v4 is one device per core; on Google Cloud both cores are one JAX device.
 _CHIP_CONFIG = {"v4": {"chip_config_name": "megacore"}}
 
-# Any block size and head dimension compiles, so a tile is bad only by what it takes to hold it.
+# Any block size and head dimension compiles; a tile is rejected only if it exceeds memory.
 CONTROLS = (
-    Case(
+    CompileCase(
         name="control_head_too_wide",
         pass_name="forward",
         shape="one block of 8 tokens that does not fit into vector memory",
@@ -69,7 +69,7 @@ CONTROLS = (
         expects="refused",
         because=r"out of memory in memory space vmem",
     ),
-    Case(
+    CompileCase(
         name="control_tile_too_large",
         pass_name="forward",
         shape="blocks that fit into vector memory, and a tile of 32 of them that does not",
@@ -83,7 +83,7 @@ CONTROLS = (
         expects="refused",
         because=r"memory space vmem|space=vmem",
     ),
-    Case(
+    CompileCase(
         name="control_list_unsplit",
         pass_name="forward",
         shape="a list longer than scalar memory, with splitting switched off",
@@ -93,7 +93,7 @@ CONTROLS = (
         head_dim=128,
         budget=0.75,
         block=128,
-        constants={"xsake.kernels.block_sparse.tpu_lists.MOST_WORDS": 2**31 - 1},
+        constants={"xsake.kernels.block_sparse.mosaic_tpu.schedule.MAX_ENTRIES": 2**31 - 1},
         expects="refused",
         because=r"space=smem|memory space smem",
     ),
@@ -101,25 +101,25 @@ CONTROLS = (
 
 
 def requirements(jax_version: str) -> tuple[str, ...]:
-    """What pip has to install: the extra brings the libtpu that this jax was made for."""
+    """Return the pip requirements: the extra pins the libtpu of this jax version."""
     return (f"jax[tpu]=={jax_version}",)
 
 
 def process_variables(dump: Path | None) -> dict[str, str]:
-    """No device is touched; libtpu writes the last passes of every compile to `dump`, if any.
+    """Disable devices, and dump the last passes of every compile to `dump`, if given.
 
     Writing takes several times as long as compiling.
     """
     variables = {
         "JAX_PLATFORMS": "cpu",
-        # Else libtpu locks the machine for one process, as if a TPU were in use.
+        # Otherwise libtpu takes a machine-wide lock.
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     }
     if dump is None:
         return variables
     if any(character.isspace() for character in str(dump)):
         raise ArgumentError(
-            "libtpu takes no folder with a space in its name.",
+            "libtpu does not support dump folders with spaces.",
             got=str(dump),
             fix="Set TMPDIR to a folder without one.",
         )
@@ -132,21 +132,21 @@ def process_variables(dump: Path | None) -> dict[str, str]:
     return variables | {"LIBTPU_INIT_ARGS": " ".join(flags)}
 
 
-def serves(case: Case) -> bool:
-    """The kernels take every case."""
+def supports(case: CompileCase) -> bool:
+    """The kernels support every case."""
     return True
 
 
 def device_kind(target: Target) -> str:
-    """libtpu's own name for the device, such as "TPU v5 lite"."""
+    """Return libtpu's name of the device, such as "TPU v5 lite"."""
     return _device(target).device_kind
 
 
-def compile(run: Callable[..., Any], arguments: tuple, target: Target, dump: Path) -> Facts:
-    """Compile `run` for one device of the target and read what libtpu told.
+def compile(run: Callable[..., Any], arguments: tuple, target: Target, dump: Path) -> CompileFacts:
+    """Compile `run` for one device of the target and parse libtpu's dumps.
 
-    `spills` counts vector registers; scalar ones are `scalar_spills` among the details. All counts
-    are of the final schedule: how often a bundle runs, and how long it waits, nobody knows here.
+    `spills` counts vector registers; `details` has scalar ones as `scalar_spills`. All counts are
+    static counts of the final schedule.
     """
     import jax
     import numpy as np
@@ -157,27 +157,29 @@ def compile(run: Callable[..., Any], arguments: tuple, target: Target, dump: Pat
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments
     )
     start = time.perf_counter()
-    # Kernels may ask which chip they are lowered for: the mesh tells them, as no device is there.
+    # Kernels read the chip type from the mesh.
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         lowered = jax.jit(run).trace(*placed).lower(lowering_platforms=("tpu",))
         compiled = lowered.compile()
     seconds = time.perf_counter() - start
     memory = compiled.memory_analysis()
     temp_bytes = None if memory is None else int(memory.temp_size_in_bytes)
-    return facts_of(llo.read_kernels(dump), seconds, temp_bytes)
+    return collect_facts(llo.read_kernels(dump), seconds, temp_bytes)
 
 
-def facts_of(kernels: list[llo.Kernel], seconds: float, temp_bytes: int | None) -> Facts:
-    """The facts of a compile with these kernels, longest first."""
+def collect_facts(
+    kernels: list[llo.LloKernel], seconds: float, temp_bytes: int | None
+) -> CompileFacts:
+    """Return the figures of a compile with these kernels, longest first."""
     if not kernels:
-        return Facts(seconds, temp_bytes)
+        return CompileFacts(seconds, temp_bytes)
     largest = kernels[0]
     spills = [kernel.vector_spills for kernel in kernels]
-    return Facts(
+    return CompileFacts(
         seconds,
         temp_bytes,
-        vmem_bytes=_most(kernel.vmem_bytes for kernel in kernels),
-        smem_bytes=_most(kernel.smem_bytes for kernel in kernels),
+        vmem_bytes=_max_or_none(kernel.vmem_bytes for kernel in kernels),
+        smem_bytes=_max_or_none(kernel.smem_bytes for kernel in kernels),
         spills=None if None in spills else sum(filter(None, spills)),
         bundles=largest.bundles,
         loop_bundles=_loop_bundles(largest),
@@ -185,8 +187,8 @@ def facts_of(kernels: list[llo.Kernel], seconds: float, temp_bytes: int | None) 
     )
 
 
-def _details(kernel: llo.Kernel) -> dict[str, int | float | str]:
-    """Where the bundles of a grid step go, and the slots that its multiplying sections fill."""
+def _details(kernel: llo.LloKernel) -> dict[str, int | float | str]:
+    """Return the bundles of a grid step by section type, and the slots of its matrix sections."""
     details: dict[str, int | float | str] = {
         "kernel": kernel.name,
         "scalar_spills": kernel.scalar_spills,
@@ -194,33 +196,32 @@ def _details(kernel: llo.Kernel) -> dict[str, int | float | str]:
     }
     if not kernel.work:
         return details
-    work, edges = _bundles(kernel.work), _bundles(kernel.edges)
+    work, edges = _count_bundles(kernel.work), _count_bundles(kernel.edges)
     details |= {
         "work_bundles": work,
         "work_sections": len(kernel.work),
         "edge_bundles": edges,
-        "scalar_bundles": _bundles(kernel.grid_loop) - work - edges,
+        "scalar_bundles": _count_bundles(kernel.grid_loop) - work - edges,
     }
     if kernel.inner_loops:
-        details["grid_loop_bundles"] = _bundles(kernel.grid_loop)
-        details["most_loop_bundles"] = _bundles(kernel.inner_loops[-1])
+        details["grid_loop_bundles"] = _count_bundles(kernel.grid_loop)
+        details["most_loop_bundles"] = _count_bundles(kernel.inner_loops[-1])
     for unit in ("MXU", "XLU", "VALU", "EUP", "VLOAD", "VSTORE"):
         details[f"work_{unit.lower()}_slots"] = sum(s.slots[unit] for s in kernel.work)
     return details
 
 
-def _loop_bundles(kernel: llo.Kernel) -> int | None:
-    """Of the innermost loop that multiplies, and the shorter one if blocks with and without a mask
-    have their own; of the grid loop if there is no other."""
+def _loop_bundles(kernel: llo.LloKernel) -> int | None:
+    """Return the bundles of the shortest innermost matrix loop, or else of the grid loop."""
     loop = kernel.inner_loops[0] if kernel.inner_loops else kernel.grid_loop
-    return _bundles(loop) or None
+    return _count_bundles(loop) or None
 
 
-def _bundles(sections: tuple[llo.Section, ...]) -> int:
+def _count_bundles(sections: tuple[llo.Section, ...]) -> int:
     return sum(section.bundles for section in sections)
 
 
-def _most(values) -> int | None:
+def _max_or_none(values) -> int | None:
     known = [value for value in values if value is not None]
     return max(known, default=None)
 

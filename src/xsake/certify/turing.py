@@ -1,4 +1,4 @@
-"""NVIDIA GPUs before Ampere: no kernels of ours, but the loops of `xla` compile for them."""
+"""NVIDIA GPUs before Ampere: the `xla` implementation, as there are no Mosaic kernels."""
 
 import dataclasses
 from collections.abc import Callable
@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from xsake.certify import cuda, gpu_specs
-from xsake.certify.case import Case
-from xsake.certify.family import Facts, Target
+from xsake.certify.case import CompileCase
+from xsake.certify.family import CompileFacts, Target
 from xsake.kernels.block_sparse import cost, xla
-from xsake.kernels.block_sparse.problem import Cotangents, Operands, Problem
+from xsake.kernels.block_sparse.types import BlockSparseConfig, BlockSparseInputs
 
 NAME = "turing"
 KERNELS = "xsake.certify.turing"  # the functions below
@@ -18,41 +18,43 @@ PLATFORM = "cuda"
 PACKAGES = cuda.PACKAGES
 TARGETS = {"sm_75": gpu_specs.target("sm_75", NAME)}
 
-# None: XLA makes smaller kernels of whatever does not fit, so there is nothing it must refuse.
-CONTROLS: tuple[Case, ...] = ()
+# None: XLA splits what does not fit, so there is nothing it must reject.
+CONTROLS: tuple[CompileCase, ...] = ()
 
 requirements = cuda.requirements
 process_variables = cuda.process_variables
 device_kind = cuda.device_kind
 
 
-def serves(case: Case) -> bool:
-    """Whether a case says something here: short texts, as longer ones compile alike."""
+def supports(case: CompileCase) -> bool:
+    """Whether a case is compiled: 4096 tokens only, as longer ones compile alike."""
     return case.slots is None and case.tokens == 4096 and not case.traced
 
 
-def compile(run: Callable[..., Any], arguments: tuple, target: Target, dump: Path) -> Facts:
-    """Compile `run` for one GPU of the target; its many small kernels are not looked at."""
-    return Facts(*cuda.compiled(run, arguments, target))
+def compile(run: Callable[..., Any], arguments: tuple, target: Target, dump: Path) -> CompileFacts:
+    """Compile `run` for one GPU of the target; its kernels are not analyzed."""
+    return CompileFacts(*cuda.compile_for_gpu(run, arguments, target))
 
 
-def forward(operands: Operands, problem: Problem):
-    """`(out, lse)`."""
-    return xla.forward(operands, problem)
+def forward(inputs: BlockSparseInputs, config: BlockSparseConfig, platform: str):
+    """`(o, lse)`."""
+    return xla.forward(inputs, config, platform)
 
 
-def query_gradient(operands: Operands, problem: Problem, out, lse, cotangents: Cotangents):
-    """dQ."""
-    return xla.backward(operands, problem, out, lse, cotangents).q
+def dq_pass(inputs: BlockSparseInputs, config: BlockSparseConfig, o, lse, do, dlse):
+    """dq."""
+    return xla.backward(inputs, config, PLATFORM, o, lse, do, dlse).dq
 
 
-def key_value_gradient(operands: Operands, problem: Problem, out, lse, cotangents: Cotangents):
-    """dK and dV."""
-    found = xla.backward(operands, problem, out, lse, cotangents)
-    return found.k, found.v
+def dkv_pass(inputs: BlockSparseInputs, config: BlockSparseConfig, o, lse, do, dlse):
+    """dk and dv."""
+    grads = xla.backward(inputs, config, PLATFORM, o, lse, do, dlse)
+    return grads.dk, grads.dv
 
 
-def passes(operands: Operands, problem: Problem, platform: str) -> tuple[cost.Pass, ...]:
-    """What the passes compute; the compiler makes its own kernels of it."""
-    found = xla.passes(operands, problem, platform)
-    return tuple(dataclasses.replace(x, launches=1, steps=x.listed) for x in found)
+def count_passes(
+    inputs: BlockSparseInputs, config: BlockSparseConfig, platform: str
+) -> tuple[cost.KernelCost, ...]:
+    """Cost of the passes; the compiler generates the kernels."""
+    costs = xla.count_passes(inputs, config, platform)
+    return tuple(dataclasses.replace(x, launches=1, steps=x.listed) for x in costs)

@@ -1,4 +1,4 @@
-"""The process of one target: cases in and answers out, one JSON line each, one at a time.
+"""Worker process of one target: reads cases and writes results, one JSON line each.
 
     python -m xsake.certify.worker FAMILY_MODULE TARGET DUMP_FOLDER
 
@@ -18,39 +18,43 @@ import jax
 import xsake
 from xsake._provenance import installed_versions
 from xsake.certify import build, build_selected
-from xsake.certify.case import Case
-from xsake.certify.family import Family, Target, load
-from xsake.certify.record import Answer
+from xsake.certify.case import CompileCase
+from xsake.certify.family import Target, TargetFamily, load_family
+from xsake.certify.record import CompileResult
 
 
-def answer(case: Case, family: Family, target: Target, dump: Path) -> Answer:
-    """Compile one case; whatever exception comes out is the compiler's answer."""
-    _empty(dump)
+def compile_case(
+    case: CompileCase, family: TargetFamily, target: Target, dump: Path
+) -> CompileResult:
+    """Compile one case; exceptions become rejections."""
+    _clear_folder(dump)
     cost = None
     try:
-        with build.replaced(case.constants):
-            run, arguments, cost = _built(case, family)
+        with build.override_constants(case.constants):
+            run, arguments, cost = _build_case(case, family)
             facts = family.compile(run, arguments, target, dump)
-    except Exception as error:  # noqa: BLE001 - a refusal is a result, with its own words
-        return Answer(verdict="refused", message=f"{type(error).__name__}: {error}", cost=cost)
+    except Exception as error:  # noqa: BLE001 - a rejection is a result
+        return CompileResult(
+            verdict="refused", message=f"{type(error).__name__}: {error}", cost=cost
+        )
     finally:
         jax.clear_caches()
-    return Answer(verdict="compiled", facts=facts, cost=cost)
+    return CompileResult(verdict="compiled", facts=facts, cost=cost)
 
 
-def _built(case: Case, family: Family) -> build.Built:
+def _build_case(case: CompileCase, family: TargetFamily) -> build.BuiltCase:
     if case.slots is None:
         return build.build(case, importlib.import_module(family.KERNELS), family.PLATFORM)
     return build_selected.build(case, importlib.import_module(family.SELECTED_KERNELS))
 
 
-def versions(family: Family) -> dict[str, str]:
-    """Versions that a certificate names, as this process sees them."""
-    found = {"xsake": xsake.__version__, "python": platform.python_version()}
-    return found | installed_versions(("jax", "jaxlib", "numpy", *family.PACKAGES))
+def versions(family: TargetFamily) -> dict[str, str]:
+    """Return the versions of a certificate."""
+    base = {"xsake": xsake.__version__, "python": platform.python_version()}
+    return base | installed_versions(("jax", "jaxlib", "numpy", *family.PACKAGES))
 
 
-def _empty(folder: Path) -> None:
+def _clear_folder(folder: Path) -> None:
     for entry in folder.iterdir():
         if entry.is_dir():
             shutil.rmtree(entry)
@@ -59,19 +63,19 @@ def _empty(folder: Path) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Say hello, then answer cases from standard input until it ends."""
+    """Write the device and versions, then compile cases from stdin until it ends."""
     module, name, folder = arguments
-    # Compilers print: their words go to stderr, and only answers to the real stdout.
+    # Compilers print to stdout: redirect it to stderr, and keep the real one for results.
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    sys.stdout = sys.stderr  # unbuffered, so that words stay with the case they belong to
-    family, dump = load(module), Path(folder)
+    sys.stdout = sys.stderr  # unbuffered, so that output stays with its case
+    family, dump = load_family(module), Path(folder)
     target = family.TARGETS[name]
     hello = {"device_kind": family.device_kind(target), "versions": versions(family)}
     replies.write(json.dumps(hello) + "\n")
     for line in sys.stdin:
-        case = Case.model_validate_json(line)
-        replies.write(answer(case, family, target, dump).model_dump_json() + "\n")
+        case = CompileCase.model_validate_json(line)
+        replies.write(compile_case(case, family, target, dump).model_dump_json() + "\n")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The `xsake` command: parses arguments, calls the library and prints; decides nothing itself."""
+"""The `xsake` command line."""
 
 import json
 from pathlib import Path
@@ -9,6 +9,7 @@ import typer
 
 import xsake
 from xsake.cli import doctor
+from xsake.cli.aliases import App
 from xsake.cli.bench import bench_app
 from xsake.cli.calibrate import run_calibrate
 from xsake.cli.certify import run_certify
@@ -25,7 +26,7 @@ from xsake.cli.train import run_train
 
 __all__ = ["app"]
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="markdown")
+app = App(no_args_is_help=True, add_completion=False, rich_markup_mode="markdown")
 app.command("calibrate")(run_calibrate)
 app.command("certify")(run_certify)
 app.command("evaluate")(run_evaluate)
@@ -41,54 +42,54 @@ app.add_typer(plan_app, name="plan")
 app.add_typer(profile_app, name="profile")
 
 
-def _print_version(wanted: bool) -> bool:
-    if wanted:
+def _print_version(enabled: bool) -> bool:
+    if enabled:
         typer.echo(xsake.__version__)
         raise typer.Exit
-    return wanted
+    return enabled
 
 
 @app.callback()
 def main(
     version: Annotated[
         bool,
-        typer.Option("--version", callback=_print_version, is_eager=True, help="Print it."),
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
     ] = False,
 ) -> None:
-    """Block-sparse attention for JAX: tools around the library."""
+    """Block-sparse attention for JAX."""
 
 
 @app.command("doctor")
 def run_doctor(
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object and nothing else.")
-    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
     kernels: Annotated[
-        bool, typer.Option("--kernels", help="Run the whole conformance table, and report.")
+        bool, typer.Option("--kernels", help="Run the conformance suite and write a report.")
     ] = False,
     implementation: Annotated[
-        str | None, typer.Option(help="With --kernels: run this one only.")
+        str | None, typer.Option(help="With --kernels: run only this one.")
     ] = None,
     file: Annotated[
         Path | None,
         typer.Option("--report", help="With --kernels: default xsake-kernels-PLATFORM.json."),
     ] = None,
 ) -> None:
-    """Show what can run on this machine, and prove it with a one-second self-test.
+    """Show versions, devices and available implementations, and run a one-second self-test.
 
-    Exit code 0 if the self-test passes, 1 if it does not.
+    Exit code 0 if the self-test passes, 1 if it fails.
 
-    With --kernels: every implementation through the whole conformance table on this device,
-    gradients included, which takes minutes and writes a report to send us. Exit code 1 if a case
-    fails, 2 if nothing can be run or written, 130 after Ctrl-C, which keeps what is done.
+    With --kernels: run the conformance suite, gradients included, for every implementation on this
+    device (minutes) and write a report. Exit code 1 if a case fails, 2 if the suite cannot run,
+    130 after Ctrl-C; finished cases are kept.
     """
     if kernels:
-        from xsake.cli import kernel_report  # brings the oracles, which nobody else here needs
+        from xsake.cli import kernel_report  # imports the oracles: only if needed
 
         raise typer.Exit(code=kernel_report.main(implementation, file, as_json))
     if implementation is not None or file is not None:
         raise typer.BadParameter("--implementation and --report need --kernels")
-    report = doctor.examine()
+    report = doctor.collect_report()
     if as_json:
         typer.echo(json.dumps(report.to_dict(), indent=2))
     else:

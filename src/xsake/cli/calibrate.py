@@ -1,4 +1,4 @@
-"""`xsake calibrate`: its arguments, its progress and its summary; the work is done elsewhere."""
+"""`xsake calibrate`: profile the attention heads of a model and write a sparsity plan."""
 
 import dataclasses
 from pathlib import Path
@@ -8,76 +8,77 @@ import rich.console
 import typer
 
 from xsake.cli.exits import exit_codes
-from xsake.cli.screen import MovingLine, echo, escape_markup
-from xsake.cli.subject import evaluation_library, subject_of
+from xsake.cli.screen import ProgressBar, echo, escape_markup
+from xsake.cli.subject import import_evaluation, load_eval_model
 from xsake.errors import ArgumentError
 
 DEFAULT_BUDGET = 0.3
-EFFECT_DOCUMENTS = 6  # gradients take three times as long as reading
-COPIED_DOCUMENTS = 2  # of those
+EFFECT_DOCUMENTS = 6  # a gradient takes three times as long as a forward pass
+COPIED_DOCUMENTS = 2  # at most EFFECT_DOCUMENTS
 _POLICY = "effect, kl, mass, uniform, entropy_budget, static, ..."
 _SELECTOR = "sampled, cumulant, antidiagonal or pooled."
-_TEXT = "A .txt, .raw or .jsonl file, or a folder of .txt files; may be given several times."
+_TEXT = "A .txt, .raw or .jsonl file, or a folder of .txt files; repeatable."
 
 
 def run_calibrate(
     model: Annotated[Path, typer.Argument(help="Folder of a Hugging Face checkpoint.")],
     text: Annotated[list[Path], typer.Option(help=_TEXT)],
-    context: Annotated[int, typer.Option(min=1, help="Tokens read of every document.")] = 4096,
+    context: Annotated[int, typer.Option(min=1, help="Tokens per document.")] = 4096,
     budget: Annotated[
         str | None,
-        typer.Option(help="Computed blocks; default 30%, or what the policy finds by itself."),
+        typer.Option(help="Density; default 30%, unless the policy sets it (entropy, top_p)."),
     ] = None,
     policy: Annotated[str, typer.Option(help=_POLICY)] = "effect",
     setting: Annotated[
         list[str] | None,
-        typer.Option("--set", help="A setting of the policy, such as eps=0.05 or p=0.9."),
+        typer.Option("--set", help="Policy parameter, such as eps=0.05 or p=0.9."),
     ] = None,
     selector: Annotated[str, typer.Option(help=_SELECTOR)] = "sampled",
-    block: Annotated[int, typer.Option(min=1, help="Tokens of a block.")] = 64,
-    documents: Annotated[
-        int, typer.Option(min=1, help="Only the first so many that are long enough.")
+    block: Annotated[int, typer.Option(min=1, help="Tokens per block.")] = 64,
+    max_documents: Annotated[
+        int,
+        typer.Option(min=1, help="Maximum number of documents (shorter than --context: skipped)."),
     ] = 12,
-    devices: Annotated[int, typer.Option(min=1, help="Devices that share the documents.")] = 1,
+    devices: Annotated[int, typer.Option(min=1, help="Number of devices.")] = 1,
     dtype: Annotated[
-        Literal["float32", "bfloat16"], typer.Option(help="Of weights and activations.")
+        Literal["float32", "bfloat16"], typer.Option(help="Dtype of weights and activations.")
     ] = "float32",
-    out: Annotated[Path, typer.Option("--out", "-o", help="The plan.")] = Path("plan.json"),
+    out: Annotated[Path, typer.Option("--out", "-o", help="Output plan.")] = Path("plan.json"),
     profile: Annotated[
-        Path | None, typer.Option(help="The profile; default PLAN.profile.json.")
+        Path | None, typer.Option(help="Output profile; default PLAN.profile.json.")
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the plan and nothing else.")
-    ] = False,
-    fresh: Annotated[
-        bool, typer.Option("--fresh", help="Measure again what an earlier run has measured.")
+    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
+    no_resume: Annotated[
+        bool, typer.Option("--no-resume", help="Ignore cached results of an earlier run.")
     ] = False,
 ) -> None:
-    """Measure what every attention head looks at, and plan which blocks it may skip.
+    """Profile the attention heads of a model and allocate a block budget to each.
 
-    Writes a plan for `xsake evaluate --plan` and the profile it was made from. An interrupted run
-    goes on where it stopped: what was measured is kept beside the plan. Exit code 0 if all is done,
-    2 if the command cannot run, 130 after Ctrl-C.
+    Writes a plan for `xsake evaluate --plan` and its profile. An interrupted run resumes from the
+    measurements cached next to the plan. Exit code 0 on success, 2 if the command cannot run, 130
+    after Ctrl-C.
     """
     profile = profile or out.with_suffix(".profile.json")
     console = rich.console.Console(quiet=as_json)
     with exit_codes():
-        evaluation_library()
+        import_evaluation()
         from xsake import hads
 
-        chosen = hads.policy_named(policy, **_settings(setting or []))
-        share = _asked(chosen, budget)
-        scorer = hads.selector_named(selector)
-        with DocumentScreen(console, "loading, cutting texts, compiling") as screen:
-            task = CalibrationTask.of(model, text, context, documents, devices, dtype)
-            settings = _measured(hads.Settings(block, selectors=(scorer,), at_once=devices), policy)
-            _require_possible(chosen, share, task.model.heads, context, settings)
-            shelf = hads.Shelf(out.with_suffix(".masses"), fresh=fresh)
-            found = hads.calibrate(
-                task.observe, task.model, task.readings, settings, shelf=shelf, watch=screen.show
+        rule = hads.make_policy(policy, **_parse_settings(setting or []))
+        density = _target_budget(rule, budget)
+        scorer = hads.make_selector(selector)
+        with CalibrationProgressBar(console, "loading, tokenizing, compiling") as bar:
+            task = CalibrationTask.load(model, text, context, max_documents, devices, dtype)
+            settings = _calibration_settings(
+                hads.CalibrationSettings(block, selectors=(scorer,), batch_size=devices), policy
             )
-        found.save(profile)
-        plan = hads.make_plan(found, chosen, share, scorer)
+            _check_feasible(rule, density, task.model.heads, context, settings)
+            shelf = hads.MassCache(out.with_suffix(".masses"), overwrite=no_resume)
+            measured = hads.calibrate(
+                task.observe, task.model, task.readings, settings, cache=shelf, on_progress=bar.show
+            )
+        measured.save(profile)
+        plan = hads.make_plan(measured, rule, density, scorer)
         plan.save(out)
     if as_json:
         echo(plan.to_json())
@@ -86,102 +87,105 @@ def run_calibrate(
     console.print(f"written to {escape_markup(str(out))} and {escape_markup(str(profile))}")
 
 
-def _settings(words: list[str]) -> dict[str, float]:
-    """Settings of a policy, each written as name=number."""
-    found = {}
-    for word in words:
-        name, _, number = word.partition("=")
+def _parse_settings(texts: list[str]) -> dict[str, float]:
+    """Parse policy parameters, each written as name=number."""
+    settings = {}
+    for text in texts:
+        name, _, number = text.partition("=")
         try:
-            found[name] = float(number)
+            settings[name] = float(number)
         except ValueError as error:
-            raise ArgumentError("--set takes a setting", got=word, expected="eps=0.05") from error
-    return found
+            raise ArgumentError("invalid --set", got=text, expected="eps=0.05") from error
+    return settings
 
 
-def _measured(settings: Any, policy: str) -> Any:
-    """What calibration measures for a policy."""
+def _calibration_settings(settings: Any, policy: str) -> Any:
+    """Add the measurements that a policy needs."""
     if policy != "effect":
         return settings
     counts = {"effect_documents": EFFECT_DOCUMENTS, "copied_documents": COPIED_DOCUMENTS}
     return dataclasses.replace(settings, **counts)
 
 
-def _asked(policy: Any, budget: str | None) -> float | None:
-    """The share that a policy is asked for; None for those that find their own."""
+def _target_budget(policy: Any, budget: str | None) -> float | None:
+    """Return the density for a policy; None for policies that set it themselves."""
     from xsake.hads.policy import Entropy, TopP
 
-    finds_own = isinstance(policy, Entropy | TopP)
+    sets_budget = isinstance(policy, Entropy | TopP)
     if budget is None:
-        return None if finds_own else DEFAULT_BUDGET
-    if finds_own:
+        return None if sets_budget else DEFAULT_BUDGET
+    if sets_budget:
         raise ArgumentError(
-            f"the policy {policy.name!r} finds its own budget",
+            f"the policy {policy.name!r} sets its own budget",
             got=f"--budget {budget}",
-            fix="leave --budget out, or use a policy that meets one: kl, entropy_budget",
+            fix="omit --budget, or use a policy that takes one: kl, entropy_budget",
         )
-    return share_of(budget)
+    return parse_density(budget)
 
 
-def _require_possible(
-    policy: Any, share: float | None, heads: int, context: int, settings: Any
+def _check_feasible(
+    policy: Any, density: float | None, heads: int, context: int, settings: Any
 ) -> None:
-    """Raise now what would be raised after hours of measuring."""
+    """Raise if the budget is infeasible, before calibration starts."""
     from xsake.hads.budget import total_blocks
     from xsake.layout.grid import blocks_of
 
-    if share is not None:
-        always = getattr(policy, "always", settings.always)
-        total_blocks(share, heads=heads, n=blocks_of(context, settings.block), always=always)
+    if density is not None:
+        always = getattr(policy, "forced", settings.forced)
+        total_blocks(density, heads=heads, n=blocks_of(context, settings.block), forced=always)
 
 
-def share_of(words: str) -> float:
-    """A share, written as 30% or 0.3."""
+def parse_density(text: str) -> float:
+    """Parse a density written as 30% or 0.3."""
     try:
-        number = float(words.removesuffix("%")) / (100 if words.endswith("%") else 1)
+        number = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
     except ValueError as error:
-        raise ArgumentError("--budget takes a share", got=words, expected="30% or 0.3") from error
+        raise ArgumentError("invalid density", got=text, expected="30% or 0.3") from error
     return round(number, 9)
 
 
 class CalibrationTask:
-    """What is read, and by which model.
+    """Inputs of a calibration.
 
     Args:
-        observe: lets the model read.
-        model: which it is.
-        readings: the documents.
+        observe: runs the model with per-layer hooks.
+        model: identity of the model.
+        readings: documents.
     """
 
     def __init__(self, observe: Any, model: Any, readings: list):
         self.observe, self.model, self.readings = observe, model, readings
 
     @classmethod
-    def of(
-        cls, folder: Path, texts: list[Path], context: int, documents: int, devices: int, dtype: str
-    ) -> "CalibrationTask":
-        """Loads the model and cuts the documents."""
+    def load(
+        cls, folder: Path, texts: list[Path], context: int, max_documents: int, devices: int,
+        dtype: str,
+    ) -> "CalibrationTask":  # fmt: skip
+        """Load the model and tokenize the documents."""
         import jax
 
         from xsake import hads
         from xsake.evaluation import read_texts
-        from xsake.evaluation.windows import Library, cut_windows
+        from xsake.evaluation.windows import TokenizedTexts, cut_windows
         from xsake.model.observer import Observer
 
-        found = read_texts(texts)
-        subject = subject_of(folder, dtype)
+        corpus = read_texts(texts)
+        subject = load_eval_model(folder, dtype)
         config = subject.model.config
-        library = Library(found.documents, subject.encode, config.vocab_size, subject.opening)
-        cut = cut_windows(library, context, limit=documents)
+        library = TokenizedTexts(
+            corpus.documents, subject.encode, config.vocab_size, subject.opening
+        )
+        cut = cut_windows(library, context, limit=max_documents)
         if not cut.trials:
             raise ArgumentError(
                 "no document is long enough",
-                got=f"{len(found.documents)} documents",
+                got=f"{len(corpus.documents)} documents",
                 expected=f"at least {context} tokens in one of them",
-                fix="ask for a smaller --context, or give longer texts",
+                fix="reduce --context, or provide longer texts",
             )
         if devices > len(jax.devices()):
             raise ArgumentError(
-                "there are not so many devices", got=devices, expected=f"{len(jax.devices())}"
+                "too few devices", got=devices, expected=f"at most {len(jax.devices())}"
             )
         shared = jax.devices()[:devices] if devices > 1 else None
         identity = hads.CalibratedModel(
@@ -192,20 +196,20 @@ class CalibrationTask:
             kv_heads=config.kv_heads,
             head_dim=config.head_dim,
         )
-        readings = [hads.Reading(trial.document, trial.tokens) for trial in cut.trials]
+        readings = [hads.CalibrationDocument(trial.document, trial.tokens) for trial in cut.trials]
         return cls(Observer(subject.model, devices=shared), identity, readings)
 
 
-class DocumentScreen(MovingLine):
-    """Progress: one moving line on a terminal, a line per document elsewhere."""
+class CalibrationProgressBar(ProgressBar):
+    """Progress bar on a terminal; otherwise one line per document."""
 
     def show(self, progress: Any) -> None:
-        """Which document has just been measured, and how long the rest will take."""
+        """Show the last measured document and the remaining time."""
         left = progress.remaining_seconds
-        to_go = "" if left is None else f"about {left:.0f} s to go"
+        to_go = "" if left is None else f"{left:.0f} s remaining"
         label = escape_markup(progress.label)
         self.update(progress.done, progress.total, f"{to_go} [dim]{label}[/]")
         if not self.console.is_terminal:
-            times = f"{progress.elapsed_seconds:.0f} s, {to_go}" if progress.is_new else "known"
+            times = f"{progress.elapsed_seconds:.0f} s, {to_go}" if progress.is_new else "cached"
             line = f"{progress.done} of {progress.total}: {label}"
             self.console.print(f"{line} [dim]{times}[/]", soft_wrap=True)

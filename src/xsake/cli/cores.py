@@ -1,4 +1,4 @@
-"""Keeps a command to the cores that it was given."""
+"""CPU affinity of a command."""
 
 import os
 from typing import Annotated
@@ -7,16 +7,18 @@ import typer
 
 from xsake.errors import ArgumentError
 
-Threads = Annotated[int | None, typer.Option(min=1, help="Cores to keep to; default: all.")]
+NumThreads = Annotated[int | None, typer.Option(min=1, help="Number of CPU cores; default: all.")]
 
 
-def keep_to(threads: int | None) -> int:
-    """Keep this process to so many cores, before a library starts its threads; tells how many."""
+def set_cpu_affinity(num_threads: int | None) -> int:
+    """Pin this process to `num_threads` cores and return their number; call before JAX starts."""
     if not hasattr(os, "sched_setaffinity"):
-        return threads or os.cpu_count() or 1
+        return num_threads or os.cpu_count() or 1
     cores = sorted(os.sched_getaffinity(0))
-    if threads is not None:
-        if threads > len(cores):
-            raise ArgumentError("there are not so many cores", got=threads, expected=len(cores))
-        os.sched_setaffinity(0, set(cores[:threads]))
-    return threads or len(cores)
+    if num_threads is not None:
+        if num_threads > len(cores):
+            raise ArgumentError(
+                "too few CPU cores", got=num_threads, expected=f"at most {len(cores)}"
+            )
+        os.sched_setaffinity(0, set(cores[:num_threads]))
+    return num_threads or len(cores)

@@ -1,4 +1,4 @@
-"""`xsake data`: builds files of tokens for training, and shows them; the work is done elsewhere."""
+"""`xsake data`: build and inspect tokenized datasets."""
 
 import time
 from pathlib import Path
@@ -9,123 +9,121 @@ import rich.console
 import typer
 
 from xsake._io import require_local
+from xsake.cli.aliases import App
 from xsake.cli.exits import exit_codes
-from xsake.cli.screen import MovingLine, echo, escape_markup
-from xsake.cli.subject import evaluation_library
+from xsake.cli.screen import ProgressBar, echo, escape_markup
+from xsake.cli.subject import import_evaluation
 from xsake.errors import ArgumentError
 
 _TOKENIZER = "Folder of a Hugging Face checkpoint, or its tokenizer.json."
-_TEXT = "A .txt, .raw or .jsonl file, or a folder of .txt files; may be given several times."
-_TRAIN = "Train a byte-level BPE tokenizer of so many tokens on the texts, and use it."
-_INVALID = "A document that is not UTF-8, or a line without a text: stop, or leave it out."
+_TEXT = "A .txt, .raw or .jsonl file, or a folder of .txt files; repeatable."
+_TRAIN = "Train a byte-level BPE tokenizer with this vocabulary size on the texts."
+_INVALID = "Documents that are not UTF-8 and lines without a text: stop, or skip them."
 
-data_app = typer.Typer(no_args_is_help=True)
+data_app = App(no_args_is_help=True)
 
 
 @data_app.callback()
 def about() -> None:
-    """Make tokens of texts for training, or show what was made."""
+    """Build or inspect tokenized datasets."""
 
 
 @data_app.command("build")
 def build(
     text: Annotated[list[Path], typer.Option(help=_TEXT)],
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder of the data; new or empty.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Output folder; new or empty.")],
     tokenizer: Annotated[Path | None, typer.Argument(help=_TOKENIZER, show_default=False)] = None,
     train_tokenizer: Annotated[
         int | None, typer.Option(help=_TRAIN, show_default=False, metavar="TOKENS")
     ] = None,
-    shard_tokens: Annotated[int, typer.Option(help="Tokens of a file.")] = 2**26,
-    validation: Annotated[str, typer.Option(help="Share of documents kept for it.")] = "1%",
+    shard_tokens: Annotated[int, typer.Option(help="Tokens per shard.")] = 2**26,
+    validation: Annotated[str, typer.Option(help="Share of documents for validation.")] = "1%",
     end_token: Annotated[
-        str | None, typer.Option(help="Stands after every document; default: the tokenizer's.")
+        str | None, typer.Option(help="Appended to every document; default: the tokenizer's.")
     ] = None,
     invalid: Annotated[Literal["refuse", "skip"], typer.Option(help=_INVALID)] = "refuse",
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the index and nothing else.")
-    ] = False,
-    fresh: Annotated[
-        bool, typer.Option("--fresh", help="Replace what an earlier build has left in the folder.")
+    as_json: Annotated[bool, typer.Option("--json", help="Print the index as JSON.")] = False,
+    no_resume: Annotated[
+        bool, typer.Option("--no-resume", help="Delete an earlier build in the folder.")
     ] = False,
 ) -> None:
-    """Make tokens of texts, as training reads them.
+    """Tokenize texts into shards for training.
 
-    Give a TOKENIZER, or --train-tokenizer. Documents are split by a hash of their text, so that
-    the same text is always on the same side. An interrupted build goes on where it stopped, and
-    nothing can be read before all is done. Exit code 0 if all is done, 2 if the command cannot
-    run, 130 after Ctrl-C.
+    Requires TOKENIZER or --train-tokenizer. Documents are assigned to a split by a hash of their
+    text. An interrupted build resumes; the dataset is readable once the build is complete. Exit
+    code 0 on success, 2 if the command cannot run, 130 after Ctrl-C.
     """
     console = rich.console.Console(quiet=as_json)
     started = time.monotonic()
     with exit_codes():
         require_local(*text, out, tokenizer)
-        evaluation_library()
+        import_evaluation()
         from xsake.training import data
 
-        source = _source(tokenizer, train_tokenizer)
-        settings = data.Settings(
+        source = _select_tokenizer(tokenizer, train_tokenizer)
+        settings = data.BuildSettings(
             shard_tokens=shard_tokens,
-            validation=_share(validation),
+            validation=_parse_fraction(validation),
             end_token=end_token,
             invalid=invalid,
         )
-        with _Screen(console, "reading texts") as screen:
-            built = data.build(source, text, out, settings, fresh=fresh, watch=screen.show)
+        with BuildProgressBar(console, "reading texts") as bar:
+            built = data.build(
+                source, text, out, settings, overwrite=no_resume, on_progress=bar.show
+            )
     if as_json:
         echo(built.index.to_json())
         return
-    echo("\n".join([*_summary(built.index), *_notes(built)]))
+    echo("\n".join([*_format_summary(built.index), *_format_notes(built)]))
     if built.is_new:
         echo(f"{time.monotonic() - started:.0f} s; written to {out}")
     else:
-        echo(f"Nothing to do: {out} holds this data, and every file is sound.")
+        echo(f"Nothing to do: {out} already holds this dataset, and every file is valid.")
 
 
 @data_app.command("show")
 def show(
-    folder: Annotated[Path, typer.Argument(help="A folder that `xsake data build` made.")],
+    folder: Annotated[Path, typer.Argument(help="Folder written by `xsake data build`.")],
     verify: Annotated[
-        bool, typer.Option("--verify", help="Read every file, and compare its digest.")
+        bool, typer.Option("--verify", help="Verify the digest of every file.")
     ] = False,
     window: Annotated[
         int | None, typer.Option(min=0, help="Print the text of this window.", show_default=False)
     ] = None,
-    context: Annotated[int, typer.Option(min=1, help="With --window: its tokens.")] = 512,
+    context: Annotated[int, typer.Option(min=1, help="With --window: its length in tokens.")] = 512,
     split: Annotated[
-        Literal["train", "validation"], typer.Option(help="With --window: of which part.")
+        Literal["train", "validation"], typer.Option(help="With --window: its split.")
     ] = "train",
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the index and nothing else.")
-    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the index as JSON.")] = False,
 ) -> None:
-    """Show what a data folder holds, or the text of one of its windows.
+    """Show the contents of a data folder, or the text of one of its windows.
 
-    --window prints the text of one of them, for a --context; refused.json of a run names those of
-    refused updates. Exit code 0, or 2 if the folder is not whole.
+    refused.json of a run lists the windows of skipped updates. Exit code 0, or 2 if the folder is
+    incomplete.
     """
     with exit_codes(interrupted="Interrupted."):
         require_local(folder)
-        evaluation_library()
+        import_evaluation()
         from xsake.training import data
 
         index = data.read_index(folder)
         if window is not None:
-            echo(_text_of(folder, window, context, split))
+            echo(_decode_window(folder, window, context, split))
             return
-        _require_sound(folder, index, "full" if verify else "size")
+        _verify_shards(folder, index, "full" if verify else "size")
     if as_json:
         echo(index.to_json())
         return
     lines = [
-        *_summary(index),
-        *_skipped(index),
-        f"{'made from':<12}{_counted(len(index.sources), 'file')} of text",
+        *_format_summary(index),
+        *_describe_skips(index),
+        f"{'sources':<12}{_pluralize(len(index.sources), 'file')} of text",
     ]
-    checked = "every byte is as it was written" if verify else "all files are there, whole in size"
+    checked = "all digests match" if verify else "all files exist with the right size"
     echo("\n".join([*lines, f"{'checked':<12}{checked}"]))
 
 
-def _source(tokenizer: Path | None, vocabulary: int | None) -> Any:
+def _select_tokenizer(tokenizer: Path | None, vocabulary: int | None) -> Any:
     from xsake.training import data
 
     if vocabulary is not None and tokenizer is None:
@@ -133,102 +131,104 @@ def _source(tokenizer: Path | None, vocabulary: int | None) -> Any:
     if tokenizer is not None and vocabulary is None:
         return tokenizer
     raise ArgumentError(
-        "tokens are made by a tokenizer, a given or a new one",
+        "exactly one tokenizer source is required",
         got="both" if tokenizer else "none",
-        expected="a TOKENIZER or --train-tokenizer, not both",
+        expected="TOKENIZER or --train-tokenizer",
     )
 
 
-def _share(words: str) -> float:
-    """A share, written as 1% or 0.01."""
+def _parse_fraction(text: str) -> float:
+    """Parse a fraction written as 1% or 0.01."""
     try:
-        number = float(words.removesuffix("%")) / (100 if words.endswith("%") else 1)
+        number = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
     except ValueError as error:
-        raise ArgumentError("--validation takes a share", got=words, expected="1%, 0.01") from error
+        raise ArgumentError("invalid --validation", got=text, expected="1% or 0.01") from error
     return round(number, 9)
 
 
-def _require_sound(folder: Path, index: Any, verify: Literal["full", "size"]) -> None:
-    from xsake.training.data.index import BYTES_OF, SPLITS, require_tokenizer, shard_path
-    from xsake.training.data.shards import require_sound
+def _verify_shards(folder: Path, index: Any, verify: Literal["full", "size"]) -> None:
+    from xsake.training.data.index import ITEMSIZE, SPLITS, require_tokenizer, shard_path
+    from xsake.training.data.shards import require_intact
 
     if verify == "full":
         require_tokenizer(folder, index)
     for name in SPLITS:
         for number, shard in enumerate(index.split(name).shards):
             path = shard_path(folder, name, number)
-            require_sound(path, shard, BYTES_OF[index.dtype], verify)
+            require_intact(path, shard, ITEMSIZE[index.dtype], verify)
 
 
-def _text_of(folder: Path, window: int, context: int, split: Literal["train", "validation"]) -> str:
+def _decode_window(
+    folder: Path, window: int, context: int, split: Literal["train", "validation"]
+) -> str:
     from xsake.model.tokenizer import Tokenizer
     from xsake.training import data
 
     windows = data.Windows(folder, context=context, split=split)
     if window >= len(windows):
         raise ArgumentError(
-            "there is no such window",
+            "window index out of range",
             got=window,
             expected=f"0 to {len(windows) - 1} of {split} with a context of {context}",
         )
     tokens = windows.read(np.array([window], np.int64))[0]
-    return Tokenizer.load(folder).decode(tokens, shows_special=True)
+    return Tokenizer.load(folder).decode(tokens, keep_special_tokens=True)
 
 
-def _summary(index: Any) -> list[str]:
+def _format_summary(index: Any) -> list[str]:
     lines = []
     for name in ("train", "validation"):
         split = index.split(name)
-        numbers = f"{split.tokens:>15,} tokens, {_counted(split.documents, 'document')}"
-        lines.append(f"{name:<12}{numbers}, {_counted(len(split.shards), 'file')}")
+        numbers = f"{split.tokens:>15,} tokens, {_pluralize(split.documents, 'document')}"
+        lines.append(f"{name:<12}{numbers}, {_pluralize(len(split.shards), 'file')}")
     tokenizer = index.tokenizer
-    kind = "" if tokenizer.asked_vocabulary is None else ", trained on the train documents"
+    origin = "" if tokenizer.asked_vocabulary is None else ", trained on the train documents"
     end = f"{tokenizer.end_token} ({tokenizer.end_id}) ends documents"
-    lines.append(f"{'tokenizer':<12}{tokenizer.vocabulary:>15,} tokens, {end}{kind}")
+    lines.append(f"{'tokenizer':<12}{tokenizer.vocabulary:>15,} tokens, {end}{origin}")
     return lines
 
 
-def _counted(count: int, thing: str) -> str:
-    return f"{count:,} {thing}{'' if count == 1 else 's'}"
+def _pluralize(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
-def _skipped(index: Any) -> list[str]:
-    """How many documents were left out, and the first of them."""
+def _describe_skips(index: Any) -> list[str]:
+    """Report the number of skipped documents and the first of them."""
     if not index.skipped:
         return []
-    documents = _counted(sum(file.documents for file in index.skipped), "invalid document")
-    files = _counted(len(index.skipped), "file")
+    documents = _pluralize(sum(file.documents for file in index.skipped), "invalid document")
+    files = _pluralize(len(index.skipped), "file")
     return [f"{'skipped':<12}{documents} of {files}; {index.skipped[0].first}"]
 
 
-def _notes(built: Any) -> list[str]:
-    """What the caller should know, and would not expect."""
+def _format_notes(built: Any) -> list[str]:
+    """Describe skipped documents, reused files and other deviations."""
     index, asked = built.index, built.index.tokenizer.asked_vocabulary
-    notes = _skipped(index)
+    notes = _describe_skips(index)
     if index.validation and not index.split("validation").documents:
-        notes.append("No document fell into the validation share: there are too few.")
+        notes.append("The validation split is empty: too few documents.")
     if asked is not None and index.tokenizer.vocabulary < asked:
         notes.append(f"The texts are too short for a vocabulary of {asked:,} tokens.")
     if built.is_new and built.kept:
-        notes.append(f"Kept and checked from an earlier run: {_counted(built.kept, 'file')}.")
-    if built.again:
+        notes.append(f"Verified and reused from an earlier run: {_pluralize(built.kept, 'file')}.")
+    if built.rewritten:
         notes.append(
-            f"Written again, damaged or after a damaged one: {_counted(built.again, 'file')}."
+            f"Rewritten, damaged or after a damaged one: {_pluralize(built.rewritten, 'file')}."
         )
     return notes
 
 
-class _Screen(MovingLine):
-    """Progress: one moving line on a terminal, a line per file elsewhere."""
+class BuildProgressBar(ProgressBar):
+    """Progress bar on a terminal; otherwise one line per file."""
 
     def show(self, progress: Any) -> None:
-        """What is being done, and how long the rest will take."""
+        """Show the current activity and the remaining time."""
         left = progress.remaining_seconds
-        to_go = "" if left is None else f", about {left:.0f} s to go"
-        words = f"[dim]{escape_markup(progress.doing)}[/]"
+        to_go = "" if left is None else f", {left:.0f} s remaining"
+        text = f"[dim]{escape_markup(progress.doing)}[/]"
         if progress.tokens:
-            words = f"{progress.tokens:,} tokens{to_go} {words}"
-        self.update(progress.done, progress.total or 1, words)
+            text = f"{progress.tokens:,} tokens{to_go} {text}"
+        self.update(progress.done, progress.total or 1, text)
         if progress.finished is not None and not self.console.is_terminal:
             done = progress.finished
             line = f"{done.split} file {done.number + 1}: {done.shard.tokens:,} tokens"

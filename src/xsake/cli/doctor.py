@@ -1,4 +1,4 @@
-"""The facts behind `xsake doctor` and how they look on one screen; collecting never prints."""
+"""`xsake doctor`: collect versions, devices and self-tests, and render them."""
 
 import dataclasses
 import functools
@@ -18,7 +18,7 @@ import rich.table
 import xsake
 from xsake.cli.screen import escape_markup
 from xsake.errors import XsakeError
-from xsake.kernels import select
+from xsake.kernels.block_sparse.api import OP
 from xsake.masks import Causal
 
 # The absolute float32 limit of the numerics standard for gradients of unit-variance inputs.
@@ -28,10 +28,10 @@ OPTIONAL = ("flax", "equinox", "matplotlib")
 
 
 @dataclasses.dataclass(frozen=True)
-class Cache:
-    """JAX's persistent compilation cache: where it is (None: off), and may we write there.
+class CompilationCache:
+    """JAX's persistent compilation cache.
 
-    `writable` is None when the cache is off, or remote, where only a write could tell.
+    `directory` is None if the cache is off; `writable` is None if it is off or remote.
     """
 
     directory: str | None
@@ -40,19 +40,19 @@ class Cache:
 
 @dataclasses.dataclass(frozen=True)
 class SelfTest:
-    """One implementation beside the reference, gradients included; no `problem` if it passed."""
+    """Comparison of one implementation with the reference; `problem` is None if it passed."""
 
     implementation: str
-    max_error: float | None  # None if there is nothing finite to compare
+    max_error: float | None  # None if no result is finite
     seconds: float
     problem: str | None
 
 
 @dataclasses.dataclass(frozen=True)
-class Report:
-    """Everything `xsake doctor` knows.
+class DoctorReport:
+    """Report of `xsake doctor`.
 
-    `implementations` maps each name to None if it can run here, else to the reason why not;
+    `implementations` maps each name to None if it can run here, else to the reason;
     `versions` maps a library that is not installed to None.
     """
 
@@ -60,29 +60,31 @@ class Report:
     backend: str
     devices: list[str]
     implementations: dict[str, str | None]
-    compilation_cache: Cache
+    compilation_cache: CompilationCache
     self_tests: list[SelfTest]
 
     @property
     def healthy(self) -> bool:
-        """True if something was tested and nothing failed."""
+        """Whether at least one self-test ran and none failed."""
         return bool(self.self_tests) and all(test.problem is None for test in self.self_tests)
 
     def to_dict(self) -> dict:
-        """The report as plain JSON types."""
+        """Return the report as plain JSON types."""
         return {"healthy": self.healthy, **dataclasses.asdict(self)}
 
 
-def examine() -> Report:
-    """Collects the report; runs each available implementation once on a small problem."""
-    implementations = select.implementations()
-    return Report(
+def collect_report() -> DoctorReport:
+    """Collect the report; run each available implementation once on small inputs."""
+    implementations = OP.implementations()
+    return DoctorReport(
         versions=_versions(),
         backend=jax.default_backend(),
         devices=[f"{device} ({device.device_kind})" for device in jax.devices()],
         implementations=implementations,
         compilation_cache=_compilation_cache(),
-        self_tests=_self_tests([name for name, no in implementations.items() if no is None]),
+        self_tests=_self_tests(
+            [name for name, reason in implementations.items() if reason is None]
+        ),
     )
 
 
@@ -99,15 +101,15 @@ def _versions() -> dict[str, str | None]:
     return versions
 
 
-def _compilation_cache() -> Cache:
+def _compilation_cache() -> CompilationCache:
     directory = jax.config.jax_compilation_cache_dir
     if not directory or "://" in directory:
-        return Cache(directory=directory or None, writable=None)
+        return CompilationCache(directory=directory or None, writable=None)
     existing = pathlib.Path(directory).absolute()
     while not existing.exists():
         existing = existing.parent
     writable = existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
-    return Cache(directory=directory, writable=writable)
+    return CompilationCache(directory=directory, writable=writable)
 
 
 @functools.partial(jax.jit, static_argnames="implementation")
@@ -119,8 +121,8 @@ def _forward_and_gradients(q, k, v, cotangent, *, implementation: str) -> jax.Ar
     return jnp.concatenate([x.ravel() for x in jax.tree.leaves((out, backward(cotangent)))])
 
 
-def _small_problem() -> list[jax.Array]:
-    """Queries, keys, values and a cotangent: grouped heads, and a length that fits no block."""
+def _test_inputs() -> list[jax.Array]:
+    """Return q, k, v and a cotangent: grouped heads, a length that is not a multiple of a block."""
     random = np.random.default_rng(0)
     heads = {"q": 4, "k": 2, "v": 2, "cotangent": 4}
     shapes = [(1, 200, count, 32) for count in heads.values()]
@@ -130,22 +132,22 @@ def _small_problem() -> list[jax.Array]:
 def _self_tests(names: list[str]) -> list[SelfTest]:
     reference = _run("reference")
     runs = {name: reference if name == "reference" else _run(name) for name in names}
-    return [_judge(name, run, reference) for name, run in runs.items()]
+    return [_compare(name, run, reference) for name, run in runs.items()]
 
 
 def _run(implementation: str) -> tuple[np.ndarray | str, float]:
-    """The results, or what went wrong, and the seconds it took with compilation."""
+    """Return results or an error message, and the seconds including compilation."""
     start = time.perf_counter()
     try:
         with jax.default_matmul_precision("highest"):
-            found = _forward_and_gradients(*_small_problem(), implementation=implementation)
-            results = np.asarray(found)
+            outputs = _forward_and_gradients(*_test_inputs(), implementation=implementation)
+            results = np.asarray(outputs)
     except (XsakeError, jax.errors.JaxRuntimeError) as error:
         results = str(error)
     return results, time.perf_counter() - start
 
 
-def _judge(
+def _compare(
     name: str, run: tuple[np.ndarray | str, float], reference: tuple[np.ndarray | str, float]
 ) -> SelfTest:
     (got, seconds), (expected, _) = run, reference
@@ -162,8 +164,8 @@ def _judge(
     return SelfTest(name, max_error, seconds, problem)
 
 
-def render(report: Report) -> rich.console.RenderableType:
-    """The report as one table that fits a screen."""
+def render(report: DoctorReport) -> rich.console.RenderableType:
+    """Render the report as one table."""
     table = rich.table.Table(title="xsake doctor", show_header=False, title_justify="left")
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
@@ -179,12 +181,12 @@ def render(report: Report) -> rich.console.RenderableType:
     table.add_section()
     tests = {test.implementation: _self_test_text(test) for test in report.self_tests}
     for name, reason in report.implementations.items():
-        refusal = f"[yellow]cannot run here:[/yellow] {escape_markup(reason or '')}"
-        table.add_row(name, tests[name] if reason is None else refusal)
+        message = f"[yellow]cannot run here:[/yellow] {escape_markup(reason or '')}"
+        table.add_row(name, tests[name] if reason is None else message)
     return table
 
 
-def _cache_text(cache: Cache) -> str:
+def _cache_text(cache: CompilationCache) -> str:
     if cache.directory is None:
         return "off [dim](set jax_compilation_cache_dir to keep compiled code)[/dim]"
     states = {True: "[green]writable[/green]", False: "[red]not writable[/red]", None: "remote"}

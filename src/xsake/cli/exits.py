@@ -1,4 +1,4 @@
-"""What went wrong, as a message on stderr and an exit code; the same for every long command."""
+"""Map exceptions of a command to a message on stderr and an exit code."""
 
 import contextlib
 import errno
@@ -11,15 +11,15 @@ from xsake.cli.screen import echo
 from xsake.errors import XsakeError
 
 FAILED, CANNOT_RUN, INTERRUPTED = 1, 2, 130  # exit codes
-GOES_ON = "Interrupted. The same command, without --fresh, goes on from here."
+RESUMABLE = "Interrupted. Run the same command without --no-resume to resume."
 
 
 @contextlib.contextmanager
-def exit_codes(interrupted: str = GOES_ON) -> Iterator[None]:
-    """Ends the command where the body cannot go on.
+def exit_codes(interrupted: str = RESUMABLE) -> Iterator[None]:
+    """Print errors raised in the body and exit with the matching code.
 
     Args:
-        interrupted: what a stop by Ctrl-C means for what was done so far.
+        interrupted: message after Ctrl-C.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""`xsake export`: a run's checkpoint as a Hugging Face model; the work is done elsewhere."""
+"""`xsake export`: write a checkpoint of a run as a Hugging Face model."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,39 +12,39 @@ from xsake.errors import ArgumentError
 
 
 def run_export(
-    run: Annotated[Path, typer.Argument(help="checkpoint.folder of a run; it may be going on.")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder to be made.")],
+    run: Annotated[Path, typer.Argument(help="checkpoint.folder of a run, which may be active.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Output folder.")],
     step: Annotated[
-        int | None, typer.Option(min=0, help="Default: the newest that is sound.")
+        int | None, typer.Option(min=0, help="Step; default: the newest valid checkpoint.")
     ] = None,
     family: Annotated[
-        str | None, typer.Option(help="model_type to write; default: what fits, gpt2 or llama.")
+        str | None, typer.Option(help="model_type to write; default: gpt2 or llama, by model.")
     ] = None,
     replace: Annotated[
-        bool, typer.Option("--replace", help="Replace the checkpoint that is there.")
+        bool, typer.Option("--replace", help="Overwrite the output folder.")
     ] = False,
 ) -> None:
-    """Write a checkpoint of `xsake train` as a model that transformers and `xsake` load.
+    """Write a checkpoint of `xsake train` in the Hugging Face format.
 
-    The tokenizer goes along if the run's data folder is still there. Exit code 0 if all is
-    written, 2 if it cannot be.
+    Copies the tokenizer if the data folder of the run still exists. Exit code 0 on success, 2 if
+    the command cannot run.
     """
     with exit_codes():
         require_local(run, out)
         from xsake import _json
         from xsake.training.checkpoints import CheckpointStore
         from xsake.training.checkpoints.export import export_checkpoint
-        from xsake.training.config import MOST_BYTES, TrainingConfig
+        from xsake.training.config import MAX_BYTES, TrainingConfig
 
         path = run / "config.json"
         if not path.is_file():
             raise ArgumentError(
-                "this is no folder of a run",
+                "not the folder of a run",
                 got=f"{run} without config.json",
                 expected="the checkpoint.folder of an `xsake train` configuration",
             )
-        config = TrainingConfig.from_json(_json.read(path, max_bytes=MOST_BYTES))
-        decoder, (tokens, tokenizer) = config.model.decoder, _tokenizer(config.data.folder)
+        config = TrainingConfig.from_json(_json.read(path, max_bytes=MAX_BYTES))
+        decoder, (tokens, tokenizer) = config.model.decoder, _find_tokenizer(config.data.folder)
         store = CheckpointStore(run / "steps", is_read_only=True)
         written = export_checkpoint(
             store, out, config=decoder, step=step, token_ids=tokens, tokenizer_from=tokenizer,
@@ -52,12 +52,11 @@ def run_export(
             is_replacing=replace,
         )  # fmt: skip
         store.close()
-    with_what = "with" if tokenizer else "without"
-    echo(f"step {written} written to {out}, {with_what} a tokenizer")
+    echo(f"step {written} written to {out}, {'with' if tokenizer else 'without'} a tokenizer")
 
 
-def _tokenizer(data: Path) -> tuple[Any, Path | None]:
-    """What the generator has to know, and where the tokenizer is; nothing if the data is gone."""
+def _find_tokenizer(data: Path) -> tuple[Any, Path | None]:
+    """Return token ids for generation and the tokenizer's folder; empty if the data is missing."""
     from xsake.model.huggingface.configs import TokenIds
     from xsake.model.tokenizer import TOKENIZER
     from xsake.training.data.index import INDEX, read_index, require_tokenizer

@@ -1,6 +1,6 @@
-"""`xsake doctor --kernels`: the conformance table on the device that is here, and its report.
+"""`xsake doctor --kernels`: run the conformance suite on this device and write a report.
 
-The one module of the package that imports the oracles, and therefore imported only when asked for.
+The only module of the package that imports the oracles; imported lazily.
 """
 
 import collections
@@ -23,34 +23,35 @@ from rich.markup import escape
 import xsake
 from xsake._io import atomic_write
 from xsake._provenance import environment, own_checkout, source_digest
-from xsake.certify.words import tidy
-from xsake.cli.screen import MovingLine
+from xsake.certify.words import sanitize
+from xsake.cli.screen import ProgressBar
 from xsake.errors import UnsupportedError
-from xsake.kernels import select
-from xsake.testing.budget import Report as Judgement
+from xsake.kernels import dispatch
+from xsake.kernels.block_sparse.api import OP
+from xsake.testing.budget import ErrorReport as Judgement
 from xsake.testing.case_table import CASES
 from xsake.testing.cases import Case
 from xsake.testing.conformance import check_case, failures
 
 SCHEMA_VERSION = 1
 INTERRUPTED, CANNOT_RUN = 130, 2  # exit codes
-# What may change a result without a trace in the versions.
-SETTINGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+# Environment variables that may change results.
+VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 
 Verdict = Literal["passed", "failed", "declined"]
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
-    """One implementation in one case.
+class ConformanceRow:
+    """Result of one implementation in one case.
 
     Args:
-        implementation, case, dtype: what was run.
-        verdict: failed if a rule of the numerical standard is broken or an error came up.
-        words: the broken rules, the error, or the reason for declining; None if it passed.
-        seconds: with compilation and the oracle, so no measure of speed.
-        arrays: errors of out, lse and every gradient; None where a number is not finite.
+        implementation, case, dtype: identity of the test.
+        verdict: failed if a rule of the numerical standard is broken or an error was raised.
+        words: broken rules, error message or reason for declining; None if it passed.
+        seconds: total, compilation and oracle included; not a speed measurement.
+        arrays: errors of out, lse and every gradient; non-finite numbers become None.
     """
 
     implementation: str
@@ -63,43 +64,43 @@ class Row:
 
     @property
     def used(self) -> float | None:
-        """The largest share of an allowance that an array used, 1 being the limit."""
-        shares = (array["allowance_used"] for array in self.arrays)
-        return max((share for share in shares if share is not None), default=None)
+        """Largest ratio of error to allowance over all arrays; the limit is 1."""
+        ratios = (array["allowance_used"] for array in self.arrays)
+        return max((ratio for ratio in ratios if ratio is not None), default=None)
 
 
 @dataclasses.dataclass(frozen=True)
-class Report:
-    """What was found so far.
+class ConformanceReport:
+    """Results so far.
 
     Args:
-        facts: device, versions, commit and settings.
-        asked: the implementations that are run.
-        cases: how many cases each of them has to go through.
-        rows: what is done.
-        running: (implementation, case) under way when this was written, None between two.
+        facts: device, versions, commit and environment variables.
+        asked: implementations to run.
+        cases: number of cases per implementation.
+        rows: finished cases.
+        running: current (implementation, case); None between two cases.
     """
 
     facts: dict[str, Any]
     asked: tuple[str, ...]
     cases: int
-    rows: tuple[Row, ...] = ()
+    rows: tuple[ConformanceRow, ...] = ()
     running: tuple[str, str] | None = None
 
     @property
     def complete(self) -> bool:
-        """Whether everything that was asked for is done."""
+        """Whether all cases have finished."""
         return len(self.rows) == len(self.asked) * self.cases
 
     @property
     def healthy(self) -> bool:
-        """True if nothing failed and every implementation passed something."""
+        """Whether no case failed and every implementation passed at least one."""
         passed = {row.implementation for row in self.rows if row.verdict == "passed"}
         no_failure = all(row.verdict != "failed" for row in self.rows)
         return self.complete and no_failure and passed == set(self.asked)
 
-    def of(self, implementation: str, verdict: Verdict) -> list[Row]:
-        """The rows of one implementation with one verdict."""
+    def filter(self, implementation: str, verdict: Verdict) -> list[ConformanceRow]:
+        """Return the rows of one implementation with one verdict."""
         return [
             row
             for row in self.rows
@@ -107,7 +108,7 @@ class Report:
         ]
 
     def to_json(self) -> str:
-        """The report as text for a file."""
+        """Serialize the report."""
         verdicts = collections.Counter((row.implementation, row.verdict) for row in self.rows)
         plain = {
             "schema_version": SCHEMA_VERSION,
@@ -127,71 +128,77 @@ class Report:
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
-    """Where a run is: at the beginning of a case if there is no row yet, else at its end."""
+class ConformanceProgress:
+    """Progress event at the start of a case (`row` is None) or at its end."""
 
     number: int
     total: int
     implementation: str
     case: str
     elapsed_seconds: float
-    row: Row | None = None
+    row: ConformanceRow | None = None
 
 
-def examine(
-    names: Iterable[str], keep: Callable[[Report], None], watch: Callable[[Step], None]
-) -> Report:
-    """Runs implementations through the table; Ctrl-C ends it with what is done by then.
+def run_conformance(
+    names: Iterable[str],
+    keep: Callable[[ConformanceReport], None],
+    watch: Callable[[ConformanceProgress], None],
+) -> ConformanceReport:
+    """Run implementations through all cases; Ctrl-C returns the finished ones.
 
     Args:
         names: implementations that can run here.
-        keep: gets the report before every case and at the end: a device that takes the whole
-            process down must not take the report with it.
-        watch: gets every step.
+        keep: called with the report before every case and at the end, so that the report survives
+            a crash of the process.
+        watch: called with every progress event.
 
     Returns:
-        The last report.
+        The final report.
     """
-    report = Report(_facts(), tuple(names), len(CASES))
+    report = ConformanceReport(_collect_environment(), tuple(names), len(CASES))
     start, total = time.perf_counter(), len(report.asked) * len(CASES)
     pairs = [(name, case) for name in report.asked for case in CASES]
     try:
         for number, (name, case) in enumerate(pairs, 1):
             report = dataclasses.replace(report, running=(name, case.name))
             keep(report)
-            watch(Step(number, total, name, case.name, time.perf_counter() - start))
-            row = _run(name, case)
+            watch(ConformanceProgress(number, total, name, case.name, time.perf_counter() - start))
+            row = _run_case(name, case)
             report = dataclasses.replace(report, rows=(*report.rows, row), running=None)
-            watch(Step(number, total, name, case.name, time.perf_counter() - start, row))
+            watch(
+                ConformanceProgress(
+                    number, total, name, case.name, time.perf_counter() - start, row
+                )
+            )
     except KeyboardInterrupt:
-        pass  # the report itself says that it is not complete
+        pass  # the report is marked as incomplete
     keep(report)
     return report
 
 
-def _run(name: str, case: Case) -> Row:
-    """One case, whatever comes of it."""
-    start, found = time.perf_counter(), []
+def _run_case(name: str, case: Case) -> ConformanceRow:
+    """Run one case; errors become rows."""
+    start, checks = time.perf_counter(), []
     verdict: Verdict = "passed"
     words = None
     try:
-        # The error budget assumes float32 products, which accelerators compute only on request.
+        # The error budget assumes float32 products, which accelerators do not use by default.
         with jax.default_matmul_precision("highest"):
-            found = check_case(xsake.attention, case, name)
+            checks = check_case(xsake.attention, case, name)
     except UnsupportedError as error:
         verdict, words = "declined", str(error.got or error.what)
-    except Exception as error:  # noqa: BLE001 - on a new device every error is a finding
-        verdict, words = "failed", tidy(f"{type(error).__name__}: {error}", {})
-    broken = failures(found)
+    except Exception as error:  # noqa: BLE001 - any error on a new device is a result
+        verdict, words = "failed", sanitize(f"{type(error).__name__}: {error}", {})
+    broken = failures(checks)
     if broken:
         verdict, words = "failed", "; ".join(broken)
-    arrays = tuple(_array(judgement) for judgement in found)
+    arrays = tuple(_array_errors(judgement) for judgement in checks)
     seconds = round(time.perf_counter() - start, 3)
-    return Row(name, case.name, case.dtype, verdict, words, seconds, arrays)
+    return ConformanceRow(name, case.name, case.dtype, verdict, words, seconds, arrays)
 
 
-def _array(judgement: Judgement) -> dict[str, Any]:
-    """The errors of one array as JSON has them."""
+def _array_errors(judgement: Judgement) -> dict[str, Any]:
+    """Return the errors of one array as JSON types."""
     numbers = {
         "max_error": judgement.max_error,
         "naive_max_error": judgement.naive_max_error,
@@ -205,51 +212,53 @@ def _array(judgement: Judgement) -> dict[str, Any]:
     return {"array": judgement.name, **finite, "failure": judgement.failure}
 
 
-def _facts() -> dict[str, Any]:
-    """With what and on what; no names of machines or people."""
+def _collect_environment() -> dict[str, Any]:
+    """Return software and device information, without host or user names."""
     here, device = environment(own_checkout()), jax.devices()[0]
-    every = ((found.name, found.version) for found in importlib.metadata.distributions())
-    related = {name: x for name, x in every if name and name.startswith(("jax", "libtpu"))}
+    packages = ((each.name, each.version) for each in importlib.metadata.distributions())
+    related = {name: x for name, x in packages if name and name.startswith(("jax", "libtpu"))}
     return {
         "made_at": here.utc,
         "commit": here.commit,
         "dirty": here.dirty,
         "source": source_digest(),
         "versions": dict(sorted({**related, **here.versions}.items())),
-        "platform": select.default_platform(),
-        "platform_version": tidy(device.client.platform_version, {}),
+        "platform": dispatch.default_platform(),
+        "platform_version": sanitize(device.client.platform_version, {}),
         "device_kind": device.device_kind,
         "devices": len(jax.devices()),
         "host_processor": here.cpu,
-        "settings": {name: tidy(os.environ[name], {}) for name in SETTINGS if name in os.environ},
-        "implementations": select.implementations(),
+        "settings": {
+            name: sanitize(os.environ[name], {}) for name in VARIABLES if name in os.environ
+        },
+        "implementations": OP.implementations(),
     }
 
 
 def main(implementation: str | None, path: Path | None, as_json: bool) -> int:
-    """The whole command; returns its exit code.
+    """Run the command and return its exit code.
 
     Args:
-        implementation: the only one to run; None for all that can run here.
-        path: where the report is written; None for a file named after the platform.
-        as_json: print the report itself and nothing else.
+        implementation: name of the one to run; None for all that can run here.
+        path: output; default: a file named after the platform.
+        as_json: print the report as JSON.
     """
-    known = select.implementations()
+    known = OP.implementations()
     runnable = [name for name, reason in known.items() if reason is None]
     if implementation is not None and implementation not in runnable:
-        why = known.get(implementation, f"there is none of that name, only {', '.join(known)}")
-        typer.echo(f"{implementation} cannot run here: {why}", err=True)
+        reason = known.get(implementation, f"unknown name, expected one of {', '.join(known)}")
+        typer.echo(f"{implementation} cannot run here: {reason}", err=True)
         return CANNOT_RUN
-    path = path or Path(f"xsake-kernels-{select.default_platform()}.json")
+    path = path or Path(f"xsake-kernels-{dispatch.default_platform()}.json")
     names = runnable if implementation is None else [implementation]
     console = rich.console.Console(quiet=as_json)
     try:
-        with _Screen(console) as screen:
-            report = examine(
-                names, lambda report: atomic_write(path, report.to_json()), screen.show
+        with ConformanceProgressBar(console) as bar:
+            report = run_conformance(
+                names, lambda report: atomic_write(path, report.to_json()), bar.show
             )
     except OSError as error:
-        typer.echo(f"The report cannot be written: {error}", err=True)
+        typer.echo(f"Cannot write the report: {error}", err=True)
         return CANNOT_RUN
     if as_json:
         typer.echo(report.to_json(), nl=False)
@@ -257,24 +266,24 @@ def main(implementation: str | None, path: Path | None, as_json: bool) -> int:
     return INTERRUPTED if not report.complete else int(not report.healthy)
 
 
-class _Screen(MovingLine):
-    """Progress: one moving line on a terminal, a line per case elsewhere; failures at once."""
+class ConformanceProgressBar(ProgressBar):
+    """Progress bar on a terminal; otherwise one line per case. Failures are always printed."""
 
-    def show(self, step: Step) -> None:
-        """What a run is doing."""
-        row, where = step.row, f"{step.implementation} {step.case}"
+    def show(self, step: ConformanceProgress) -> None:
+        """Show a progress event."""
+        row, label = step.row, f"{step.implementation} {step.case}"
         done = step.number - (row is None)
-        self.update(done, step.total, where)
+        self.update(done, step.total, label)
         if row is not None and (row.verdict == "failed" or not self.console.is_terminal):
             style = {"failed": "bold red", "declined": "yellow", "passed": "green"}[row.verdict]
             self.console.print(
-                f"{step.number} of {step.total}, {step.elapsed_seconds:.0f} s: {where} "
+                f"{step.number} of {step.total}, {step.elapsed_seconds:.0f} s: {label} "
                 f"[{style}]{row.verdict}[/]"
             )
 
 
-def render(report: Report, path: Path) -> rich.console.RenderableType:
-    """One table, the words of what failed or was declined, and where the report is."""
+def render(report: ConformanceReport, path: Path) -> rich.console.RenderableType:
+    """Render a table, the reasons of failed or declined cases, and the path of the report."""
     facts = report.facts
     table = rich.table.Table(
         title=f"xsake doctor --kernels on {facts['platform']} ({facts['device_kind']})",
@@ -287,11 +296,11 @@ def render(report: Report, path: Path) -> rich.console.RenderableType:
     for name in report.asked:
         table.add_row(name, *_counts(report, name), *_worst(report, name))
     parts: list[rich.console.RenderableType] = [table]
-    for row in (row for name in report.asked for row in report.of(name, "failed")):
+    for row in (row for name in report.asked for row in report.filter(name, "failed")):
         first, *_ = (row.words or "").splitlines() or [""]
         parts.append(f"[bold red]{row.implementation} {row.case}:[/] {escape(first)}")
     for name in report.asked:
-        for reason, cases in _reasons(report.of(name, "declined")).items():
+        for reason, cases in _group_by_reason(report.filter(name, "declined")).items():
             text = f"{name} declined {len(cases)}: {reason} ({', '.join(cases)})"
             parts.append(f"[yellow]{escape(text)}[/]")
     for name, reason in facts["implementations"].items():
@@ -300,17 +309,17 @@ def render(report: Report, path: Path) -> rich.console.RenderableType:
     if not report.complete:
         total = len(report.asked) * report.cases
         parts.append(f"[bold yellow]Interrupted after {len(report.rows)} of {total}.[/]")
-    parts.append(f"The report is in {escape(str(path))}. Please send it to us, whatever it says.")
+    parts.append(f"The report is in {escape(str(path))}. Please attach it to an issue.")
     return rich.console.Group(*parts)
 
 
-def _counts(report: Report, name: str) -> list[str]:
-    passed, failed, declined = (len(report.of(name, verdict)) for verdict in VERDICTS)
+def _counts(report: ConformanceReport, name: str) -> list[str]:
+    passed, failed, declined = (len(report.filter(name, verdict)) for verdict in VERDICTS)
     return [str(passed), f"[bold red]{failed}[/]" if failed else "0", str(declined)]
 
 
-def _worst(report: Report, name: str) -> list[str]:
-    """The largest share of an allowance that an error used, and the case."""
+def _worst(report: ConformanceReport, name: str) -> list[str]:
+    """Return the largest ratio of error to allowance, and its case."""
     rows = [row for row in report.rows if row.implementation == name and row.used is not None]
     if not rows:
         return ["", ""]
@@ -318,9 +327,9 @@ def _worst(report: Report, name: str) -> list[str]:
     return [f"{worst.used:.0%}", worst.case]
 
 
-def _reasons(rows: Iterable[Row]) -> dict[str, list[str]]:
-    """Cases by the reason for declining them."""
-    found = collections.defaultdict(list)
+def _group_by_reason(rows: Iterable[ConformanceRow]) -> dict[str, list[str]]:
+    """Group cases by the reason for declining them."""
+    groups = collections.defaultdict(list)
     for row in rows:
-        found[row.words or ""].append(row.case)
-    return dict(found)
+        groups[row.words or ""].append(row.case)
+    return dict(groups)

@@ -1,4 +1,4 @@
-"""`xsake plan`: shows a plan, compares two, and checks whether one still fits other texts."""
+"""`xsake plan`: show, compare and validate sparsity plans."""
 
 import json
 from pathlib import Path
@@ -7,46 +7,47 @@ from typing import Annotated, Any, Literal
 import rich.console
 import typer
 
-from xsake.cli.calibrate import CalibrationTask, DocumentScreen
+from xsake.cli.aliases import App
+from xsake.cli.calibrate import CalibrationProgressBar, CalibrationTask
 from xsake.cli.exits import exit_codes
-from xsake.cli.report import PROFILE, profile_of
+from xsake.cli.report import PROFILE, load_profile
 from xsake.cli.screen import echo
-from xsake.cli.subject import evaluation_library
+from xsake.cli.subject import import_evaluation
 from xsake.errors import ArgumentError
 
-DOES_NOT_FIT = 1  # exit code
-_TEXT = "A .txt, .raw or .jsonl file, or a folder of .txt files; may be given several times."
-_PLAN = typer.Argument(help="A plan, as `xsake calibrate` makes it.")
+EXIT_DRIFTED = 1  # exit code
+_TEXT = "A .txt, .raw or .jsonl file, or a folder of .txt files; repeatable."
+_PLAN = typer.Argument(help="Plan written by `xsake calibrate`.")
 
-plan_app = typer.Typer(no_args_is_help=True)
+plan_app = App(no_args_is_help=True)
 
 
 @plan_app.callback()
 def about() -> None:
-    """Show a plan, compare two, or check whether one still fits."""
+    """Show, compare or validate sparsity plans."""
 
 
 @plan_app.command("show")
 def show(plan: Annotated[Path, _PLAN]) -> None:
-    """Show a plan on one screen: its budget, its layers and its extreme heads.
+    """Summarize a plan: budget, layers, densest and sparsest heads.
 
-    Exit code 0, or 2 if the file is no plan.
+    Exit code 0, or 2 if the file is not a plan.
     """
     from xsake.hads import SparsityPlan
 
     with exit_codes():
-        found = SparsityPlan.load(plan)
-    echo(str(found))
+        summary = str(SparsityPlan.load(plan))
+    echo(summary)
 
 
 @plan_app.command("diff")
 def diff(
-    before: Annotated[Path, typer.Argument(help="A plan.")],
-    after: Annotated[Path, typer.Argument(help="Another.")],
+    before: Annotated[Path, typer.Argument(help="First plan.")],
+    after: Annotated[Path, typer.Argument(help="Second plan.")],
 ) -> None:
-    """Tell what is different in a second plan, by field and by head.
+    """List the differences between two plans, by field and by head.
 
-    Exit code 0, or 2 if a file is no plan.
+    Exit code 0, or 2 if a file is not a plan.
     """
     from xsake.hads import SparsityPlan
 
@@ -55,67 +56,70 @@ def diff(
     echo(old.diff(new))
 
 
-@plan_app.command("check")
-def check(
+@plan_app.command("check", hidden=True)  # old name
+@plan_app.command("validate")
+def validate(
     plan: Annotated[Path, _PLAN],
     model: Annotated[Path, typer.Argument(help="Folder of a Hugging Face checkpoint.")],
     text: Annotated[list[Path], typer.Option(help=_TEXT)],
-    documents: Annotated[
-        int, typer.Option(min=1, help="Only the first so many that are long enough.")
+    max_documents: Annotated[
+        int,
+        typer.Option(min=1, help="Maximum number of documents (shorter than --context: skipped)."),
     ] = 2,
     context: Annotated[
-        int | None, typer.Option(min=1, help="Tokens read of each; default: as calibrated.")
+        int | None, typer.Option(min=1, help="Tokens per document; default: as calibrated.")
     ] = None,
     profile: Annotated[
-        Path | None, typer.Option(help="Its profile; default PLAN.profile.json.")
+        Path | None, typer.Option(help="Profile of the plan; default PLAN.profile.json.")
     ] = None,
     dtype: Annotated[
-        Literal["float32", "bfloat16"], typer.Option(help="Of weights and activations.")
+        Literal["float32", "bfloat16"], typer.Option(help="Dtype of weights and activations.")
     ] = "float32",
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the figures and nothing else.")
-    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
-    """Check whether a plan still fits: what its heads lose on other texts, or other weights.
+    """Check whether a plan is still valid for other texts or other weights.
 
-    Reads the texts once, asks the plan's own selector which blocks it would choose, and compares
-    the loss of every head with what calibration promised. Exit code 0 if the plan fits, 1 if it
-    does not, 2 if that cannot be told, 130 after Ctrl-C.
+    Runs the texts through the model once with the plan's selector, and compares the loss of every
+    head with its calibrated loss. Exit code 0 if the plan is valid, 1 if it has drifted, 2 if the
+    command cannot run, 130 after Ctrl-C.
     """
     console = rich.console.Console(quiet=as_json)
-    with exit_codes(interrupted="Interrupted. Nothing was kept."):
-        evaluation_library()
+    with exit_codes(interrupted="Interrupted. No result was saved."):
+        import_evaluation()
         from xsake.hads import SparsityPlan, drift
 
-        found, calibrated = SparsityPlan.load(plan), profile_of(plan, profile)
+        loaded, calibrated = SparsityPlan.load(plan), load_profile(plan, profile)
         if calibrated is None:
             raise ArgumentError(
-                "the plan's profile is not beside it",
+                "the profile of the plan is missing",
                 expected=plan.with_suffix(PROFILE),
-                fix="name it with --profile",
+                fix="set --profile",
             )
-        promised = drift.promised_loss(found, calibrated)
-        length = context or found.calibration.context
-        with DocumentScreen(console, "loading, cutting texts, compiling") as screen:
-            task = CalibrationTask.of(model, text, length, documents, devices=1, dtype=dtype)
+        promised = drift.calibrated_loss(loaded, calibrated)
+        length = context or loaded.calibration.context
+        with CalibrationProgressBar(console, "loading, tokenizing, compiling") as bar:
+            task = CalibrationTask.load(model, text, length, max_documents, devices=1, dtype=dtype)
             sizes = task.model.model_dump(include={"layers", "q_heads", "kv_heads", "head_dim"})
-            found.validate_for(**sizes)
-            read = drift.read_again(task.observe, found, task.readings, watch=screen.show)
-            verdict = drift.Drift(promised, *drift.loss_on(found, read))
+            loaded.validate_for(**sizes)
+            read = drift.measure_documents(
+                task.observe, loaded, task.readings, on_progress=bar.show
+            )
+            verdict = drift.Drift(promised, *drift.mean_loss(loaded, read))
+    notes = _list_differences(loaded, task, length)
     if as_json:
-        echo(json.dumps(verdict.to_dict() | {"notes": _notes(found, task, length)}))
+        echo(json.dumps(verdict.to_dict() | {"notes": notes}))
     else:
-        for note in [str(verdict), str(verdict.limits), *_notes(found, task, length)]:
+        for note in [str(verdict), str(verdict.limits), *notes]:
             echo(note)
     if not verdict.fits:
-        raise typer.Exit(code=DOES_NOT_FIT)
+        raise typer.Exit(code=EXIT_DRIFTED)
 
 
-def _notes(plan: Any, task: CalibrationTask, context: int) -> list[str]:
-    """What else is different from the calibration."""
+def _list_differences(plan: Any, task: CalibrationTask, context: int) -> list[str]:
+    """List other differences from the calibration."""
     notes = []
     if task.model.digest != plan.model.digest:
-        notes.append("The model's files are not those that were calibrated.")
+        notes.append("The model's files differ from the calibrated ones.")
     if context != plan.calibration.context:
-        notes.append(f"Read {context:,} tokens; calibrated with {plan.calibration.context:,}.")
+        notes.append(f"Context: {context:,} tokens; calibrated with {plan.calibration.context:,}.")
     return notes

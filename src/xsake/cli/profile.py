@@ -1,4 +1,4 @@
-"""`xsake profile`: where the traces of a run are, and what opens them."""
+"""`xsake profile`: list the profiler traces of a run."""
 
 from pathlib import Path
 from typing import Annotated
@@ -14,30 +14,31 @@ profile_app = typer.Typer(no_args_is_help=True)
 
 @profile_app.callback()
 def about() -> None:
-    """Look at what `xsake train --profile` has traced."""
+    """List traces written by `xsake train --profile`."""
 
 
-@profile_app.command("open")
-def open_profile(
+@profile_app.command("open", hidden=True)  # old name
+@profile_app.command("show")
+def show_traces(
     run: Annotated[Path, typer.Argument(help="Folder of the run (its checkpoint.folder).")],
 ) -> None:
-    """Say where the traces of a run are and how to look at them; starts nothing itself.
+    """Print the paths of a run's traces and the commands that open them.
 
-    Exit code 0, or 2 if the run has none.
+    Exit code 0, or 2 if the run has no trace.
     """
-    from xsake.observability.profiler import FOLDER, traces
+    from xsake.observability.profiler import FOLDER, find_traces
 
     with exit_codes():
-        found = traces(run)
-        if not found:
+        folders = find_traces(run)
+        if not folders:
             raise ArgumentError(
                 "the run has no trace",
                 got=run,
                 expected=f"a folder with {FOLDER}/plugins/profile in it",
-                fix="make one: xsake train RUN.toml --profile steps=10:15",
+                fix="record one: xsake train RUN.toml --profile steps=10:15",
             )
-    for trace in found:
-        echo(f"trace     {trace}")
+    for folder in folders:
+        echo(f"trace     {folder}")
     echo(f"xprof     pip install xprof && xprof --port 6006 {run / FOLDER}")
-    for file in sorted(found[-1].glob("*.trace.json.gz")):
+    for file in sorted(folders[-1].glob("*.trace.json.gz")):
         echo(f"Perfetto  https://ui.perfetto.dev, Open trace file: {file}")

@@ -1,4 +1,4 @@
-"""`xsake report`: its arguments and where the page goes; the figures are made elsewhere."""
+"""`xsake report`: write the HTML report of a plan."""
 
 import json
 from pathlib import Path
@@ -10,63 +10,64 @@ import typer
 from xsake.cli.exits import exit_codes
 from xsake.cli.screen import echo, escape_markup
 
-PROFILE = ".profile.json"  # in the place of a plan's suffix
+PROFILE = ".profile.json"  # replaces the suffix of a plan
 
 
 def run_report(
-    plan: Annotated[Path, typer.Argument(help="A plan, as `xsake calibrate` makes it.")],
+    plan: Annotated[Path, typer.Argument(help="Plan written by `xsake calibrate`.")],
     profile: Annotated[
-        Path | None, typer.Option(help="Its profile; default PLAN.profile.json, if it is there.")
+        Path | None,
+        typer.Option(help="Profile; default PLAN.profile.json, if it exists."),
     ] = None,
-    ladder: Annotated[
-        Path | None, typer.Option(help="Rows of a policy comparison, .jsonl, to be shown as well.")
+    comparison: Annotated[
+        Path | None, typer.Option(help="Rows of a policy comparison (.jsonl) to include.")
     ] = None,
     bounds: Annotated[
-        Path | None, typer.Option(help="A JSON file of figures about bounds, likewise.")
+        Path | None, typer.Option(help="JSON file of bound measurements to include.")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="The page; default PLAN.html.")
+        Path | None, typer.Option("--out", "-o", help="Output page; default PLAN.html.")
     ] = None,
-    png: Annotated[Path | None, typer.Option(help="Draw PNGs into this folder too.")] = None,
+    png: Annotated[Path | None, typer.Option(help="Also write PNG figures to this folder.")] = None,
     as_json: Annotated[
         bool,
-        typer.Option("--json", help="Print the figures and nothing else; no page without -o."),
+        typer.Option("--json", help="Print the figures as JSON; writes no page without -o."),
     ] = False,
 ) -> None:
-    """Show a plan as one page: what was calibrated, what every head keeps, how rules compare.
+    """Write an HTML report of a plan: calibration, budget per head, comparison of policies.
 
-    The page is one HTML file that needs no network and no script. Exit code 0 if it is written,
-    2 if it cannot be.
+    The page is a single HTML file without scripts or network access. Exit code 0 on success, 2 if
+    the command cannot run.
     """
     with exit_codes():
         from xsake.hads import SparsityPlan, report
 
-        figures = report.Figures(
+        figures = report.ReportData(
             SparsityPlan.load(plan),
-            profile_of(plan, profile),
-            () if ladder is None else report.read_ladder(ladder),
+            load_profile(plan, profile),
+            () if comparison is None else report.read_comparisons(comparison),
             None if bounds is None else report.read_bounds(bounds),
         )
-        places = () if png is None else report.draw(figures, png)
+        images = () if png is None else report.draw(figures, png)
         page = out or (None if as_json else plan.with_suffix(".html"))
         size = 0 if page is None else report.write(figures, page)
     if as_json:
         echo(json.dumps(figures.to_dict(), indent=1, ensure_ascii=False))
         return
-    written = " and ".join(escape_markup(str(place)) for place in (page, *places))
+    written = " and ".join(escape_markup(str(path)) for path in (page, *images))
     rich.console.Console().print(f"{size / 1e3:,.0f} kB, written to {written}", soft_wrap=True)
 
 
-def profile_of(plan: Path, profile: Path | None) -> Any:
-    """The named profile, or the one beside the plan; None where there is none.
+def load_profile(plan: Path, profile: Path | None) -> Any:
+    """Load a profile; None if it was not given and the plan has none at the default path.
 
     Args:
-        plan: its file.
-        profile: its file, if it was named.
+        plan: path of the plan.
+        profile: path of the profile; default: the plan's path with the suffix of profiles.
     """
     from xsake.hads import Profile
 
-    beside = plan.with_suffix(PROFILE)
-    if profile is None and not beside.exists():
+    default = plan.with_suffix(PROFILE)
+    if profile is None and not default.exists():
         return None
-    return Profile.load(profile or beside)
+    return Profile.load(profile or default)

@@ -1,4 +1,4 @@
-"""What commands print: text that no terminal obeys, and the moving line of long ones."""
+"""Terminal output: escaped text and progress bars."""
 
 import rich.console
 import rich.progress
@@ -9,26 +9,26 @@ from xsake.errors import PROSE, escape_controls
 
 
 def echo(text: str, *, err: bool = False) -> None:
-    """Print lines that may quote files; control characters are escaped.
+    """Print text with control characters escaped; it may quote untrusted files.
 
     Args:
-        text: plain, or JSON.
-        err: on stderr.
+        text: plain text or JSON.
+        err: print to stderr.
     """
     typer.echo(escape_controls(text, keep=PROSE), err=err)
 
 
 def escape_markup(text: str) -> str:
-    """Text for a line of Rich that is neither markup nor obeyed by a terminal."""
+    """Escape Rich markup and control characters."""
     return escape(escape_controls(text, keep=PROSE))
 
 
-class MovingLine:
-    """One line that tells what is done, of how much, for how long; a context manager.
+class ProgressBar:
+    """Progress bar with a count and the elapsed time; a context manager.
 
     Args:
-        console: where it moves; nothing moves where nobody looks or quiet was asked for.
-        description: shown until the first `update`.
+        console: output; the bar is disabled if it is quiet or not a terminal.
+        description: text until the first `update`.
     """
 
     def __init__(self, console: rich.console.Console, description: str = ""):
@@ -45,7 +45,7 @@ class MovingLine:
         )
         self._task = self._bar.add_task(description, total=None)
 
-    def __enter__[Line: "MovingLine"](self: Line) -> Line:
+    def __enter__[Bar: "ProgressBar"](self: Bar) -> Bar:
         self._bar.start()
         return self
 
@@ -53,5 +53,5 @@ class MovingLine:
         self._bar.stop()
 
     def update(self, done: int, total: int, description: str) -> None:
-        """What is done, and what is at hand."""
+        """Set the number of finished items and the description of the current one."""
         self._bar.update(self._task, total=total, completed=done, description=description)

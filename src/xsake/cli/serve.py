@@ -1,4 +1,4 @@
-"""`xsake serve`: its arguments and what it prints; the dashboard is made elsewhere."""
+"""`xsake serve`: serve the dashboard."""
 
 import os
 from pathlib import Path
@@ -16,60 +16,62 @@ NICENESS = 10
 
 def run_serve(
     folders: Annotated[
-        list[Path] | None, typer.Argument(help="Folders of runs and documents; default: here.")
+        list[Path] | None,
+        typer.Argument(help="Folders of runs and documents; default: ."),
     ] = None,
-    host: Annotated[str, typer.Option(help="Address; another one needs --token-file.")] = (
+    host: Annotated[str, typer.Option(help="Address; others than loopback need --token-file.")] = (
         "127.0.0.1"
     ),
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8765,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0: any free port.")] = 8765,
     token_file: Annotated[
-        Path | None, typer.Option(help="File of the token; default: a new one, printed once.")
+        Path | None,
+        typer.Option(help="File of the access token; default: a new one is printed."),
     ] = None,
     no_token: Annotated[
-        bool, typer.Option("--no-token", help="Ask for none; on this machine only.")
+        bool, typer.Option("--no-token", help="Disable authentication; loopback only.")
     ] = False,
     allow_host: Annotated[
-        list[str] | None, typer.Option(help="Another name of the server, such as a proxy's.")
+        list[str] | None, typer.Option(help="Additional host name, such as a proxy's.")
     ] = None,
     showcase: Annotated[
         Path | None,
-        typer.Option(
-            help="Folder of the built showcase, served at /; default: that of a checkout."
-        ),
+        typer.Option(help="Folder of the built showcase, served at /; default: the checkout's."),
     ] = None,
     no_showcase: Annotated[
-        bool, typer.Option("--no-showcase", help="Serve the page of runs at /.")
+        bool, typer.Option("--no-showcase", help="Serve the dashboard at /.")
     ] = False,
-    clients: Annotated[int, typer.Option(min=1, max=1024, help="Of live updates at once.")] = 32,
+    max_clients: Annotated[
+        int, typer.Option(min=1, max=1024, help="Maximum number of clients with live updates.")
+    ] = 32,
     requests_per_second: Annotated[
-        float, typer.Option(min=1.0, help="Of one address; more are refused.")
+        float, typer.Option(min=1.0, help="Rate limit per address.")
     ] = 50.0,
     trusted_proxy: Annotated[
         list[str] | None,
-        typer.Option(help="Address or network of a proxy whose X-Forwarded headers are believed."),
+        typer.Option(help="Address or network of a proxy whose X-Forwarded headers are trusted."),
     ] = None,
     cache: Annotated[
         Path | None,
-        typer.Option(help="Folder for indexes of runs; default: in the user's cache directory."),
+        typer.Option(help="Folder of the run index; default: in the user's cache directory."),
     ] = None,
 ) -> None:
-    """Serve a dashboard of runs, plans, benchmark rows and certificates; it only reads.
+    """Serve a read-only dashboard of runs, plans, benchmark rows and certificates.
 
     Live metrics, an API with a schema at /api/v1/openapi.json, and /metrics for Prometheus. Exit
-    code 0 after Ctrl-C, 2 if it cannot be served so.
+    code 0 after Ctrl-C, 2 if the command cannot run.
     """
     with exit_codes(interrupted="stopped"):
         require_local(*(folders or ()), token_file, showcase, cache)
         _require_server()
-        from xsake.server.settings import Settings
+        from xsake.server.settings import ServerSettings
 
         token, is_new = _choose_token(token_file, host, no_token=no_token)
-        settings = Settings(
+        settings = ServerSettings(
             folders=tuple(folders or [Path()]), host=host, port=port,
             token=token, hosts=tuple(allow_host or ()),
-            showcase=None if no_showcase else showcase or _built_showcase(), clients=clients,
-            cache=_cache_folder(cache), requests_per_second=requests_per_second,
-            trusted_proxies=tuple(trusted_proxy or ()),
+            showcase=None if no_showcase else showcase or _built_showcase(),
+            max_clients=max_clients, requests_per_second=requests_per_second,
+            cache=_cache_folder(cache), trusted_proxies=tuple(trusted_proxy or ()),
         )  # fmt: skip
         _serve(settings, settings.token if is_new else None)
 
@@ -77,7 +79,7 @@ def run_serve(
 def _require_server() -> None:
     """Raise MissingExtraError unless the server is installed."""
     try:
-        import xsake.server.connections  # noqa: F401 (only whether it can be imported)
+        import xsake.server.connections  # noqa: F401 (import check)
     except ImportError as error:
         raise MissingExtraError(
             "the server is not installed", got=str(error), fix="pip install 'xsake[serve]'"
@@ -85,22 +87,22 @@ def _require_server() -> None:
 
 
 def _built_showcase() -> Path | None:
-    """What `just showcase` built in the checkout that this code belongs to."""
+    """Return the showcase built by `just showcase` in this checkout."""
     checkout = own_checkout()
     built = None if checkout is None else checkout / "showcase" / "out"
     return built if built is not None and (built / "index.html").is_file() else None
 
 
 def _cache_folder(given: Path | None) -> Path | None:
-    """The folder that was named, or the user's; None, and a note, where that cannot be written."""
-    from xsake.server.cache import default_folder, make_own_folder
+    """Return the given folder or the user's; None, with a message, if that is not writable."""
+    from xsake.server.cache import default_folder, make_private_folder
 
     if given is not None:
         return given
     try:
-        return make_own_folder(default_folder())
+        return make_private_folder(default_folder())
     except (ArgumentError, RuntimeError) as error:  # RuntimeError: the user has no home
-        typer.echo(f"indexes of runs are temporary, --cache keeps them: {error}", err=True)
+        typer.echo(f"the run index is temporary, set --cache to keep it: {error}", err=True)
         return None
 
 
@@ -121,19 +123,19 @@ def _choose_token(file: Path | None, host: str, *, no_token: bool) -> tuple[str 
 
 
 def _serve(settings, new_token: str | None) -> None:
-    """Listen, say where, and serve until Ctrl-C."""
+    """Listen, print the address, and serve until Ctrl-C."""
     import uvicorn
 
     from xsake.server.app import Dashboard
     from xsake.server.connections import make_config
 
     config = make_config(Dashboard(settings), settings)
-    os.nice(NICENESS)  # it gives way to the runs that it watches
+    os.nice(NICENESS)  # lower priority than the runs
     server, listening = uvicorn.Server(config), config.bind_socket()
     address = f"[{config.host}]" if ":" in config.host else config.host
-    place = f"http://{address}:{listening.getsockname()[1]}/"
-    # After the #, so that browsers send it nowhere: the page trades it for a cookie.
-    typer.echo(f"{place}#token={new_token}" if new_token else place)
+    url = f"http://{address}:{listening.getsockname()[1]}/"
+    # In the fragment, which browsers do not send: the page exchanges it for a cookie.
+    typer.echo(f"{url}#token={new_token}" if new_token else url)
     try:
         server.run(sockets=[listening])
     finally:

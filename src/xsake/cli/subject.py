@@ -1,4 +1,4 @@
-"""The model of a folder, ready to be measured; what it needs is imported when it is asked for."""
+"""Load a checkpoint for evaluation; optional dependencies are imported lazily."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,31 +8,31 @@ from typing import Any
 from xsake.errors import MissingExtraError
 
 
-def evaluation_library() -> ModuleType:
-    """`xsake.evaluation`, which needs more than the base install."""
+def import_evaluation() -> ModuleType:
+    """Import `xsake.evaluation`, which needs the `model` extra."""
     try:
         from xsake import evaluation
     except ModuleNotFoundError as error:
         raise MissingExtraError(
-            "models need more packages", got=error.name, fix="pip install 'xsake[model]'"
+            "models need optional packages", got=error.name, fix="pip install 'xsake[model]'"
         ) from error
     return evaluation
 
 
-def subject_of(folder: Path, dtype: str) -> Any:
-    """An `evaluation.Subject` from a Hugging Face checkpoint."""
-    from xsake.evaluation import Subject, identify
+def load_eval_model(folder: Path, dtype: str) -> Any:
+    """Load an `evaluation.EvalModel` from a Hugging Face checkpoint."""
+    from xsake.evaluation import EvalModel, identify
     from xsake.model.huggingface import load
     from xsake.model.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.load(folder)
     loaded = load(folder, compute_dtype=dtype, param_dtype=dtype)
-    opening = opening_of(tokenizer.encode)
-    return Subject(loaded.model, tokenizer.encode, identify(folder), dtype, opening)
+    prefix = bos_prefix(tokenizer.encode)
+    return EvalModel(loaded.model, tokenizer.encode, identify(folder), dtype, prefix)
 
 
-def opening_of(encode: Callable) -> tuple[int, ...]:
-    """What the tokenizer puts before any text: whatever comes before the text's own tokens."""
-    bare, whole = encode("a").tolist(), encode("a", adds_special=True).tolist()
+def bos_prefix(encode: Callable) -> tuple[int, ...]:
+    """Return the special tokens that the tokenizer prepends to a text."""
+    bare, whole = encode("a").tolist(), encode("a", add_special_tokens=True).tolist()
     starts = range(len(whole) - len(bare) + 1)
     return tuple(next((whole[:i] for i in starts if whole[i : i + len(bare)] == bare), []))

@@ -1,4 +1,4 @@
-"""`xsake train`: its arguments, progress line and exit codes; the work is done elsewhere."""
+"""`xsake train`: train a model, or resume a run."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,34 +9,34 @@ from rich.markup import escape
 
 from xsake._io import require_local
 from xsake.cli.exits import exit_codes
-from xsake.cli.screen import MovingLine
+from xsake.cli.screen import ProgressBar
 from xsake.errors import ArgumentError
 
 
 def run_train(
-    config: Annotated[Path, typer.Argument(help="The run, as TOML.")],
+    config: Annotated[Path, typer.Argument(help="Run configuration (TOML).")],
     setting: Annotated[
         list[str] | None,
-        typer.Option("--set", help="Another value, such as optimizer.accumulation=4."),
+        typer.Option("--set", help="Override a value, such as optimizer.grad_accum_steps=4."),
     ] = None,
     heartbeat_seconds: Annotated[
-        int, typer.Option(min=1, help="A process that is silent for so long is dead.")
+        int, typer.Option(min=1, help="Seconds without a heartbeat until a process counts as dead.")
     ] = 10,
     profile: Annotated[
-        str | None, typer.Option(help="Trace these steps, such as steps=10:15.")
+        str | None, typer.Option(help="Profile these steps, such as steps=10:15.")
     ] = None,
     take_lock: Annotated[
-        bool, typer.Option("--take-lock", help="Take the folder from a run that holds it.")
+        bool, typer.Option("--take-lock", help="Take over the lock of another run.")
     ] = False,
-    check: Annotated[
-        bool, typer.Option("--check", help="Print every setting as JSON and train nothing.")
+    print_config: Annotated[
+        bool, typer.Option("--print-config", help="Print the resolved configuration and exit.")
     ] = False,
 ) -> None:
-    """Train a model, or go on with a run that was stopped: the same command does both.
+    """Train a model; the same command resumes an interrupted run.
 
-    Writes checkpoints, metrics.jsonl and goodput.jsonl into checkpoint.folder. SIGTERM and Ctrl-C
-    save first. Exit code 0 if all steps are done, 2 if the run cannot be made, 75 if it was stopped
-    and wants to be started again. Several processes: `xsake launch`.
+    Writes checkpoints, metrics.jsonl and goodput.jsonl to checkpoint.folder. SIGTERM and Ctrl-C
+    save a checkpoint first. Exit code 0 if all steps are done, 2 if the run cannot start, 75 if it
+    was stopped and should be restarted. Use `xsake launch` for several processes.
     """
     console = rich.console.Console()
     with exit_codes():
@@ -45,47 +45,47 @@ def run_train(
 
         require_local(config)
         steps = None if profile is None else StepRange.parse(profile)
-        made = TrainingConfig.read(config, setting or ())
-        if check:
-            typer.echo(made.to_json(), nl=False)
+        run = TrainingConfig.read(config, setting or ())
+        if print_config:
+            typer.echo(run.to_json(), nl=False)
             return
         from xsake.training import processes
-        from xsake.training.stopping import RESTART_ME
-        from xsake.training.train import Ending, train
+        from xsake.training.stopping import EXIT_RESTART
+        from xsake.training.train import RunStatus, train
 
         processes.start(heartbeat_seconds=heartbeat_seconds)
-        with _Screen(console, "loading, compiling") as screen:
-            ending = train(made, watch=screen.show, profile=steps, is_lock_forced=take_lock)
-    if ending is Ending.STOPPED:
-        console.print("stopped; all is saved, and the same command goes on")
-        raise typer.Exit(code=RESTART_ME)
-    if processes.is_first():
-        _show_goodput(console, made.checkpoint.folder / "goodput.jsonl")
+        with TrainingProgressBar(console, "loading, compiling") as bar:
+            ending = train(run, on_progress=bar.show, profile=steps, is_lock_forced=take_lock)
+    if ending is RunStatus.STOPPED:
+        console.print("stopped; a checkpoint is saved, and the same command resumes the run")
+        raise typer.Exit(code=EXIT_RESTART)
+    if processes.is_primary():
+        _show_goodput(console, run.checkpoint.folder / "goodput.jsonl")
 
 
 def _show_goodput(console: rich.console.Console, path: Path) -> None:
-    """Print where the time went; the run is complete, whatever has become of the file."""
-    from xsake.observability.goodput import report, table
+    """Print the goodput table; a damaged file only prints a message."""
+    from xsake.observability.goodput import goodput_table, read_goodput
 
     try:
-        console.print(table(report(path)))
+        console.print(goodput_table(read_goodput(path)))
     except ArgumentError as error:
-        typer.echo(f"Goodput is not known: {error.what}, {error.got}", err=True)
+        typer.echo(f"Cannot report goodput: {error.what}, {error.got}", err=True)
 
 
-class _Screen(MovingLine):
-    """Progress: one moving line on a terminal, a line per told step elsewhere."""
+class TrainingProgressBar(ProgressBar):
+    """Progress bar on a terminal; otherwise one line per logged step."""
 
     def show(self, progress: Any) -> None:
-        """A step is done."""
+        """Show a finished step."""
         speed = f"{progress.tokens_per_second:,.0f} tokens/s"
-        words = f"loss {progress.loss:.4f}, {speed}"
-        words += ", skipped" if progress.is_skipped else ""
-        words += f", {progress.budget:.0%} of blocks" if progress.budget not in (None, 1.0) else ""
-        words += f", about {progress.remaining_seconds:.0f} s to go"
+        text = f"loss {progress.loss:.4f}, {speed}"
+        text += ", skipped" if progress.is_skipped else ""
+        text += f", {progress.budget:.0%} of blocks" if progress.budget not in (None, 1.0) else ""
+        text += f", {progress.remaining_seconds:.0f} s remaining"
         if progress.note:
-            words += f", {escape(progress.note)}"
-        self.update(progress.step + 1, progress.steps, words)
+            text += f", {escape(progress.note)}"
+        self.update(progress.step + 1, progress.steps, text)
         if not self.console.is_terminal:
-            line = f"step {progress.step + 1} of {progress.steps}: {words}"
+            line = f"step {progress.step + 1} of {progress.steps}: {text}"
             self.console.print(line, soft_wrap=True, highlight=False)

@@ -1,18 +1,18 @@
-"""Splitting work over devices: the mesh, sharding rules, balanced heads, context parallelism."""
+"""Distributed attention: mesh, sharding rules, head balancing, context parallelism."""
 
-from xsake.distributed.balance import Placement, place_heads, reordered
-from xsake.distributed.context import ContextParallel
-from xsake.distributed.deal import ContextWork, context_work
+from xsake.distributed.context_parallel import ContextParallel
+from xsake.distributed.head_balancing import HeadPlacement, place_heads, reorder_heads
+from xsake.distributed.load_balancing import ContextWork, context_work
 from xsake.distributed.mesh import AXES, BatchShare, MeshShape, batch_share, make_mesh
-from xsake.distributed.rules import (
+from xsake.distributed.sharding_rules import (
     DEFAULT_RULES,
     NamedShape,
-    Rules,
+    ShardingRules,
     batch_sharding,
+    logical_sharding,
     named_shapes,
-    sharding_of,
     shardings_by_path,
-    shardings_of,
+    tree_shardings,
 )
 
 __all__ = [
@@ -23,16 +23,16 @@ __all__ = [
     "ContextWork",
     "MeshShape",
     "NamedShape",
-    "Placement",
-    "Rules",
+    "HeadPlacement",
+    "ShardingRules",
     "batch_share",
     "batch_sharding",
     "context_work",
     "make_mesh",
     "named_shapes",
     "place_heads",
-    "reordered",
-    "sharding_of",
+    "reorder_heads",
+    "logical_sharding",
     "shardings_by_path",
-    "shardings_of",
+    "tree_shardings",
 ]

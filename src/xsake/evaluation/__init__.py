@@ -1,32 +1,32 @@
-"""How good a model is with an attention: perplexity, divergence from dense, and far copies."""
+"""Model evaluation: perplexity, KL from dense attention, and long-range copying."""
 
 from xsake.evaluation.candidate import Candidate
-from xsake.evaluation.documents import Document, Texts, read_texts
+from xsake.evaluation.documents import TextDocument, Texts, read_texts
 from xsake.evaluation.identity import identify
-from xsake.evaluation.journal import Journal
+from xsake.evaluation.journal import ResultCache
 from xsake.evaluation.plot import draw
-from xsake.evaluation.record import ModelIdentity, Report, read, write
-from xsake.evaluation.run import Progress, Settings, Subject, evaluate
+from xsake.evaluation.record import EvaluationReport, ModelIdentity, read_report, write_report
+from xsake.evaluation.run import EvalModel, EvaluationProgress, EvaluationSettings, evaluate
 from xsake.evaluation.score import Scorer, Scores
 from xsake.evaluation.table import report_view
 
 __all__ = [
     "Candidate",
-    "Document",
-    "Journal",
+    "TextDocument",
+    "ResultCache",
     "ModelIdentity",
-    "Progress",
-    "Report",
+    "EvaluationProgress",
+    "EvaluationReport",
     "Scorer",
     "Scores",
-    "Settings",
-    "Subject",
+    "EvaluationSettings",
+    "EvalModel",
     "Texts",
     "draw",
     "evaluate",
     "identify",
-    "read",
+    "read_report",
     "read_texts",
     "report_view",
-    "write",
+    "write_report",
 ]

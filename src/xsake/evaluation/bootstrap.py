@@ -1,4 +1,4 @@
-"""Bootstrap intervals over documents: how far a number would move with other documents."""
+"""Bootstrap confidence intervals over documents."""
 
 from collections.abc import Callable
 
@@ -16,31 +16,31 @@ Statistic = Callable[[Float[np.ndarray, "*rest sums"]], Float[np.ndarray, "*rest
 def estimate(
     statistic: Statistic, sums: Float[np.ndarray, "documents sums"], seed: int
 ) -> Estimate:
-    """A statistic of totals over documents, with its interval.
+    """Estimate a statistic of totals over documents with its 95 % interval.
 
-    Resampling takes whole documents: tokens of one document are not independent. A statistic of
-    several sums compares them in the same resamples, so differences are paired.
+    Whole documents are resampled: tokens of one document are not independent. Statistics of
+    several sums use the same resamples, so differences are paired.
 
     Args:
         statistic: from totals [..., sums] to numbers [...].
-        sums: what each document adds to the totals.
-        seed: draws the resamples.
+        sums: of each document.
+        seed: of the resamples.
 
     Returns:
         The statistic of all documents; no interval if there is only one.
 
     Example:
         >>> mean = lambda totals: totals[..., 0] / totals[..., 1]
-        >>> found = estimate(mean, np.array([[2.0, 1.0], [4.0, 1.0], [6.0, 1.0]]), seed=0)
-        >>> found.value, found.low < 4 < found.high
+        >>> result = estimate(mean, np.array([[2.0, 1.0], [4.0, 1.0], [6.0, 1.0]]), seed=0)
+        >>> result.value, result.low < 4 < result.high
         (4.0, True)
     """
     value = float(statistic(sums.sum(axis=0)))
     documents = len(sums)
     if documents < 2:
         return Estimate(value=value, low=None, high=None)
-    # How often each document is drawn, instead of which: the totals are one matrix product.
+    # Counts of each document instead of indices: the totals are one matrix product.
     rng = np.random.default_rng(seed)
-    drawn = rng.multinomial(documents, np.full(documents, 1 / documents), size=RESAMPLES)
-    low, high = np.percentile(statistic(drawn @ sums), EDGES)
+    counts = rng.multinomial(documents, np.full(documents, 1 / documents), size=RESAMPLES)
+    low, high = np.percentile(statistic(counts @ sums), EDGES)
     return Estimate(value=value, low=float(low), high=float(high))

@@ -1,4 +1,4 @@
-"""A candidate: the attention that is compared with dense attention, and what to call it."""
+"""Candidate attention that is compared with dense attention."""
 
 import dataclasses
 import hashlib
@@ -6,23 +6,23 @@ import json
 
 from xsake import masks
 from xsake.attention import BlockSparseAttention
-from xsake.hads import Planned, SparsityPlan
+from xsake.hads import PlanAttention, SparsityPlan
 from xsake.hads.budget import visible_blocks
 from xsake.layout import BlockLayout
 from xsake.layout.grid import blocks_of
 from xsake.masks import AbstractMask, Causal
-from xsake.model import Attend, Listed, Masked
+from xsake.model import AttentionFn, LayoutAttention, MaskedAttention
 
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """An attention with a name.
+    """Attention function with a description.
 
     Args:
-        description: for people.
-        attend: what the model runs with.
-        digest: equal digests promise equal results, so that interrupted runs can go on.
-        tokens: the only length it serves; None: any.
+        description: readable name.
+        attend: attention function of the model.
+        digest: part of the cache key; equal digests mean equal results.
+        tokens: the only supported length; None: any.
 
     Example:
         >>> from xsake.masks import Sinks, Window
@@ -32,43 +32,45 @@ class Candidate:
     """
 
     description: str
-    attend: Attend
+    attend: AttentionFn
     digest: str
     tokens: int | None = None
 
     @classmethod
     def of_mask(cls, mask: AbstractMask, block: int | None = None) -> "Candidate":
-        """A mask on top of the model's own rule; one that cannot be written down raises.
+        """Build a candidate from a mask in addition to the model's mask; it must be serializable.
 
         Args:
             mask: the mask.
-            block: tokens of a block; None: as attention does by itself.
+            block: tokens of a block; None: the default.
         """
         text = json.dumps(masks.to_dict(mask))
         if block is None:
-            return cls(repr(mask), Masked(mask), _digest(text))
-        attend = Masked(mask, BlockSparseAttention(block_q=block, block_kv=block))
+            return cls(repr(mask), MaskedAttention(mask), _digest(text))
+        attend = MaskedAttention(mask, BlockSparseAttention(block_q=block, block_kv=block))
         return cls(f"{mask!r} in blocks of {block}", attend, _digest(f"{block} {text}"))
 
     @classmethod
     def of_layout(cls, layout: BlockLayout) -> "Candidate":
-        """The listed blocks of a layout in every layer, under the model's own rule."""
-        return cls(repr(layout), Listed(layout), _digest(layout.to_json()), layout.q_tokens)
+        """Build a candidate from a block layout for all layers, in addition to the model's mask."""
+        return cls(
+            repr(layout), LayoutAttention(layout), _digest(layout.to_json()), layout.q_tokens
+        )
 
     @classmethod
     def of_plan(cls, plan: SparsityPlan) -> "Candidate":
-        """The blocks that a plan chooses for each input, at any length."""
-        return cls(plan.summary, Planned(plan), _digest(plan.to_json()))
+        """Build a candidate from a plan, for any length."""
+        return cls(plan.summary, PlanAttention(plan), _digest(plan.to_json()))
 
     def budget(self, tokens: int) -> float | None:
-        """Computed / causally visible blocks at a length; None if nobody can tell beforehand."""
+        """Return computed / causally visible blocks at a length; None if unknown."""
         match self.attend:
-            case Masked(mask=mask, operator=operator):
+            case MaskedAttention(mask=mask, operator=operator):
                 sizes = {"block_q": operator.block_q, "block_kv": operator.block_kv}
                 layout = BlockLayout.from_mask(Causal() & mask, q_tokens=tokens, **sizes)
-            case Listed(layouts=BlockLayout() as listed):
+            case LayoutAttention(layouts=BlockLayout() as listed):
                 layout = listed.with_mask(Causal())
-            case Planned(plan=plan):
+            case PlanAttention(plan=plan):
                 n = blocks_of(tokens, plan.block)
                 return float(plan.totals(n).sum() / (plan.model.heads * visible_blocks(n)))
             case _:

@@ -1,4 +1,4 @@
-"""Texts from files as documents with stable names; decodes strictly and splits, nothing more."""
+"""Text documents with stable names from .txt, .raw and .jsonl files."""
 
 import dataclasses
 import hashlib
@@ -10,19 +10,19 @@ from pathlib import Path
 from xsake.errors import ArgumentError
 from xsake.evaluation.record import TextFile
 
-MOST_BYTES = 2**30  # of all files together: documents are held in memory
+MAX_BYTES = 2**30  # of all files, which are held in memory
 PLAIN = (".txt", ".raw")
 SEPARATOR = re.compile(r"^<\|endoftext\|>[ \t]*\r?(?:\n|\Z)", re.MULTILINE)
 
 
 @dataclasses.dataclass(frozen=True)
-class Document:
-    """A text that is evaluated on its own.
+class TextDocument:
+    """A text document.
 
     Args:
-        name: the same for the same text at the same place of a file of the same name.
-        text: exactly as it was written.
-        title: what its file calls it, if it does.
+        name: file name, number in the file and start of the text's digest.
+        text: unchanged.
+        title: `title` or `id` of a .jsonl line.
     """
 
     name: str
@@ -32,18 +32,18 @@ class Document:
 
 @dataclasses.dataclass(frozen=True)
 class Texts:
-    """Documents in the order of their files, and what these files were."""
+    """Documents in file order, and the files."""
 
-    documents: tuple[Document, ...]
+    documents: tuple[TextDocument, ...]
     files: tuple[TextFile, ...]
 
 
 def read_texts(paths: Sequence[Path]) -> Texts:
-    """Documents of files and of folders of .txt files.
+    """Read documents of files and of folders of .txt files.
 
     Args:
-        paths: .txt and .raw files, one document or several that a line `<|endoftext|>` ends;
-            .jsonl files, an object with `text` per line and perhaps `id` or `title`; folders.
+        paths: .txt and .raw files, with documents separated by lines `<|endoftext|>`; .jsonl
+            files, one object per line with `text` and optional `id` or `title`; folders.
 
     Returns:
         Every document that is not blank.
@@ -54,73 +54,70 @@ def read_texts(paths: Sequence[Path]) -> Texts:
         >>> [document.text for document in read_texts([pathlib.Path("two.txt")]).documents]
         ['One.', 'Two.\\n']
     """
-    documents, files, left = [], [], MOST_BYTES
+    documents, files, remaining = [], [], MAX_BYTES
     for path in list_files(paths):
-        content = _content(path, left)
-        left -= len(content)
-        text = _decoded(path, content)
-        found = list(_lines(path, text) if path.suffix == ".jsonl" else _plain(path, text))
-        documents += found
+        content = _read_bytes(path, remaining)
+        remaining -= len(content)
+        text = _decode(path, content)
+        split = _parse_jsonl if path.suffix == ".jsonl" else _split_plain
+        parts = list(split(path, text))
+        documents += parts
         digest = hashlib.sha256(content).hexdigest()
         files.append(
-            TextFile(name=path.name, bytes=len(content), sha256=digest, documents=len(found))
+            TextFile(name=path.name, bytes=len(content), sha256=digest, documents=len(parts))
         )
     if not documents:
         raise ArgumentError(
-            "there is no text to evaluate on",
+            "no text to evaluate",
             got=", ".join(str(path) for path in paths),
             expected="at least one document that is not blank",
         )
     names = [document.name for document in documents]
     if len(set(names)) < len(names):
         raise ArgumentError(
-            "a document is there twice",
+            "duplicate document",
             got=next(name for name in names if names.count(name) > 1),
             expected="every text once",
-            fix="name each file once",
+            fix="pass each file once",
         )
     return Texts(tuple(documents), tuple(files))
 
 
 def list_files(paths: Sequence[Path]) -> Iterator[Path]:
-    """The text files among paths, and those of folders; refuses what is none.
-
-    Args:
-        paths: as `read_texts` takes them.
-    """
+    """Yield the text files of paths and folders; raise for others."""
     for path in paths:
-        found = sorted(path.glob("*.txt")) if path.is_dir() else [path]
-        if not found or not all(one.is_file() for one in found):
+        files = sorted(path.glob("*.txt")) if path.is_dir() else [path]
+        if not files or not all(file.is_file() for file in files):
             raise ArgumentError(
-                "there is no such text", got=path, expected="a file, or a folder of .txt files"
+                "text not found", got=path, expected="a file, or a folder of .txt files"
             )
         if not path.is_dir() and path.suffix not in (*PLAIN, ".jsonl"):
             raise ArgumentError(
-                "this kind of text file is not known",
+                "unknown type of text file",
                 got=path.name,
                 expected=f"{', '.join(PLAIN)} or .jsonl",
-                fix="rename the file after what it holds",
+                fix="rename the file to match its content",
             )
-        yield from found
+        yield from files
 
 
-def _content(path: Path, room: int) -> bytes:
+def _read_bytes(path: Path, max_bytes: int) -> bytes:
     try:
         with path.open("rb") as file:
-            content = file.read(room + 1)
+            content = file.read(max_bytes + 1)
     except OSError as error:
-        raise ArgumentError("a text cannot be read", got=f"{path}: {error}") from error
-    if len(content) > room:
+        raise ArgumentError("cannot read a text", got=f"{path}: {error}") from error
+    if len(content) > max_bytes:
         raise ArgumentError(
             "the texts are too large",
-            got=f"{path.name} ends beyond {MOST_BYTES:,} bytes in total",
-            expected=f"at most {MOST_BYTES:,} bytes together",
-            fix="evaluate on a part of them",
+            got=f"{path.name} exceeds {MAX_BYTES:,} bytes in total",
+            expected=f"at most {MAX_BYTES:,} bytes in total",
+            fix="evaluate a part of them",
         )
     return content
 
 
-def _decoded(path: Path, content: bytes) -> str:
+def _decode(path: Path, content: bytes) -> str:
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -133,16 +130,16 @@ def _decoded(path: Path, content: bytes) -> str:
         ) from error
 
 
-def _plain(path: Path, text: str) -> Iterator[Document]:
+def _split_plain(path: Path, text: str) -> Iterator[TextDocument]:
     parts = SEPARATOR.split(text)
-    # A newline before the separator ends its last line; a lone document stays as it is.
-    cut = [part.removesuffix("\n") for part in parts[:-1]] + parts[-1:]
-    for number, part in enumerate(cut, start=1):
+    # Remove the newline before a separator; a single document stays unchanged.
+    parts = [part.removesuffix("\n") for part in parts[:-1]] + parts[-1:]
+    for number, part in enumerate(parts, start=1):
         if part.strip():
-            yield Document(_name(path, number, part), part)
+            yield TextDocument(_name(path, number, part), part)
 
 
-def _lines(path: Path, text: str) -> Iterator[Document]:
+def _parse_jsonl(path: Path, text: str) -> Iterator[TextDocument]:
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
@@ -155,7 +152,7 @@ def _lines(path: Path, text: str) -> Iterator[Document]:
         title = entry.get("title", entry.get("id"))
         if entry["text"].strip():
             name = _name(path, number, entry["text"])
-            yield Document(name, entry["text"], None if title is None else str(title)[:200])
+            yield TextDocument(name, entry["text"], None if title is None else str(title)[:200])
 
 
 def _name(path: Path, number: int, text: str) -> str:
@@ -165,7 +162,7 @@ def _name(path: Path, number: int, text: str) -> str:
 
 def _bad_line(path: Path, number: int, got: str) -> ArgumentError:
     return ArgumentError(
-        "a line is not a document",
+        "invalid .jsonl document",
         got=f"{path.name}, line {number}: {got}",
         expected='a JSON object with a "text"',
     )

@@ -1,7 +1,7 @@
-"""The far-copy probe: a passage, a gap of other text, and the passage once more.
+"""Far-copy probe: a passage, a gap of other text, and a copy of the passage.
 
-A model that can look back across the gap predicts the second copy far better than the first.
-Perplexity hardly shows whether it can: most tokens are predicted from what is near.
+A model with long-range attention predicts the second copy far better than the first. Perplexity
+hardly shows this, because most tokens depend on nearby tokens.
 """
 
 import dataclasses
@@ -10,19 +10,19 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Int
 
-from xsake.evaluation.documents import Document
-from xsake.evaluation.trial import Span, Trial
-from xsake.evaluation.windows import Library
+from xsake.evaluation.documents import TextDocument
+from xsake.evaluation.trial import TokenSpan, Trial
+from xsake.evaluation.windows import TokenizedTexts
 
 PASSAGE = 512
 
 
 @dataclasses.dataclass(frozen=True)
 class FarCopy:
-    """One passage at one distance; the first span is the first copy, the second the second.
+    """One passage at one gap; spans are the first and the second copy.
 
-    Both spans leave out the first token of the copy, which the second time is predicted from the
-    gap's text: they hold the same tokens, each predicted from inside its copy.
+    Both spans exclude the first token of the copy, so that they have the same tokens, each
+    predicted from inside its copy.
     """
 
     gap: int
@@ -31,8 +31,8 @@ class FarCopy:
 
 
 @dataclasses.dataclass(frozen=True)
-class Material:
-    """What one sample is made of."""
+class ProbeMaterial:
+    """Passage and gap text of one sample."""
 
     passage: Int[np.ndarray, " n"]
     filler: Int[np.ndarray, " m"]
@@ -40,93 +40,92 @@ class Material:
 
 
 def far_copies(
-    library: Library,
-    documents: Sequence[Document],
+    tokenized: TokenizedTexts,
+    documents: Sequence[TextDocument],
     gaps: Sequence[int],
     *,
     samples: int = 2,
     passage: int = PASSAGE,
     seed: int = 0,
-    most: int | None = None,
+    max_tokens: int | None = None,
     tokens: int | None = None,
 ) -> tuple[list[FarCopy], list[str]]:
-    """Sequences of the probe; the same for the same documents and seed.
+    """Build the sequences of the probe, determined by documents and seed.
 
-    A sample has the same passage at every gap, and a shorter gap is the start of a longer one.
+    A sample has the same passage at every gap, and a shorter gap is a prefix of a longer one.
 
     Args:
-        library: turns documents into tokens.
-        documents: where passages and gaps come from: different ones if there are several.
+        tokenized: tokens of the documents.
+        documents: sources of passages and gaps, different ones if there are several.
         gaps: tokens between the end of the first copy and the start of the second.
-        samples: passages.
+        samples: number of passages.
         passage: tokens of a copy, at least 2.
-        seed: draws passages and what lies between.
-        most: tokens that the model has positions for; None: any number.
-        tokens: the only length that the attention serves, if there is one: sequences are filled up
-            to it at the end, where causality hides it.
+        seed: of passages and gaps.
+        max_tokens: maximum context of the model; None: any.
+        tokens: the only length that the attention supports; sequences are padded at the end.
 
     Returns:
-        The sequences, and a sentence for each gap that is left out.
+        The sequences, and a note for each skipped gap.
     """
-    around = 2 * passage + len(library.opening)
-    limit = min((x for x in (most, tokens) if x is not None), default=None)
-    fitting = [gap for gap in gaps if limit is None or around + gap <= limit]
+    overhead = 2 * passage + len(tokenized.opening)
+    limit = min((x for x in (max_tokens, tokens) if x is not None), default=None)
+    valid_gaps = [gap for gap in gaps if limit is None or overhead + gap <= limit]
     notes = [
-        f"far copy: no gap of {gap}, its {around + gap} tokens are more than the {limit} possible"
+        f"far copy: skipped gap {gap}, its {overhead + gap} tokens exceed the limit of {limit}"
         for gap in gaps
-        if gap not in fitting
+        if gap not in valid_gaps
     ]
-    found: list[FarCopy] = []
-    pool = [(document.name, library.tokens(document)) for document in documents]
+    copies: list[FarCopy] = []
+    pool = [(document.name, tokenized.tokens(document)) for document in documents]
     for sample in range(samples):
-        material = _material(pool, passage, max(fitting, default=0), sample, seed)
+        material = _material(pool, passage, max(valid_gaps, default=0), sample, seed)
         if material is None:
             return [], [*notes, f"far copy: no document has {passage} tokens"]
-        for gap in fitting:
+        for gap in valid_gaps:
             if gap > len(material.filler):
                 notes.append(
-                    f"far copy: no gap of {gap} in sample {sample + 1}, the texts have "
+                    f"far copy: skipped gap {gap} in sample {sample + 1}, the texts have only "
                     f"{len(material.filler)} more tokens"
                 )
                 continue
-            trial = _trial(material, gap, sample, library.opening, tokens)
-            found.append(FarCopy(gap, sample, trial))
-    return found, notes
+            trial = _trial(material, gap, sample, tokenized.opening, tokens)
+            copies.append(FarCopy(gap, sample, trial))
+    return copies, notes
 
 
 def _material(
     pool: list[tuple[str, np.ndarray]], passage: int, gap: int, sample: int, seed: int
-) -> Material | None:
-    """A passage from one document and `gap` tokens from others, fewer if there are no more."""
-    # Documents are dealt out by one shuffle, so that samples share none while there are enough.
+) -> ProbeMaterial | None:
+    """Draw a passage from one document and up to `gap` tokens from others."""
+    # One shuffle for all samples, so that they use different documents while there are enough.
     order = np.random.default_rng(seed).permutation(len(pool))
     long_enough = [index for index in order if len(pool[index][1]) >= passage]
     if not long_enough:
         return None
     rng = np.random.default_rng([seed, sample])
     chosen = int(long_enough[sample % len(long_enough)])
-    name, own = pool[chosen]
-    place = order.tolist().index(chosen)
-    others = [pool[index][1] for index in (*order[place + 1 :], *order[:place])]
-    if sum(map(len, others)) >= min(gap, len(own) - passage):
-        start = int(rng.integers(len(own) - passage + 1))
+    name, document = pool[chosen]
+    position = order.tolist().index(chosen)
+    others = [pool[index][1] for index in (*order[position + 1 :], *order[:position])]
+    if sum(map(len, others)) >= min(gap, len(document) - passage):
+        start = int(rng.integers(len(document) - passage + 1))
         skipped = int(rng.integers(max(0, len(others[0]) - gap) + 1)) if others else 0
-        filler = np.concatenate([own[:0], *others])[skipped : skipped + gap]
+        filler = np.concatenate([document[:0], *others])[skipped : skipped + gap]
     else:
-        # One text has to give both: the passage from its first half, the gap from its end.
-        start = int(rng.integers(max(0, len(own) - gap - passage) // 2 + 1))
-        filler = own[max(start + passage, len(own) - gap) :]
+        # A single document: the passage from its first half, the gap from its end.
+        start = int(rng.integers(max(0, len(document) - gap - passage) // 2 + 1))
+        filler = document[max(start + passage, len(document) - gap) :]
     label = f"{name} at {start}"
-    return Material(own[start : start + passage], filler, label)
+    return ProbeMaterial(document[start : start + passage], filler, label)
 
 
 def _trial(
-    material: Material, gap: int, sample: int, opening: np.ndarray, tokens: int | None
+    material: ProbeMaterial, gap: int, sample: int, opening: np.ndarray, tokens: int | None
 ) -> Trial:
     passage, gap_text = material.passage, material.filler[:gap]
     sequence = np.concatenate([opening, passage, gap_text, passage])
     if tokens is not None:
         sequence = np.pad(sequence, (0, tokens - len(sequence)))
     starts = len(opening), len(opening) + len(passage) + gap
-    spans = tuple(Span(start + 1, start + len(passage)) for start in starts)
+    spans = tuple(TokenSpan(start + 1, start + len(passage)) for start in starts)
     return Trial(f"far copy {sample + 1} over {gap}", material.label, sequence, spans)

@@ -1,4 +1,4 @@
-"""What a model loses at several costs: plans, and windows that cost as much."""
+"""Loss against cost: plans and windows of equal cost."""
 
 import dataclasses
 import json
@@ -8,38 +8,38 @@ from typing import Any
 from xsake.errors import ArgumentError
 from xsake.evaluation.candidate import Candidate
 from xsake.evaluation.documents import Texts
-from xsake.evaluation.journal import Journal
-from xsake.evaluation.record import Report
-from xsake.evaluation.run import Settings, Subject, Watch, evaluate
+from xsake.evaluation.journal import ResultCache
+from xsake.evaluation.record import EvaluationReport
+from xsake.evaluation.run import EvalModel, EvaluationSettings, ProgressFn, evaluate
 from xsake.hads import Policy, Profile, Selector, make_plan
 from xsake.masks import Sinks, Window
 
 
 @dataclasses.dataclass(frozen=True)
-class Point:
-    """One attention at one cost.
+class FrontierPoint:
+    """Evaluation of one attention at one cost.
 
     Args:
         name: plan or window.
-        asked: what it may cost, as a share of dense attention, choosing included.
-        effective: what it does cost.
+        asked: maximum cost, as a share of dense attention, selection included.
+        effective: actual cost.
         report: the evaluation.
     """
 
     name: str
     asked: float
     effective: float
-    report: Report
+    report: EvaluationReport
 
     @property
     def kl(self) -> float:
-        """Nats that the distribution of the next token moves away from dense attention's."""
-        compared = self.report.contexts[0].comparison
-        assert compared is not None, "every point has a candidate"
-        return compared.kl.value
+        """KL of next-token distributions from dense attention, nats."""
+        comparison = self.report.contexts[0].comparison
+        assert comparison is not None, "every point has a candidate"
+        return comparison.kl.value
 
     def row(self) -> dict[str, Any]:
-        """As one line of JSON, with everything that the evaluation depends on."""
+        """Return the point as JSON values."""
         return {
             "name": self.name,
             "asked": self.asked,
@@ -50,24 +50,18 @@ class Point:
 
 @dataclasses.dataclass(frozen=True)
 class Planner:
-    """How plans are made for a cost.
-
-    Args:
-        profile: of the model.
-        policy: how blocks are spent.
-        selector: what chooses them.
-    """
+    """Factory of plans by cost."""
 
     profile: Profile
     policy: Policy
     selector: Selector
 
     def candidate(self, effective: float) -> tuple[Candidate, float]:
-        """A plan whose blocks and selector cost so much together, and what they cost."""
+        """Return a plan whose blocks and selector have the given cost, and the actual cost."""
         cost = make_plan(self.profile, self.policy, effective, self.selector).selector.cost
         if effective <= cost:
             raise ArgumentError(
-                "choosing blocks alone costs more than that",
+                "the cost is below that of the selector",
                 got=f"{effective:.1%}",
                 expected=f"above {cost:.1%}",
             )
@@ -76,11 +70,11 @@ class Planner:
 
 
 def widest_window(effective: float, tokens: int, block: int) -> tuple[Candidate, float]:
-    """The first block and a window, as wide as the cost allows, and what they cost.
+    """Return a sink block with the widest window of at most the given cost, and its cost.
 
     Args:
         effective: share of the visible blocks.
-        tokens: at this length.
+        tokens: sequence length.
         block: tokens of a block; windows are multiples of it.
 
     Example:
@@ -88,57 +82,57 @@ def widest_window(effective: float, tokens: int, block: int) -> tuple[Candidate,
         >>> candidate.description, round(cost, 3)
         ('Window(left=512, right=0) | Sinks(count=64) in blocks of 64', 0.286)
     """
-    found = None
+    widest = None
     for width in range(block, tokens + block, block):
         candidate = Candidate.of_mask(Window(width, 0) | Sinks(block), block)
         cost = candidate.budget(tokens)
         assert cost is not None, "masks have a known budget"
         if cost > effective:
             break
-        found = candidate, cost
-    if found is None:
+        widest = candidate, cost
+    if widest is None:
         raise ArgumentError(
-            "no window costs so little",
+            "the cost is below that of the smallest window",
             got=f"{effective:.1%} at {tokens} tokens in blocks of {block}",
-            fix="ask for a larger share, a longer context or smaller blocks",
+            fix="use a larger share, a longer context or smaller blocks",
         )
-    return found
+    return widest
 
 
 def frontier(
-    subject: Subject,
+    eval_model: EvalModel,
     texts: Texts,
-    settings: Settings,
+    settings: EvaluationSettings,
     planner: Planner,
     shares: Sequence[float],
     *,
-    journal: Journal | None = None,
-    watch: Watch = lambda _: None,
-    done: Callable[[Point], None] = lambda _: None,
-) -> list[Point]:
+    cache: ResultCache | None = None,
+    on_progress: ProgressFn = lambda _: None,
+    done: Callable[[FrontierPoint], None] = lambda _: None,
+) -> list[FrontierPoint]:
     """Evaluate a plan and a window at every cost, on the same texts.
 
     Args:
-        subject: the model.
-        texts: what it reads.
-        settings: what is asked; one context.
-        planner: makes plans.
-        shares: costs, as shares of dense attention, choosing included.
-        journal: keeps answers, so that an interrupted run goes on.
-        watch: told about every answer.
-        done: told about every point.
+        eval_model: the model.
+        texts: to evaluate on.
+        settings: with one context.
+        planner: builds plans.
+        shares: costs, as shares of dense attention, selection included.
+        cache: of results, for resuming.
+        on_progress: called after each trial.
+        done: called after each point.
     """
     if len(settings.contexts) != 1:
         raise ArgumentError(
-            "costs are compared at one length", got=settings.contexts, expected="one context"
+            "a frontier requires one context", got=settings.contexts, expected="one context"
         )
-    journal = Journal() if journal is None else journal
+    cache = ResultCache() if cache is None else cache
     points = []
     for name, asked, candidate, effective in _sides(planner, shares, settings.contexts[0]):
         report = evaluate(
-            subject, texts, settings, candidate=candidate, journal=journal, watch=watch
+            eval_model, texts, settings, candidate=candidate, cache=cache, on_progress=on_progress
         )
-        points.append(Point(name, asked, effective, report))
+        points.append(FrontierPoint(name, asked, effective, report))
         done(points[-1])
     return points
 

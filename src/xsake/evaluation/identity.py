@@ -1,4 +1,4 @@
-"""Which model an evaluation was made with, by digests of its files."""
+"""Identity of a model by digests of its files."""
 
 import hashlib
 import json
@@ -7,21 +7,18 @@ from pathlib import Path
 from xsake.errors import ArgumentError
 from xsake.evaluation.record import ModelIdentity, WeightFile
 
-MOST_HASHED = 10**9  # bytes of weights; more would take as long as the evaluation's first window
+MAX_HASHED_BYTES = 10**9  # larger weights take as long to hash as the first window
 
 
 def identify(folder: Path) -> ModelIdentity:
-    """The identity of a checkpoint in a folder, as Hugging Face lays it out.
-
-    Args:
-        folder: with config.json and safetensors files.
+    """Identify a Hugging Face checkpoint.
 
     Returns:
-        Digests of its files; of weights that are larger than 1 GB sizes alone.
+        Digests of its files; sizes only for weights above 1 GB.
     """
     files = sorted(folder.glob("*.safetensors"))
     try:
-        is_small = sum(file.stat().st_size for file in files) <= MOST_HASHED
+        is_small = sum(file.stat().st_size for file in files) <= MAX_HASHED_BYTES
         weights = tuple(
             WeightFile(
                 name=file.name,
@@ -33,10 +30,10 @@ def identify(folder: Path) -> ModelIdentity:
         config = _sha256(folder / "config.json")
         tokenizer = folder / "tokenizer.json"
         tokenizer_digest = _sha256(tokenizer) if tokenizer.exists() else None
-        # Sizes alone would not tell a model from one that was trained further.
+        # Sizes do not change with further training, modification times do.
         times = [] if is_small else [file.stat().st_mtime_ns for file in files]
     except OSError as error:
-        raise ArgumentError("a file of the model cannot be read", got=str(error)) from error
+        raise ArgumentError("cannot read a model file", got=str(error)) from error
     parts = [config, tokenizer_digest, [weight.model_dump() for weight in weights], times]
     return ModelIdentity(
         name=folder.resolve().name,

@@ -1,4 +1,4 @@
-"""What has been measured so far, a line per trial, so that an interrupted run can go on."""
+"""Cache of results, one line per trial, for resuming interrupted evaluations."""
 
 from pathlib import Path
 
@@ -10,13 +10,13 @@ from xsake.errors import ArgumentError
 from xsake.evaluation.record import Seconds
 
 
-class Entry(Frozen):
-    """The answer to one trial.
+class CachedResult(Frozen):
+    """Result of one trial.
 
     Attributes:
-        key: names everything that the answer depends on.
-        seconds: that it took.
-        sums: over the spans of the trial, by the name of the score.
+        key: digest of everything that the result depends on.
+        seconds: of the computation.
+        sums: over the spans of the trial, by name of the score.
     """
 
     key: str
@@ -24,62 +24,62 @@ class Entry(Frozen):
     sums: dict[str, list[float]]
 
 
-class Journal:
-    """Answers by key, in memory and, if there is a path, in a file that only grows.
+class ResultCache:
+    """Results by key, in memory and optionally in an append-only file.
 
-    A line that a dying process left unfinished is no entry, and is measured again.
+    Incomplete lines of interrupted writes are ignored.
 
     Args:
-        path: a .jsonl file; None keeps nothing.
-        fresh: forget what the file says.
+        path: a .jsonl file; None: in memory.
+        overwrite: delete existing results.
     """
 
-    def __init__(self, path: Path | None = None, *, fresh: bool = False):
+    def __init__(self, path: Path | None = None, *, overwrite: bool = False):
         self._path = path
         self._log = None if path is None else JsonlLog(path)
-        self._known: dict[str, Entry] = {}
+        self._results: dict[str, CachedResult] = {}
         if path is None:
             return
         try:
-            if fresh:
+            if overwrite:
                 path.unlink(missing_ok=True)
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._known = _entries(path)
+            self._results = _read_entries(path)
         except OSError as error:
-            raise _cannot_be_used(path, error) from error
+            raise _write_error(path, error) from error
 
-    def find(self, key: str) -> Entry | None:
-        """The answer under a key, if there is one."""
-        return self._known.get(key)
+    def find(self, key: str) -> CachedResult | None:
+        """Return the result of a key, or None."""
+        return self._results.get(key)
 
-    def add(self, entry: Entry) -> None:
-        """Keep an answer; it is on the disk when this returns."""
-        self._known[entry.key] = entry
+    def add(self, entry: CachedResult) -> None:
+        """Add a result; it is synced to disk when this returns."""
+        self._results[entry.key] = entry
         if self._path is None or self._log is None:
             return
         try:
             self._log.append(entry.model_dump_json(), sync=True)
         except OSError as error:
-            raise _cannot_be_used(self._path, error) from error
+            raise _write_error(self._path, error) from error
 
 
-def _entries(path: Path) -> dict[str, Entry]:
+def _read_entries(path: Path) -> dict[str, CachedResult]:
     if not path.exists():
         return {}
-    found = {}
+    entries = {}
     for line in path.read_bytes().splitlines():
         try:
-            entry = Entry.model_validate_json(line)
+            entry = CachedResult.model_validate_json(line)
         except ValidationError:
             continue
-        found[entry.key] = entry
-    return found
+        entries[entry.key] = entry
+    return entries
 
 
-def _cannot_be_used(path: Path, error: OSError) -> ArgumentError:
+def _write_error(path: Path, error: OSError) -> ArgumentError:
     return ArgumentError(
-        "the results cannot be kept",
+        "cannot write the results",
         got=f"{path}: {error.strerror}",
-        expected="a folder that can be written to",
-        fix="name another place with -o",
+        expected="a writable folder",
+        fix="choose another path with -o",
     )

@@ -1,23 +1,18 @@
-"""Evaluations as PNGs: NLL by position, far copies, loss against cost; needs matplotlib."""
+"""Plots of evaluations: NLL by position, far copies, loss against cost; requires matplotlib."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
 from xsake.errors import MissingExtraError
-from xsake.evaluation.frontier import Point
-from xsake.evaluation.record import ContextResult, FarCopyResult, Report
-from xsake.evaluation.trial import Span
+from xsake.evaluation.frontier import FrontierPoint
+from xsake.evaluation.record import ContextResult, EvaluationReport, FarCopyResult
+from xsake.evaluation.trial import TokenSpan
 
 DENSE, CANDIDATE, FIRST = "#30638e", "#d1495b", "#9aa5b1"
 
 
-def draw(report: Report, path: Path) -> None:
-    """Write the picture; needs `pip install xsake[viz]`.
-
-    Args:
-        report: an evaluation.
-        path: the PNG; its folder is made.
-    """
+def draw(report: EvaluationReport, path: Path) -> None:
+    """Draw an evaluation; requires `pip install xsake[viz]`."""
     panels = 2 if report.far_copy else 1
     figure = _figure(5.4 * panels, 4.2)
     left, *right = figure.subplots(1, panels, squeeze=False)[0]
@@ -32,21 +27,16 @@ def draw(report: Report, path: Path) -> None:
     figure.savefig(path, dpi=160, format="png")
 
 
-def draw_frontier(points: Sequence[Point], path: Path) -> None:
-    """Loss against cost, one line for each kind of attention; needs `pip install xsake[viz]`.
-
-    Args:
-        points: of `frontier`.
-        path: the PNG; its folder is made.
-    """
+def draw_frontier(points: Sequence[FrontierPoint], path: Path) -> None:
+    """Draw loss against cost, one line per type of attention; requires `pip install xsake[viz]`."""
     figure = _figure(6.0, 4.0)
     axes = figure.subplots()
     for name, colour in (("plan", DENSE), ("window", CANDIDATE)):
-        own = sorted((x.effective, x.kl) for x in points if x.name == name)
-        axes.plot(*zip(*own, strict=True), "o-", color=colour, label=name)
+        line = sorted((x.effective, x.kl) for x in points if x.name == name)
+        axes.plot(*zip(*line, strict=True), "o-", color=colour, label=name)
     axes.set_yscale("log")
-    axes.set_xlabel("cost / dense attention, choosing included")
-    axes.set_ylabel("lost: KL of next tokens, nats")
+    axes.set_xlabel("cost / dense attention, selection included")
+    axes.set_ylabel("KL of next tokens, nats")
     axes.xaxis.set_major_formatter(lambda x, _: f"{x:.0%}")
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)
@@ -67,7 +57,7 @@ def _draw_positions(axes, result: ContextResult) -> None:
     series = [("dense", DENSE, [span.dense_nll for span in spans])]
     if result.comparison is not None:
         series.append(("candidate", CANDIDATE, [span.candidate_nll or 0.0 for span in spans]))
-    _bars(axes, [str(Span(span.start, span.end)) for span in spans], series)
+    _bars(axes, [str(TokenSpan(span.start, span.end)) for span in spans], series)
     axes.set_xlabel(f"position in a window of {result.context:,} tokens")
     axes.set_ylabel("NLL, nats per token")
     axes.set_title(_perplexities(result), loc="left", fontsize=10)
@@ -95,22 +85,22 @@ def _draw_far_copies(axes, results: Sequence[FarCopyResult]) -> None:
 
 
 def _bars(axes, labels: list[str], series: list[tuple[str, str, list[float]]]) -> None:
-    """Groups of bars with their heights written on them."""
+    """Draw grouped bars with value labels."""
     width = 0.8 / len(series)
     for number, (name, colour, heights) in enumerate(series):
         shift = (number - (len(series) - 1) / 2) * width
-        places = [place + shift for place in range(len(labels))]
-        drawn = axes.bar(places, heights, width * 0.94, color=colour, label=name)
-        axes.bar_label(drawn, fmt="%.2f", fontsize=7, padding=2)
+        positions = [index + shift for index in range(len(labels))]
+        bars = axes.bar(positions, heights, width * 0.94, color=colour, label=name)
+        axes.bar_label(bars, fmt="%.2f", fontsize=7, padding=2)
     axes.set_xticks(range(len(labels)), labels, fontsize=8)
     highest = max(max(heights) for _, _, heights in series)
-    axes.set_ylim(0, 1.2 * highest)  # the legend stands above the highest bar
+    axes.set_ylim(0, 1.2 * highest)  # space for the legend
     if len(series) > 1:
         axes.legend(frameon=False, fontsize=8, loc="upper left", ncols=len(series), columnspacing=1)
 
 
-def _title(figure, report: Report, documents: int) -> None:
-    """The model, the candidate, and a line that says where the numbers come from."""
+def _title(figure, report: EvaluationReport, documents: int) -> None:
+    """Add model, candidate and the origin of the numbers."""
     title = report.model.name
     if report.candidate is not None:
         title += f": dense and {report.candidate.description}"
@@ -118,6 +108,6 @@ def _title(figure, report: Report, documents: int) -> None:
     commit = "no commit" if report.commit is None else report.commit[:10]
     files = ", ".join(file.name for file in report.texts[:3])
     more = f" and {len(report.texts) - 3} more" if len(report.texts) > 3 else ""
-    words = f"{documents} document{'' if documents == 1 else 's'} of {files}{more}"
-    origin = f"{words}; {report.dtype}, {commit}{'+' if report.dirty else ''}, {report.made_at}"
+    sources = f"{documents} document{'' if documents == 1 else 's'} of {files}{more}"
+    origin = f"{sources}; {report.dtype}, {commit}{'+' if report.dirty else ''}, {report.made_at}"
     figure.supxlabel(origin, x=0.99, ha="right", fontsize=6, color="#555555")

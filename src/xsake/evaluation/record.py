@@ -1,4 +1,4 @@
-"""What an evaluation says, complete enough to be repeated; the file is written whole or not."""
+"""Evaluation report and its JSON file."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -15,7 +15,7 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class TextFile(Frozen):
-    """A file that documents came from."""
+    """File of documents."""
 
     name: str
     bytes: Count
@@ -24,33 +24,33 @@ class TextFile(Frozen):
 
 
 class WeightFile(Frozen):
-    """A file of weights."""
+    """File of weights."""
 
     name: str
     bytes: Count
-    sha256: str | None = Field(description="None where the files are too large to be read twice")
+    sha256: str | None = Field(description="None for files that are too large to hash")
 
 
 class ModelIdentity(Frozen):
-    """Which model it was."""
+    """Identity of the evaluated model."""
 
     name: str = Field(description="of its folder")
-    digest: str = Field(description="of everything below, and of file times where nothing is read")
+    digest: str = Field(description="of all fields below, and of file times without hashes")
     config_sha256: str
     tokenizer_sha256: str | None
     weights: tuple[WeightFile, ...]
 
 
 class CandidateIdentity(Frozen):
-    """What dense attention was compared with."""
+    """Attention that is compared with dense attention."""
 
     description: str
     digest: str
-    tokens: int | None = Field(description="the only length it serves; None: any")
+    tokens: int | None = Field(description="the only supported length; None: any")
 
 
 class Estimate(Frozen):
-    """A number with its 95 % bootstrap interval over documents."""
+    """Number with its 95 % bootstrap interval over documents."""
 
     value: float
     low: float | None = Field(description="None with fewer than two documents")
@@ -58,45 +58,47 @@ class Estimate(Frozen):
 
 
 class SpanResult(Frozen):
-    """Means over predicted tokens at positions `start` to `end`, `end` not included."""
+    """Means over predicted tokens at positions `start` to `end`, exclusive."""
 
     start: Count
     end: Count
-    tokens: Count = Field(description="predictions, over all windows")
+    tokens: Count = Field(description="number of predictions of all windows")
     dense_nll: float = Field(description="nats per token")
     candidate_nll: float | None = None
     kl: float | None = Field(default=None, description="KL(dense || candidate), nats per token")
-    agreement: Share | None = Field(default=None, description="same token most likely")
+    agreement: Share | None = Field(default=None, description="share of equal top-1 tokens")
 
 
-class Comparison(Frozen):
-    """The candidate beside dense attention on the same tokens; intervals are paired."""
+class DenseComparison(Frozen):
+    """Candidate compared with dense attention on the same tokens; intervals are paired."""
 
     budget: float | None = Field(description="computed / causally visible blocks, if known")
     perplexity: Estimate
     perplexity_difference: Estimate = Field(description="candidate - dense")
     nll_difference: Estimate = Field(description="candidate - dense, nats per token")
     kl: Estimate = Field(description="KL(dense || candidate) of next-token distributions, nats")
-    agreement: Estimate = Field(description="share of positions with the same most likely token")
+    agreement: Estimate = Field(description="share of equal top-1 tokens")
 
 
 class ContextResult(Frozen):
-    """Windows of one length, each read on its own from its first token."""
+    """Results of windows of one length, each evaluated independently."""
 
     context: Count = Field(description="tokens of a window; all but the first are predicted")
     windows: Count
-    documents: tuple[str, ...] = Field(description="names: file, number in it, start of its digest")
-    too_short: Count = Field(description="documents left out because they have fewer tokens")
+    documents: tuple[str, ...] = Field(
+        description="names: file, number in it, start of the text's digest"
+    )
+    too_short: Count = Field(description="skipped documents with fewer tokens")
     perplexity: Estimate = Field(description="dense: exp of the mean NLL of all predicted tokens")
-    comparison: Comparison | None
+    comparison: DenseComparison | None
     by_position: tuple[SpanResult, ...]
-    seconds: Seconds = Field(description="compilation included; no measure of speed")
+    seconds: Seconds = Field(description="compilation included; not a benchmark")
 
 
 class FarCopySample(Frozen):
-    """One passage: NLL of its two copies, nats per token; None without a candidate."""
+    """NLL of the two copies of one passage, nats per token; None without a candidate."""
 
-    where: str = Field(description="document and token where the passage begins")
+    where: str = Field(description="document and first token of the passage")
     first_dense_nll: float
     second_dense_nll: float
     first_candidate_nll: float | None = None
@@ -104,18 +106,18 @@ class FarCopySample(Frozen):
 
 
 class FarCopyResult(Frozen):
-    """A passage and its copy with `gap` tokens of other text between, mean over the samples."""
+    """Results of the far-copy probe at one gap, mean over samples."""
 
     gap: Count
-    passage: Count = Field(description="tokens of a copy; all but its first are counted")
+    passage: Count = Field(description="tokens of a copy; all but the first are counted")
     samples: tuple[FarCopySample, ...]
     first: SpanResult = Field(description="the first copy")
-    second: SpanResult = Field(description="the second copy: low if the model can look back")
+    second: SpanResult = Field(description="the second copy: low with long-range attention")
     seconds: Seconds
 
 
-class Report(Frozen):
-    """What came out of `xsake evaluate`, and everything that it depends on."""
+class EvaluationReport(Frozen):
+    """Report of `xsake evaluate` with everything that the results depend on."""
 
     schema_version: Literal[1] = 1
     made_at: str = Field(description="UTC")
@@ -128,28 +130,28 @@ class Report(Frozen):
     candidate: CandidateIdentity | None
     contexts: tuple[ContextResult, ...]
     far_copy: tuple[FarCopyResult, ...]
-    notes: tuple[str, ...] = Field(description="what was left out or should be known")
-    seconds: Seconds = Field(description="of scoring, earlier parts of an interrupted run included")
+    notes: tuple[str, ...] = Field(description="skipped parts and warnings")
+    seconds: Seconds = Field(description="of scoring, including cached results")
     versions: dict[str, str]
-    source: str = Field(description="digest of the sources that compute the numbers")
+    source: str = Field(description="digest of the source code that determines the results")
     commit: str | None
     dirty: bool | None
     processor: str
 
 
-def write(report: Report, path: Path) -> None:
-    """Replace the file in one step, so that a reader never sees half of it."""
+def write_report(report: EvaluationReport, path: Path) -> None:
+    """Write the file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     atomic_write(path, report.model_dump_json(indent=1) + "\n")
 
 
-def read(path: Path) -> Report:
-    """A report from its file, checked."""
+def read_report(path: Path) -> EvaluationReport:
+    """Read and validate a report."""
     try:
-        return Report.model_validate_json(path.read_text(encoding="utf-8"))
+        return EvaluationReport.model_validate_json(path.read_text(encoding="utf-8"))
     except (ValidationError, UnicodeDecodeError) as error:
         raise ArgumentError(
-            "the file is not a report of an evaluation",
+            "invalid evaluation report",
             got=f"{path.name}: {str(error).splitlines()[0]}",
-            expected="JSON that fits schemas/evaluation.schema.json",
+            expected="JSON that matches schemas/evaluation.schema.json",
         ) from error

@@ -1,4 +1,4 @@
-"""Runs an evaluation: cuts the trials, measures what is not known yet, and makes the report."""
+"""Evaluation loop: build the trials, score those that are not cached, build the report."""
 
 import dataclasses
 import hashlib
@@ -19,16 +19,16 @@ from xsake.errors import ArgumentError
 from xsake.evaluation.candidate import Candidate
 from xsake.evaluation.documents import Texts
 from xsake.evaluation.far_copy import PASSAGE, FarCopy, far_copies
-from xsake.evaluation.journal import Entry, Journal
-from xsake.evaluation.record import CandidateIdentity, ModelIdentity, Report
+from xsake.evaluation.journal import CachedResult, ResultCache
+from xsake.evaluation.record import CandidateIdentity, EvaluationReport, ModelIdentity
 from xsake.evaluation.score import Score, Scorer
 from xsake.evaluation.summary import context_result, far_copy_result
 from xsake.evaluation.trial import Trial
-from xsake.evaluation.windows import Cut, Encode, Library, cut_windows
-from xsake.hads import Planned
+from xsake.evaluation.windows import Encode, TokenizedTexts, WindowSet, cut_windows
+from xsake.hads import PlanAttention
 from xsake.model import Decoder
 
-# What decides a number.
+# Sources that determine the results; their digest is part of cache keys.
 SOURCES = (
     "attention", "evaluation/score.py", "hads/attend.py", "hads/budget.py", "hads/choose.py",
     "hads/plan.py", "hads/selectors", "kernels", "layout", "masks", "model",
@@ -36,15 +36,15 @@ SOURCES = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Subject:
-    """What is evaluated.
+class EvalModel:
+    """Model under evaluation.
 
     Args:
-        model: the decoder, with its weights.
+        model: the decoder with its weights.
         encode: from a text to token ids.
-        identity: which model it is.
-        dtype: of weights and activations, for the record.
-        opening: token ids that open every sequence it reads, such as a token for the beginning.
+        identity: of the model files.
+        dtype: of weights and activations.
+        opening: token ids at the start of every sequence, such as BOS.
     """
 
     model: Decoder
@@ -55,17 +55,17 @@ class Subject:
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
-    """What is asked.
+class EvaluationSettings:
+    """Evaluation settings.
 
     Args:
-        contexts: tokens per window; each is an evaluation of its own.
-        documents: the first so many that are long enough, for each context; None: all.
+        contexts: tokens per window; one evaluation each.
+        documents: maximum number of documents per context; None: all.
         windows_per_document: consecutive windows from the start of a document.
-        gaps: of the far-copy probe; none: no probe.
+        gaps: of the far-copy probe; empty: no probe.
         far_copy_samples: passages of the probe.
-        passage: tokens of a passage of the probe.
-        seed: of the probe's texts and of the intervals.
+        passage: tokens of a passage.
+        seed: of the probe and of the intervals.
     """
 
     contexts: tuple[int, ...]
@@ -77,7 +77,7 @@ class Settings:
     seed: int = 0
 
     def __post_init__(self):
-        least = {
+        minimums = {
             "contexts": (self.contexts, 16),
             "documents": ((self.documents,) if self.documents is not None else (), 1),
             "windows_per_document": ((self.windows_per_document,), 1),
@@ -86,26 +86,25 @@ class Settings:
             "passage": ((self.passage,), 2),
             "seed": ((self.seed,), 0),
         }
-        for name, (numbers, lowest) in least.items():
-            if any(number < lowest for number in numbers) or len(set(numbers)) < len(numbers):
-                got, expected = f"{name}={getattr(self, name)}", f"from {lowest} on, each once"
-                raise ArgumentError("this cannot be evaluated", got=got, expected=expected)
+        for name, (values, minimum) in minimums.items():
+            if any(value < minimum for value in values) or len(set(values)) < len(values):
+                got, expected = f"{name}={getattr(self, name)}", f">= {minimum}, no duplicates"
+                raise ArgumentError("invalid evaluation settings", got=got, expected=expected)
         if not self.contexts:
-            raise ArgumentError("there is nothing to evaluate", expected="at least one context")
+            raise ArgumentError("no context to evaluate", expected="at least one context")
 
 
 @dataclasses.dataclass(frozen=True)
-class Progress:
-    """A trial has been answered: told to whoever watches.
+class EvaluationProgress:
+    """Progress event, sent after each trial.
 
     Args:
         done, total: trials.
-        label: which one it was.
-        is_new: measured now, not known from before.
-        dense_nll, candidate_nll: its mean over the spans, nats per token.
+        label: of the trial.
+        is_new: False for cached results.
+        dense_nll, candidate_nll: mean over the spans, nats per token.
         elapsed_seconds: since the start.
-        remaining_seconds: estimate by the products of a forward pass; None before the first
-            measurement.
+        remaining_seconds: estimate by flops; None before the first measurement.
     """
 
     done: int
@@ -118,53 +117,53 @@ class Progress:
     remaining_seconds: float | None
 
 
-Watch = Callable[[Progress], None]
+ProgressFn = Callable[[EvaluationProgress], None]
 Cost = Callable[[Trial], int]
 
 
 def evaluate(
-    subject: Subject,
+    eval_model: EvalModel,
     texts: Texts,
-    settings: Settings,
+    settings: EvaluationSettings,
     *,
     candidate: Candidate | None = None,
-    journal: Journal | None = None,
-    watch: Watch = lambda _: None,
-) -> Report:
-    """Perplexity, and what perplexity hides, of a model with dense and with another attention.
+    cache: ResultCache | None = None,
+    on_progress: ProgressFn = lambda _: None,
+) -> EvaluationReport:
+    """Evaluate perplexity, KL and far copies of a model with dense and with candidate attention.
 
     Args:
-        subject: the model.
-        texts: what it reads.
-        settings: what is asked.
-        candidate: attention to compare with dense attention; None: dense alone.
-        journal: keeps answers and knows earlier ones, so that an interrupted run goes on.
-        watch: told about every answer.
-
-    Returns:
-        The report.
+        eval_model: the model.
+        texts: to evaluate on.
+        settings: of the evaluation.
+        candidate: attention to compare with dense attention; None: dense only.
+        cache: of results, for resuming.
+        on_progress: called after each trial.
     """
-    journal = Journal() if journal is None else journal
-    notes = _checked(subject, settings, candidate)
-    vocabulary = subject.model.config.vocab_size
-    library = Library(texts.documents, subject.encode, vocabulary, subject.opening)
-    cuts = _cuts(library, settings, notes)
-    copies = _copies(library, cuts, settings, subject, candidate, notes)
-    base = _base(subject, candidate)
-    trials = [trial for cut in cuts for trial in cut.trials] + [copy.trial for copy in copies]
-    score = Scorer(subject.model, None if candidate is None else candidate.attend)
-    answers = iter(_measure(trials, score, journal, base, _cost_in(subject.model), watch))
+    cache = ResultCache() if cache is None else cache
+    notes = _validate(eval_model, settings, candidate)
+    vocabulary = eval_model.model.config.vocab_size
+    tokenized = TokenizedTexts(texts.documents, eval_model.encode, vocabulary, eval_model.opening)
+    window_sets = _window_sets(tokenized, settings, notes)
+    copies = _copies(tokenized, window_sets, settings, eval_model, candidate, notes)
+    base = _base(eval_model, candidate)
+    trials = [trial for windows in window_sets for trial in windows.trials] + [
+        copy.trial for copy in copies
+    ]
+    score = Scorer(eval_model.model, None if candidate is None else candidate.attend)
+    results = iter(_measure(trials, score, cache, base, _cost_fn(eval_model.model), on_progress))
     contexts = [
-        context_result(cut, _take(answers, cut.trials), candidate, settings.seed) for cut in cuts
+        context_result(windows, _take(results, windows.trials), candidate, settings.seed)
+        for windows in window_sets
     ]
     by_gap = [list(group) for _, group in itertools.groupby(copies, lambda copy: copy.gap)]
-    probes = [far_copy_result(group, _take(answers, group), settings.passage) for group in by_gap]
-    here = environment(own_checkout())
-    return Report(
-        made_at=here.utc,
-        model=subject.identity,
+    probes = [far_copy_result(group, _take(results, group), settings.passage) for group in by_gap]
+    current = environment(own_checkout())
+    return EvaluationReport(
+        made_at=current.utc,
+        model=eval_model.identity,
         texts=texts.files,
-        dtype=subject.dtype,
+        dtype=eval_model.dtype,
         seed=settings.seed,
         document_limit=settings.documents,
         windows_per_document=settings.windows_per_document,
@@ -177,16 +176,18 @@ def evaluate(
         seconds=sum(result.seconds for result in (*contexts, *probes)),
         versions=base["versions"],
         source=base["source"],
-        commit=here.commit,
-        dirty=here.dirty,
-        processor=here.cpu,
+        commit=current.commit,
+        dirty=current.dirty,
+        processor=current.cpu,
     )  # fmt: skip
 
 
-def _checked(subject: Subject, settings: Settings, candidate: Candidate | None) -> list[str]:
-    """Notes on what is unusual; what cannot be done raises before anything is computed."""
-    config, longest = subject.model.config, max(settings.contexts)
-    if candidate is not None and isinstance(candidate.attend, Planned):
+def _validate(
+    eval_model: EvalModel, settings: EvaluationSettings, candidate: Candidate | None
+) -> list[str]:
+    """Validate the arguments; return warnings."""
+    config, longest = eval_model.model.config, max(settings.contexts)
+    if candidate is not None and isinstance(candidate.attend, PlanAttention):
         candidate.attend.plan.validate_for(
             config.layers, config.q_heads, kv_heads=config.kv_heads, head_dim=config.head_dim
         )
@@ -194,82 +195,84 @@ def _checked(subject: Subject, settings: Settings, candidate: Candidate | None) 
         others = [x for x in settings.contexts if x != candidate.tokens]
         if others:
             raise ArgumentError(
-                "the candidate serves one length only",
+                "the candidate supports one length only",
                 got=f"contexts {', '.join(map(str, others))}",
                 expected=f"context {candidate.tokens}",
-                fix="evaluate a layout at the length that it was made for",
+                fix="evaluate a layout at its own length",
             )
     if longest <= config.context:
         return []
     if config.has_learned_positions:
         raise ArgumentError(
-            "the model has no positions for such a context",
+            "the context exceeds the model's position embeddings",
             got=f"context {longest}",
             expected=f"at most {config.context}",
         )
-    return [f"context {longest} is beyond the {config.context} that the model was trained for"]
+    return [f"context {longest} exceeds the training context of {config.context}"]
 
 
-def _cuts(library: Library, settings: Settings, notes: list[str]) -> list[Cut]:
-    cuts = []
+def _window_sets(
+    tokenized: TokenizedTexts, settings: EvaluationSettings, notes: list[str]
+) -> list[WindowSet]:
+    window_sets = []
     for context in settings.contexts:
-        cut = cut_windows(
-            library,
+        windows = cut_windows(
+            tokenized,
             context,
             per_document=settings.windows_per_document,
             limit=settings.documents,
         )
-        if cut.too_short:
-            seen = cut.too_short + len(cut.documents)
-            left_out = f"documents left out for too few tokens: {cut.too_short} of {seen}"
-            notes.append(f"context {context}: {left_out}")
-        if cut.trials:
-            cuts.append(cut)
+        if windows.too_short:
+            total = windows.too_short + len(windows.documents)
+            skipped = f"skipped documents with too few tokens: {windows.too_short} of {total}"
+            notes.append(f"context {context}: {skipped}")
+        if windows.trials:
+            window_sets.append(windows)
         else:
             notes.append(f"context {context}: no document is long enough, nothing was evaluated")
-    if not cuts:
+    if not window_sets:
         raise ArgumentError(
             "no document is long enough",
-            got=f"{len(library.documents)} documents",
+            got=f"{len(tokenized.documents)} documents",
             expected=f"at least {min(settings.contexts)} tokens in one of them",
-            fix="ask for a smaller --context, or give longer texts",
+            fix="use a smaller --context or longer texts",
         )
-    return cuts
+    return window_sets
 
 
 def _copies(
-    library: Library,
-    cuts: list[Cut],
-    settings: Settings,
-    subject: Subject,
+    tokenized: TokenizedTexts,
+    window_sets: list[WindowSet],
+    settings: EvaluationSettings,
+    eval_model: EvalModel,
     candidate: Candidate | None,
     notes: list[str],
 ) -> list[FarCopy]:
-    """The probe's sequences, by gap; from the documents that windows were cut from."""
+    """Build the sequences of the probe, by gap, from the documents of the windows."""
     if not settings.gaps:
         return []
-    used = dict.fromkeys(document for cut in cuts for document in cut.documents)
-    config = subject.model.config
-    copies, left_out = far_copies(
-        library,
+    used = dict.fromkeys(document for windows in window_sets for document in windows.documents)
+    config = eval_model.model.config
+    copies, skipped = far_copies(
+        tokenized,
         list(used),
         settings.gaps,
         samples=settings.far_copy_samples,
         passage=settings.passage,
         seed=settings.seed,
-        most=config.context if config.has_learned_positions else None,
+        max_tokens=config.context if config.has_learned_positions else None,
         tokens=None if candidate is None else candidate.tokens,
     )
-    notes += left_out
+    notes += skipped
     return sorted(copies, key=lambda copy: (copy.gap, copy.sample))
 
 
-def _base(subject: Subject, candidate: Candidate | None) -> dict:
-    """All that an answer depends on beside the trial itself."""
+def _base(eval_model: EvalModel, candidate: Candidate | None) -> dict:
+    """Return everything that a result depends on, except the trial."""
     optional = installed_versions(("flax", "tokenizers"))
     return {
-        "model": subject.identity.digest,
-        "dtype": subject.dtype,
+        "model": eval_model.identity.digest,
+        "dtype": eval_model.dtype,
         "candidate": None if candidate is None else candidate.digest,
         "versions": environment().versions | optional,
         "source": source_digest(*SOURCES),
@@ -277,38 +280,41 @@ def _base(subject: Subject, candidate: Candidate | None) -> dict:
 
 
 def _measure(
-    trials: Sequence[Trial], score: Score, journal: Journal, base: dict, cost: Cost, watch: Watch
-) -> list[Entry]:
-    """Answer all trials, the cheapest first, so that an estimate of the rest comes early."""
+    trials: Sequence[Trial],
+    score: Score,
+    cache: ResultCache,
+    base: dict,
+    cost: Cost,
+    on_progress: ProgressFn,
+) -> list[CachedResult]:
+    """Score all trials, cheapest first for an early estimate of the remaining time."""
     keys = [_key(base, trial) for trial in trials]
-    costs = [
-        0 if journal.find(key) else cost(trial) for key, trial in zip(keys, trials, strict=True)
-    ]
-    start, spent, left = time.monotonic(), 0, sum(costs)
-    answers: dict[int, Entry] = {}
-    for place in sorted(range(len(trials)), key=costs.__getitem__):
-        key, trial = keys[place], trials[place]
-        entry = journal.find(key)
+    costs = [0 if cache.find(key) else cost(trial) for key, trial in zip(keys, trials, strict=True)]
+    start, spent, remaining = time.monotonic(), 0, sum(costs)
+    results: dict[int, CachedResult] = {}
+    for index in sorted(range(len(trials)), key=costs.__getitem__):
+        key, trial = keys[index], trials[index]
+        entry = cache.find(key)
         is_new = entry is None
         if entry is None:
             begin = time.monotonic()
             sums = score(trial.tokens).sums(trial.spans)
-            entry = Entry(key=key, seconds=time.monotonic() - begin, sums=sums)
-            journal.add(entry)
-            spent, left = spent + costs[place], left - costs[place]
-        answers[place] = entry
+            entry = CachedResult(key=key, seconds=time.monotonic() - begin, sums=sums)
+            cache.add(entry)
+            spent, remaining = spent + costs[index], remaining - costs[index]
+        results[index] = entry
         elapsed = time.monotonic() - start
-        to_go = elapsed / spent * left if spent else None
+        to_go = elapsed / spent * remaining if spent else None
         dense, candidate = (_mean_nll(trial, entry, side) for side in ("dense", "candidate"))
-        done = Progress(
-            len(answers), len(trials), trial.label, is_new, dense, candidate, elapsed, to_go
+        done = EvaluationProgress(
+            len(results), len(trials), trial.label, is_new, dense, candidate, elapsed, to_go
         )
-        watch(done)
-    return [answers[place] for place in range(len(trials))]
+        on_progress(done)
+    return [results[index] for index in range(len(trials))]
 
 
-def _cost_in(model: Decoder) -> Cost:
-    """Products of a forward pass: of the parameters once a token, of attention once a pair."""
+def _cost_fn(model: Decoder) -> Cost:
+    """Return the estimated multiplications of a forward pass: parameters and attention pairs."""
     config = model.config
     parameters = sum(leaf.size for leaf in jax.tree.leaves(model))
     width = config.layers * config.q_heads * config.head_dim
@@ -320,11 +326,11 @@ def _key(base: dict, trial: Trial) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def _mean_nll(trial: Trial, entry: Entry, side: str) -> float | None:
+def _mean_nll(trial: Trial, entry: CachedResult, side: str) -> float | None:
     predicted = sum(end - start for start, end in trial.spans)
     sums = entry.sums.get(f"{side}_nll")
     return None if sums is None else sum(sums) / predicted
 
 
-def _take(answers, trials: Sequence) -> list[Entry]:
-    return list(itertools.islice(answers, len(trials)))
+def _take(results, trials: Sequence) -> list[CachedResult]:
+    return list(itertools.islice(results, len(trials)))

@@ -1,4 +1,4 @@
-"""From the sums of trials to results: means, perplexities, differences and their intervals."""
+"""Results from the sums of trials: means, perplexities, differences and intervals."""
 
 from collections.abc import Sequence
 
@@ -7,32 +7,25 @@ import numpy as np
 from xsake.evaluation.bootstrap import estimate
 from xsake.evaluation.candidate import Candidate
 from xsake.evaluation.far_copy import FarCopy
-from xsake.evaluation.journal import Entry
+from xsake.evaluation.journal import CachedResult
 from xsake.evaluation.record import (
-    Comparison,
     ContextResult,
+    DenseComparison,
     Estimate,
     FarCopyResult,
     FarCopySample,
     SpanResult,
 )
-from xsake.evaluation.trial import Span
-from xsake.evaluation.windows import Cut
+from xsake.evaluation.trial import TokenSpan
+from xsake.evaluation.windows import WindowSet
 
 
 def context_result(
-    cut: Cut, entries: Sequence[Entry], candidate: Candidate | None, seed: int
+    windows: WindowSet, entries: Sequence[CachedResult], candidate: Candidate | None, seed: int
 ) -> ContextResult:
-    """The result of all windows of one length.
-
-    Args:
-        cut: the windows.
-        entries: the answer to each.
-        candidate: what was compared with dense attention, if anything.
-        seed: of the intervals.
-    """
-    spans = cut.trials[0].spans
-    sums = _document_sums(cut, entries)
+    """Summarize all windows of one length."""
+    spans = windows.trials[0].spans
+    sums = _document_sums(windows, entries)
 
     def perplexity(name: str) -> Estimate:
         return estimate(lambda x: np.exp(_mean(x, name)), sums, seed)
@@ -43,8 +36,8 @@ def context_result(
     comparison = None
     if candidate is not None:
         nll = "dense_nll", "candidate_nll"
-        comparison = Comparison(
-            budget=candidate.budget(cut.context),
+        comparison = DenseComparison(
+            budget=candidate.budget(windows.context),
             perplexity=perplexity("candidate_nll"),
             perplexity_difference=estimate(
                 lambda x: np.exp(_mean(x, nll[1])) - np.exp(_mean(x, nll[0])), sums, seed
@@ -54,10 +47,10 @@ def context_result(
             agreement=mean("agreement"),
         )
     return ContextResult(
-        context=cut.context,
-        windows=len(cut.trials),
-        documents=tuple(document.name for document in cut.documents),
-        too_short=cut.too_short,
+        context=windows.context,
+        windows=len(windows.trials),
+        documents=tuple(document.name for document in windows.documents),
+        too_short=windows.too_short,
         perplexity=perplexity("dense_nll"),
         comparison=comparison,
         by_position=tuple(span_result(span, i, entries) for i, span in enumerate(spans)),
@@ -66,9 +59,9 @@ def context_result(
 
 
 def far_copy_result(
-    copies: Sequence[FarCopy], entries: Sequence[Entry], passage: int
+    copies: Sequence[FarCopy], entries: Sequence[CachedResult], passage: int
 ) -> FarCopyResult:
-    """The result of all samples with one gap."""
+    """Summarize all samples with one gap."""
     first, second = copies[0].trial.spans
     return FarCopyResult(
         gap=copies[0].gap,
@@ -80,7 +73,7 @@ def far_copy_result(
     )
 
 
-def _sample(copy: FarCopy, entry: Entry) -> FarCopySample:
+def _sample(copy: FarCopy, entry: CachedResult) -> FarCopySample:
     means = {
         f"{copies}_{name}": entry.sums[name][index] / (span.end - span.start)
         for name in ("dense_nll", "candidate_nll")
@@ -92,8 +85,8 @@ def _sample(copy: FarCopy, entry: Entry) -> FarCopySample:
     return FarCopySample(where=copy.trial.document, **means)
 
 
-def span_result(span: Span, index: int, entries: Sequence[Entry]) -> SpanResult:
-    """Means over one span of every trial."""
+def span_result(span: TokenSpan, index: int, entries: Sequence[CachedResult]) -> SpanResult:
+    """Compute means over one span of every trial."""
     count = (span.end - span.start) * len(entries)
     means = {
         name: sum(entry.sums[name][index] for entry in entries) / count for name in entries[0].sums
@@ -108,10 +101,10 @@ def _mean(totals: np.ndarray, name: str) -> np.ndarray | np.float64:
     return totals[..., _SUMS.index(name)] / totals[..., 0]
 
 
-def _document_sums(cut: Cut, entries: Sequence[Entry]) -> np.ndarray:
-    """Float64 [documents, _SUMS]: what each document's windows add up to."""
-    rows = {document.name: np.zeros(len(_SUMS)) for document in cut.documents}
-    for trial, entry in zip(cut.trials, entries, strict=True):
+def _document_sums(windows: WindowSet, entries: Sequence[CachedResult]) -> np.ndarray:
+    """Return float64 sums [documents, _SUMS] over the windows of each document."""
+    rows = {document.name: np.zeros(len(_SUMS)) for document in windows.documents}
+    for trial, entry in zip(windows.trials, entries, strict=True):
         predicted = sum(end - start for start, end in trial.spans)
         parts = [sum(entry.sums.get(name, [])) for name in _SUMS[1:]]
         rows[trial.document] += np.array([predicted, *parts], np.float64)

@@ -1,4 +1,4 @@
-"""A trial: tokens that a model reads from the start, and the spans of them that are asked about."""
+"""Trials: token sequences and the spans that are scored."""
 
 import dataclasses
 import functools
@@ -12,10 +12,10 @@ from jaxtyping import Int
 FIRST_EDGE = 512
 
 
-class Span(NamedTuple):
-    """Predicted tokens at positions `start` to `end`, `end` not included.
+class TokenSpan(NamedTuple):
+    """Predicted tokens at positions `start` to `end`, exclusive.
 
-    The token at position 0 is predicted from nothing, so `start` is at least 1.
+    The token at position 0 is not predicted, so `start` is at least 1.
     """
 
     start: int
@@ -27,30 +27,30 @@ class Span(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Trial:
-    """What the model reads, and what is asked about it.
+    """Token sequence with the spans that are scored.
 
     Args:
-        label: for whoever watches.
-        document: the document that it counts for; intervals are over documents.
+        label: for progress events.
+        document: name of its document, for intervals over documents.
         tokens: token i is at position i.
-        spans: the answers are sums over each.
+        spans: of predicted tokens; scores are summed over each.
     """
 
     label: str
     document: str
     tokens: Int[np.ndarray, " T"]
-    spans: tuple[Span, ...]
+    spans: tuple[TokenSpan, ...]
 
     @functools.cached_property
     def digest(self) -> str:
-        """Names the question: the same tokens and spans, wherever they come from."""
+        """Digest of tokens and spans."""
         total = hashlib.sha256(np.ascontiguousarray(self.tokens, "<i8").tobytes())
         total.update(repr([tuple(span) for span in self.spans]).encode())
         return total.hexdigest()
 
 
-def position_spans(tokens: int) -> tuple[Span, ...]:
-    """All predicted positions of a window in spans that double: 1-512, 512-1024, 1024-2048...
+def position_spans(tokens: int) -> tuple[TokenSpan, ...]:
+    """Split the predicted positions of a window into doubling spans: 1-512, 512-1024, ...
 
     Example:
         >>> [str(span) for span in position_spans(2000)]
@@ -58,4 +58,4 @@ def position_spans(tokens: int) -> tuple[Span, ...]:
     """
     doubling = itertools.accumulate(itertools.repeat(2), lambda x, y: x * y, initial=FIRST_EDGE)
     inner = itertools.takewhile(lambda edge: edge < tokens, doubling)
-    return tuple(Span(*pair) for pair in itertools.pairwise([1, *inner, tokens]))
+    return tuple(TokenSpan(*pair) for pair in itertools.pairwise([1, *inner, tokens]))

@@ -1,34 +1,34 @@
-"""HADS: what heads look at, what they may skip under a budget, and the plan that says so."""
+"""Head-Adaptive Dynamic Sparsity: calibration profiles, sparsity plans, attention by a plan."""
 
-from xsake.hads.attend import Planned
+from xsake.hads.attend import PlanAttention
 from xsake.hads.audit import Audit, audited_choice
 from xsake.hads.bounds import bounded_choice, dropped_bound
-from xsake.hads.budget import AlwaysOn
-from xsake.hads.calibrate import Reading, Settings, calibrate
-from xsake.hads.choose import Scope
-from xsake.hads.making import make_plan, policy_named, selector_named
+from xsake.hads.budget import ForcedBlocks
+from xsake.hads.calibrate import CalibrationDocument, CalibrationSettings, calibrate
+from xsake.hads.choose import BudgetScope
+from xsake.hads.making import make_plan, make_policy, make_selector
 from xsake.hads.plan import SparsityPlan
 from xsake.hads.policy import POLICIES, Policy
 from xsake.hads.profile import CalibratedModel, Profile
-from xsake.hads.recorder import Recorder, observer
+from xsake.hads.recorder import AttentionRecorder, observer
 from xsake.hads.selectors import SELECTORS, Selector
-from xsake.hads.shelf import Shelf
+from xsake.hads.shelf import MassCache
 
 __all__ = [
     "POLICIES",
     "SELECTORS",
-    "AlwaysOn",
+    "ForcedBlocks",
     "Audit",
     "CalibratedModel",
-    "Planned",
+    "PlanAttention",
     "Policy",
     "Profile",
-    "Reading",
-    "Recorder",
-    "Scope",
+    "CalibrationDocument",
+    "AttentionRecorder",
+    "BudgetScope",
     "Selector",
-    "Settings",
-    "Shelf",
+    "CalibrationSettings",
+    "MassCache",
     "SparsityPlan",
     "audited_choice",
     "bounded_choice",
@@ -36,6 +36,6 @@ __all__ = [
     "dropped_bound",
     "make_plan",
     "observer",
-    "policy_named",
-    "selector_named",
+    "make_policy",
+    "make_selector",
 ]

@@ -1,4 +1,4 @@
-"""From what blocks are worth to how many each head gets; exact totals, knows no files."""
+"""Allocation of blocks to heads with exact totals: greedy on curves, or on static units."""
 
 import heapq
 from typing import NamedTuple
@@ -7,62 +7,62 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from xsake.errors import ArgumentError
-from xsake.hads.budget import AlwaysOn, level_totals, take_pool, visible_blocks
+from xsake.hads.budget import ForcedBlocks, level_totals, take_pool, visible_blocks
 
 
 def water_fill(
     losses: Float[np.ndarray, "L Hq levels"],
     total: int,
-    always: AlwaysOn,
+    forced: ForcedBlocks,
     *,
     floor: int | None = None,
 ) -> Int[np.ndarray, "L Hq"]:
-    """Blocks of each head for the least sum of losses over all heads.
+    """Allocate `total` blocks to heads so that the sum of losses is minimal.
 
-    A head whose rows compute `k` blocks loses `losses[k]`, and the step to `k + 1` costs `n - k`
-    blocks. The lower convex hull of a head's losses over blocks is a list of ever flatter segments;
-    those of all heads are bought in the order of loss saved per block until `total` is spent (Fox,
-    1966). Nothing is better where every head ends on a corner of its hull, and all do but one: that
-    one gets a part of its segment, which `row_counts` turns into rows of `k` and `k + 1` blocks.
+    A head with `k` blocks per row has the loss `losses[k]`, and the step to `k + 1` costs `n - k`
+    blocks. Segments of the lower convex hulls of all heads are taken in the order of loss saved per
+    block until `total` is spent (Fox, 1966). The result is optimal if every head ends on a corner
+    of its hull. All but one do: the last gets a part of its segment, which `row_counts` turns into
+    rows of `k` and `k + 1` blocks.
 
     Args:
-        losses: at `k` from 0 to `n` blocks per row; constant where fewer than what is always on.
+        losses: at `k` from 0 to `n` blocks per row; constant below the forced blocks.
         total: blocks of all heads.
-        always: what every head computes anyway.
-        floor: blocks per row that every head gets beyond those. None: 1 if the total allows it,
-            else 0. A head that calibration saw no use for would otherwise get nothing at all.
+        forced: blocks that every head computes.
+        floor: minimum blocks per row beyond the forced ones. None: 1 if the total allows it, else
+            0. Without it a head without measured benefit would get forced blocks only.
 
     Returns:
-        Blocks of each head; they add up to `total`.
+        Blocks of each head; their sum is `total`.
 
     Example:
         >>> steep, flat = [3.0, 3, 3, 3, 1, 0], [1.0, 1, 1, 1, 0.5, 0]
-        >>> water_fill(np.array([[steep, flat]]), 27, AlwaysOn(), floor=0)
+        >>> water_fill(np.array([[steep, flat]]), 27, ForcedBlocks(), floor=0)
         array([[15, 12]])
     """
     layers, heads, n = losses.shape[0], losses.shape[1], losses.shape[2] - 1
     count = layers * heads
-    first = _first_level(total, count, n, always, floor)
-    cost = level_totals(np.arange(first, n + 1), n, always)
-    segments = [_segments(cost, loss) for loss in losses.reshape(count, -1)[:, first:]]
+    first = _first_level(total, count, n, forced, floor)
+    cost = level_totals(np.arange(first, n + 1), n, forced)
+    segments = [_hull_segments(cost, loss) for loss in losses.reshape(count, -1)[:, first:]]
     saved = np.concatenate([each.saved for each in segments])
     blocks = np.concatenate([each.blocks for each in segments])
     head = np.repeat(np.arange(count), [each.blocks.size for each in segments])
     order = np.argsort(-saved / blocks, kind="stable")
     blocks, head = blocks[order], head[order]
-    left = total - count * int(cost[0]) - (np.cumsum(blocks) - blocks)
+    remaining = total - count * int(cost[0]) - (np.cumsum(blocks) - blocks)
     totals = np.full(count, cost[0])
-    np.add.at(totals, head, np.clip(left, 0, blocks))
+    np.add.at(totals, head, np.clip(remaining, 0, blocks))
     return totals.reshape(layers, heads)
 
 
-class _Segments(NamedTuple):
+class _HullSegments(NamedTuple):
     saved: Float[np.ndarray, " segments"]
     blocks: Int[np.ndarray, " segments"]
 
 
-def _segments(cost: Int[np.ndarray, " K"], loss: Float[np.ndarray, " K"]) -> _Segments:
-    """The lower convex hull of a head's losses over blocks, corner to corner."""
+def _hull_segments(cost: Int[np.ndarray, " K"], loss: Float[np.ndarray, " K"]) -> _HullSegments:
+    """Return the segments of the lower convex hull of a head's losses over blocks."""
     corners = [0]
     x, y = cost.tolist(), loss.tolist()
     for k in range(1, len(x)):
@@ -72,53 +72,47 @@ def _segments(cost: Int[np.ndarray, " K"], loss: Float[np.ndarray, " K"]) -> _Se
                 break
             corners.pop()
         corners.append(k)
-    return _Segments(-np.diff(loss[corners]), np.diff(cost[corners]))
+    return _HullSegments(-np.diff(loss[corners]), np.diff(cost[corners]))
 
 
-def _first_level(total: int, heads: int, n: int, always: AlwaysOn, floor: int | None) -> int:
-    _require_possible(total, heads, n, always)
-    bare = min(always.level, n)
-    wanted = min(bare + (1 if floor is None else floor), n)
-    asked = heads * int(level_totals(np.array([wanted]), n, always)[0])
-    if asked <= total:
-        return wanted
+def _first_level(total: int, heads: int, n: int, forced: ForcedBlocks, floor: int | None) -> int:
+    _require_feasible(total, heads, n, forced)
+    lowest = min(forced.blocks_per_row, n)
+    level = min(lowest + (1 if floor is None else floor), n)
+    required = heads * int(level_totals(np.array([level]), n, forced)[0])
+    if required <= total:
+        return level
     if floor is not None:
         raise ArgumentError(
-            "the total does not buy the floor of every head",
+            "the total is smaller than the floor of all heads",
             got=f"{floor=}, {total=}",
-            expected=f"a total of {asked} or more",
-            fix="lower the floor, leave it out, or raise the budget",
+            expected=f"a total of {required} or more",
+            fix="lower or omit the floor, or raise the budget",
         )
-    return bare
+    return lowest
 
 
-def _require_possible(total: int, heads: int, n: int, always: AlwaysOn) -> None:
-    least, most = heads * always.total(n), heads * visible_blocks(n)
-    if not least <= total <= most:
+def _require_feasible(total: int, heads: int, n: int, forced: ForcedBlocks) -> None:
+    minimum, maximum = heads * forced.total(n), heads * visible_blocks(n)
+    if not minimum <= total <= maximum:
         raise ArgumentError(
-            "the heads cannot compute that many blocks",
+            "total number of blocks out of range",
             got=f"{total=}, {heads=}, {n=}",
-            expected=f"{least} (always on) to {most} (all that is visible)",
+            expected=f"{minimum} (forced) to {maximum} (visible)",
         )
 
 
 def dropped_mass(curves: Float[np.ndarray, "L Hq levels"]) -> Float[np.ndarray, "L Hq levels"]:
-    """The mass that `exp(-curve)` leaves out.
+    """Return `1 - exp(-curve)`.
 
     A curve is a mean of logarithms, so `exp(-curve)` is the geometric mean of the kept mass over
-    queries, which is at most its arithmetic mean: single queries that lose much weigh more.
+    queries, which is at most the arithmetic mean: queries with large losses weigh more.
     """
     return -np.expm1(-curves)
 
 
-class Units(NamedTuple):
-    """Whole diagonals and columns of each head, and its blocks.
-
-    Attributes:
-        totals: blocks of each head, always-on ones counted.
-        offsets: of the diagonals of each head, in the order of `totals` flattened, ascending.
-        columns: of each head, likewise.
-    """
+class StaticUnits(NamedTuple):
+    """Diagonals and columns of each head."""
 
     totals: Int[np.ndarray, "L Hq"]
     offsets: tuple[tuple[int, ...], ...]
@@ -129,109 +123,109 @@ def static_units(
     offset_mass: Float[np.ndarray, "L Hq Nk"],
     column_mass: Float[np.ndarray, "L Hq Nk"],
     total: int,
-    always: AlwaysOn,
-) -> Units:
-    """Greedy choice of diagonals and columns by mass per block, over all heads at once.
+    forced: ForcedBlocks,
+) -> StaticUnits:
+    """Select diagonals and columns greedily by mass per block, over all heads.
 
-    A diagonal `d` has `n - d` blocks and a column `j` as many below and on the diagonal; blocks
-    that are computed already cost nothing and bring nothing. The first unit that does not fit ends
-    it: its head gets the blocks that are left, which `take_units` spends next to the diagonal.
+    A diagonal `d` has `n - d` blocks, a column `j` has `n - j`; blocks that are selected already
+    have no cost and no gain. The first unit that does not fit ends the selection: its head gets
+    the remaining blocks, which `take_units` places next to the diagonal.
 
     Args:
         offset_mass: mean mass of the blocks of each diagonal.
         column_mass: mean mass of the blocks of each column below the diagonal.
         total: blocks of all heads.
-        always: what every head computes anyway.
+        forced: blocks that every head computes.
     """
     layers, heads, n = offset_mass.shape
     rows = zip(offset_mass.reshape(-1, n), column_mass.reshape(-1, n), strict=True)
-    states = [_Head(offsets, columns, always) for offsets, columns in rows]
-    totals = np.full(len(states), always.total(n))
-    left = total - int(totals.sum())
-    _require_possible(total, len(states), n, always)
+    states = [_HeadUnits(offsets, columns, forced) for offsets, columns in rows]
+    totals = np.full(len(states), forced.total(n))
+    remaining = total - int(totals.sum())
+    _require_feasible(total, len(states), n, forced)
     queue = [(*state.best(), head) for head, state in enumerate(states)]
     heapq.heapify(queue)
-    while left > 0:
+    while remaining > 0:
         _, unit, head = heapq.heappop(queue)
         cost = int(states[head].cost[unit])
-        totals[head] += min(cost, left)
-        left -= cost
-        if left >= 0:
+        totals[head] += min(cost, remaining)
+        remaining -= cost
+        if remaining >= 0:
             states[head].take(unit)
             heapq.heappush(queue, (*states[head].best(), head))
-    return Units(
+    return StaticUnits(
         totals.reshape(layers, heads),
-        tuple(state.chosen(0)[min(always.locals, n) :] for state in states),
-        tuple(state.chosen(1)[min(always.sinks, n) :] for state in states),
+        tuple(state.selection(0)[min(forced.num_local, n) :] for state in states),
+        tuple(state.selection(1)[min(forced.num_sink, n) :] for state in states),
     )
 
 
-class _Head:
-    """Units 0..n-1 are diagonals, n..2n-1 columns; what each would still bring and cost."""
+class _HeadUnits:
+    """Remaining gain and cost of the units of a head: 0..n-1 diagonals, n..2n-1 columns."""
 
     def __init__(
         self,
         offset_mass: Float[np.ndarray, " Nk"],
         column_mass: Float[np.ndarray, " Nk"],
-        always: AlwaysOn,
+        forced: ForcedBlocks,
     ):
         self.n = len(offset_mass)
         number = np.arange(self.n)
         self._mass = np.concatenate([offset_mass, column_mass])
-        # The mean of a column leaves out its diagonal block.
+        # The mean of a column excludes its diagonal block.
         blocks = np.concatenate([self.n - number, self.n - 1 - number])
         self._gain = self._mass * blocks
         self.cost = np.tile(self.n - number, 2)
         self._is_open = np.ones(2 * self.n, bool)
-        for offset in range(min(always.locals, self.n)):
+        for offset in range(min(forced.num_local, self.n)):
             self.take(offset)
-        for column in range(min(always.sinks, self.n)):
+        for column in range(min(forced.num_sink, self.n)):
             self.take(self.n + column)
 
     def take(self, unit: int) -> None:
-        """Compute a unit; the open units that cross it share a block with it."""
+        """Select a unit; open units that cross it lose the shared block."""
         is_column, number = divmod(unit, self.n)
         self._is_open[unit] = False
         first = 0 if is_column else self.n
         crossing = first + np.arange(self.n - number)
         crossing = crossing[self._is_open[crossing]]
         self.cost[crossing] -= 1
-        if unit:  # the diagonal itself is not in the mean of a column
+        if unit:  # the main diagonal is not in the mean of a column
             self._gain[crossing] -= self._mass[unit]
 
     def best(self) -> tuple[float, int]:
-        """The open unit with the most mass per block, and that mass, negated for a queue.
+        """Return the negated mass per block and the number of the best open unit.
 
-        A head that has all its blocks offers a unit of mass -1, which nobody takes.
+        A head without open units returns mass -1, which is never selected.
         """
         density = np.maximum(self._gain, 0) / np.maximum(self.cost, 1)
         density[~self._is_open | (self.cost == 0)] = -1
         unit = int(np.argmax(density))
         return -float(density[unit]), unit
 
-    def chosen(self, kind: int) -> tuple[int, ...]:
-        """Numbers of the computed diagonals (0) or columns (1), always-on ones included."""
-        part = self._is_open[kind * self.n : (kind + 1) * self.n]
-        return tuple(np.flatnonzero(~part).tolist())
+    def selection(self, axis: int) -> tuple[int, ...]:
+        """Return the selected diagonals (0) or columns (1), forced ones included."""
+        is_open = self._is_open[axis * self.n : (axis + 1) * self.n]
+        return tuple(np.flatnonzero(~is_open).tolist())
 
 
 def take_units(
-    offsets: tuple[int, ...], columns: tuple[int, ...], total: int, n: int, always: AlwaysOn
+    offsets: tuple[int, ...], columns: tuple[int, ...], total: int, n: int, forced: ForcedBlocks
 ) -> Bool[np.ndarray, "Nq Nk"]:
-    """The blocks of a static head, at any length, exactly `total`.
+    """Return exactly `total` blocks of a static head at any length.
 
-    What is always on comes first, then diagonals and columns in the order of their numbers, then
-    further diagonals, nearest first. The unit at which the total ends keeps its last rows.
+    Forced blocks come first, then diagonals and columns by number, then further diagonals, nearest
+    first. The unit at which the total is reached keeps its last rows.
 
     Args:
-        offsets: of diagonals; those beyond `n` do not exist.
+        offsets: of diagonals; ignored from `n` on.
         columns: numbers of columns.
-        total: blocks of the head, always-on ones counted.
+        total: blocks of the head, forced ones included.
         n: query blocks.
-        always: what every head computes anyway.
+        forced: blocks that every head computes.
 
     Example:
-        >>> take_units((3,), (), 17, 6, AlwaysOn(sinks=0, locals=2)).astype(int)
+        >>> take_units((3,), (), 17, 6, ForcedBlocks(num_sink=0, num_local=2)).astype(int)
         array([[1, 0, 0, 0, 0, 0],
                [1, 1, 0, 0, 0, 0],
                [0, 1, 1, 0, 0, 0],
@@ -246,4 +240,4 @@ def take_units(
     listed = np.array([column for column in columns if column < n], int)
     column_rank[listed] = 2 * listed + 1
     rank = np.minimum(diagonal_rank[np.abs(number[:, None] - number)], column_rank)
-    return take_pool(number[:, None] - float(n) * rank, total, always)
+    return take_pool(number[:, None] - float(n) * rank, total, forced)

@@ -1,4 +1,4 @@
-"""What a choice of blocks drops of every query's attention, exactly, and choices that obey it."""
+"""Exact dropped attention mass of a choice of blocks, and choices with a limit on it."""
 
 import functools
 from typing import NamedTuple
@@ -9,24 +9,24 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from xsake.hads import dropped
-from xsake.hads.dropped import Promise, Rows
+from xsake.hads.dropped import BoundScope, RowChunk
 from xsake.kernels.statistics import block_statistics
 from xsake.masks import Causal
 
 
 class Audit(NamedTuple):
-    """What every query drops: `odds` is the log of dropped / kept, -inf for nothing dropped."""
+    """Dropped mass of every query; `odds` is log(dropped / kept), -inf if nothing is dropped."""
 
     odds: Float[Array, "B T Hq"]
 
     @property
     def mass(self) -> Float[Array, "B T Hq"]:
-        """The share of dense attention that is dropped."""
+        """Dropped share of the dense attention."""
         return dropped.share(self.odds)
 
     @property
     def kl(self) -> Float[Array, "B T Hq"]:
-        """KL(sparse || dense) in nats, which is `-log(1 - mass)`; infinite if nothing is kept."""
+        """KL(sparse || dense) = `-log(1 - mass)` in nats; infinite if nothing is kept."""
         return jnp.logaddexp(self.odds, 0)
 
     @property
@@ -55,26 +55,21 @@ def audit(
     scale: float,
     softcap: float | None = None,
 ) -> Audit:
-    """What causal attention over the chosen blocks drops, exactly: a dense pass over q and k.
+    """Measure the exact dropped mass of causal attention over chosen blocks (dense in q and k).
 
     Args:
-        q: queries as they enter the scores, rotations included.
-        k: keys, likewise.
-        chosen: blocks that are computed.
-        block: tokens of a query block and of a kv block.
-        scale: factor on q.k.
-        softcap: logits become `softcap * tanh(logits / softcap)`.
+        q, k, chosen, block, scale, softcap: as for `dropped_bound`.
 
     Example:
         >>> q = k = jnp.ones((1, 8, 1, 4))
-        >>> chosen = jnp.eye(4, dtype=bool)[None, None]  # in blocks of 2, own one only
-        >>> found = audit(q, k, chosen, block=2, scale=0.5)
-        >>> f"{found.mass[0, -1, 0]:.3f} {found.kl[0, -1, 0]:.3f}"
+        >>> chosen = jnp.eye(4, dtype=bool)[None, None]  # diagonal blocks of 2 tokens
+        >>> result = audit(q, k, chosen, block=2, scale=0.5)
+        >>> f"{result.mass[0, -1, 0]:.3f} {result.kl[0, -1, 0]:.3f}"
         '0.750 1.386'
     """
     q, k, chosen = map(jnp.asarray, jax.lax.stop_gradient((q, k, chosen)))
-    dropped.require(q, k, chosen, block=block, softcap=softcap)
-    return Audit(_odds(q, k, chosen, _Setting(block, float(scale), softcap)))
+    dropped.validate_choice(q, k, chosen, block=block, softcap=softcap)
+    return Audit(_odds(q, k, chosen, _AuditConfig(block, float(scale), softcap)))
 
 
 def audited_choice(
@@ -86,61 +81,63 @@ def audited_choice(
     block: int,
     scale: float,
     softcap: float | None = None,
-    promise: Promise = Promise.EVERY_QUERY,
+    scope: BoundScope = BoundScope.EVERY_QUERY,
 ) -> Bool[Array, "B Hq Nq Nk"]:
-    """The choice, and in each row the fewest other blocks, heaviest first, until `eps` is true.
+    """Add the fewest blocks to each row, heaviest first, until the dropped mass is below `eps`.
 
-    It is what `bounded_choice` would be if its bounds were exact, at half the price of dense
-    attention: every product of queries and keys, none of weights and values. No block is taken
-    away, and the promise includes rounding.
+    Like `bounded_choice` with exact masses, at half the cost of dense attention: all products of
+    queries and keys, none of weights and values. No block is removed, and the limit includes
+    rounding.
 
     Args:
         q, k, chosen, block, scale, softcap: as for `audit`.
-        eps: mass that may be dropped at most.
-        promise: by every query, or by the queries of a row on average.
+        eps: maximum dropped mass.
+        scope: of every query, or of the mean over the queries of a row.
     """
     q, k, chosen = map(jnp.asarray, jax.lax.stop_gradient((q, k, chosen)))
-    dropped.require(q, k, chosen, block=block, softcap=softcap, eps=eps)
-    return _choice(q, k, chosen, eps, _Setting(block, float(scale), softcap), promise)
+    dropped.validate_choice(q, k, chosen, block=block, softcap=softcap, eps=eps)
+    return _choice(q, k, chosen, eps, _AuditConfig(block, float(scale), softcap), scope)
 
 
-class _Setting(NamedTuple):
+class _AuditConfig(NamedTuple):
     block: int
     scale: float
     softcap: float | None
 
 
-@functools.partial(jax.jit, static_argnames="setting")
-def _odds(q, k, chosen, setting: _Setting) -> Float[Array, "B T Hq"]:
-    def visit(rows: Rows):
-        weights, kept = _statistics(rows, k, setting).block_lse, rows.chosen_by_query()
+@functools.partial(jax.jit, static_argnames="config")
+def _odds(q, k, chosen, config: _AuditConfig) -> Float[Array, "B T Hq"]:
+    def visit(rows: RowChunk):
+        weights, kept = _statistics(rows, k, config).block_lse, rows.chosen_by_query()
         return dropped.log_sum(weights, ~kept) - dropped.log_sum(weights, kept)
 
-    sizes = {"block": setting.block, "columns": chosen.shape[-1]}
-    return dropped.by_rows(visit, q, chosen, **sizes)[:, : q.shape[1]]
+    sizes = {"block": config.block, "columns": chosen.shape[-1]}
+    return dropped.map_rows(visit, q, chosen, **sizes)[:, : q.shape[1]]
 
 
-@functools.partial(jax.jit, static_argnames=("setting", "promise"))
-def _choice(q, k, chosen, eps, setting: _Setting, promise: Promise) -> Bool[Array, "B Hq Nq Nk"]:
+@functools.partial(jax.jit, static_argnames=("config", "scope"))
+def _choice(
+    q, k, chosen, eps, config: _AuditConfig, scope: BoundScope
+) -> Bool[Array, "B Hq Nq Nk"]:
     tokens = q.shape[1]
 
-    def visit(rows: Rows):
-        found = _statistics(rows, k, setting)
-        wide = found.lse.dtype
-        scaled = rows.q.astype(wide) * jnp.asarray(setting.scale, wide)
-        reach = dropped.reach_of(k.astype(wide))
-        slack = dropped.rounding(scaled, reach, block=setting.block, tokens=tokens)[..., None]
-        weights = found.block_lse - found.lse[..., None]
-        share_of = lambda logs: jnp.exp(logs + slack)
-        return dropped.extended(rows, weights, share_of, eps, promise=promise, tokens=tokens)
+    def visit(rows: RowChunk):
+        statistics = _statistics(rows, k, config)
+        wide = statistics.lse.dtype
+        scaled = rows.q.astype(wide) * jnp.asarray(config.scale, wide)
+        reach = dropped.key_reach(k.astype(wide))
+        slack = dropped.rounding(scaled, reach, block=config.block, tokens=tokens)[..., None]
+        weights = statistics.block_lse - statistics.lse[..., None]
+        share = lambda logs: jnp.exp(logs + slack)
+        return dropped.extend_choice(rows, weights, share, eps, scope=scope, tokens=tokens)
 
-    sizes = {"block": setting.block, "columns": chosen.shape[-1]}
-    found = dropped.by_rows(visit, q, chosen, **sizes)
-    return jnp.swapaxes(found[:, : chosen.shape[2]], 1, 2)
+    sizes = {"block": config.block, "columns": chosen.shape[-1]}
+    extended = dropped.map_rows(visit, q, chosen, **sizes)
+    return jnp.swapaxes(extended[:, : chosen.shape[2]], 1, 2)
 
 
-def _statistics(rows: Rows, k, setting: _Setting):
+def _statistics(rows: RowChunk, k, config: _AuditConfig):
     return block_statistics(
-        rows.q, k, block_kv=setting.block, mask=Causal(), scale=setting.scale,
-        softcap=setting.softcap, q_positions=rows.position,
+        rows.q, k, block_kv=config.block, mask=Causal(), scale=config.scale,
+        softcap=config.softcap, q_positions=rows.position,
     )  # fmt: skip

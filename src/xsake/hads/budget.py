@@ -1,4 +1,4 @@
-"""Exact counts of blocks: what a budget buys and how it is spent; knows no attention."""
+"""Exact block counts: how many blocks a budget buys and how heads and rows share them."""
 
 import dataclasses
 import fractions
@@ -9,11 +9,11 @@ from jaxtyping import Bool, Float, Int
 
 from xsake.errors import ArgumentError
 
-MOST_BLOCKS = 2**16  # query blocks of one sequence
+MAX_BLOCKS = 2**16  # query blocks of one sequence
 
 
 def visible_blocks(n: int) -> int:
-    """Blocks of one head that causality leaves, of `n` query blocks and `n` kv blocks.
+    """Return the causally visible blocks of one head with `n` query and `n` kv blocks.
 
     Example:
         >>> visible_blocks(64)
@@ -23,271 +23,269 @@ def visible_blocks(n: int) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class AlwaysOn:
-    """Blocks that every head computes; they count inside every budget.
+class ForcedBlocks:
+    """Blocks that every head computes; every budget includes them.
 
     Args:
-        sinks: first kv blocks of the sequence.
-        locals: last kv blocks up to the diagonal, which is one of them.
+        num_sink: first kv blocks of the sequence.
+        num_local: last kv blocks up to and including the diagonal.
 
     Example:
-        >>> AlwaysOn().grid(4).astype(int)
+        >>> ForcedBlocks().grid(4).astype(int)
         array([[1, 0, 0, 0],
                [1, 1, 0, 0],
                [1, 1, 1, 0],
                [1, 0, 1, 1]])
-        >>> AlwaysOn().counts(4), AlwaysOn().total(4)
+        >>> ForcedBlocks().counts(4), ForcedBlocks().total(4)
         (array([1, 2, 3, 3]), 9)
     """
 
-    sinks: int = 1
-    locals: int = 2
+    num_sink: int = 1
+    num_local: int = 2
 
     def __post_init__(self) -> None:
-        for name, value in (("sinks", self.sinks), ("locals", self.locals)):
-            if type(value) is not int or not 0 <= value <= MOST_BLOCKS:
+        for name, value in (("num_sink", self.num_sink), ("num_local", self.num_local)):
+            if type(value) is not int or not 0 <= value <= MAX_BLOCKS:
                 raise ArgumentError(
-                    f"`{name}` is no number of always-on blocks",
+                    f"invalid `{name}`",
                     got=repr(value),
-                    expected=f"an int from 0 to {MOST_BLOCKS}",
+                    expected=f"an int from 0 to {MAX_BLOCKS}",
                 )
 
     @property
-    def level(self) -> int:
-        """Always-on blocks of a row that sees at least so many."""
-        return self.sinks + self.locals
+    def blocks_per_row(self) -> int:
+        """Forced blocks of a row, unless causality leaves fewer."""
+        return self.num_sink + self.num_local
 
     def grid(self, n: int) -> Bool[np.ndarray, "Nq Nk"]:
-        """True where a block is always on."""
+        """Return True for forced blocks."""
         row, column = np.ogrid[:n, :n]
-        return (column <= row) & ((column < self.sinks) | (row - column < self.locals))
+        return (column <= row) & ((column < self.num_sink) | (row - column < self.num_local))
 
     def counts(self, n: int) -> Int[np.ndarray, " Nq"]:
-        """How many blocks of each row are always on."""
-        return np.minimum(np.arange(1, n + 1), self.level)
+        """Return the number of forced blocks of each row."""
+        return np.minimum(np.arange(1, n + 1), self.blocks_per_row)
 
     def total(self, n: int) -> int:
-        """How many blocks of a head are always on."""
+        """Return the number of forced blocks of a head."""
         return int(level_totals(np.array([0]), n, self)[0])
 
 
 def level_totals(
-    k: Int[np.ndarray, "*levels"], n: int, always: AlwaysOn
+    k: Int[np.ndarray, "*levels"], n: int, forced: ForcedBlocks
 ) -> Int[np.ndarray, "*levels"]:
-    """Blocks of a head whose rows compute `k` blocks each, or what is always on, or all they see.
+    """Return the blocks of a head with `k` blocks per row, clipped to the forced and the visible.
 
     Example:
-        >>> level_totals(np.array([0, 3, 4, 5, 9]), 5, AlwaysOn())
+        >>> level_totals(np.array([0, 3, 4, 5, 9]), 5, ForcedBlocks())
         array([12, 12, 14, 15, 15])
     """
-    level = np.clip(k, min(always.level, n), n).astype(np.int64)
-    return level * n - level * (level - 1) // 2
+    blocks_per_row = np.clip(k, min(forced.blocks_per_row, n), n).astype(np.int64)
+    return blocks_per_row * n - blocks_per_row * (blocks_per_row - 1) // 2
 
 
-def total_blocks(budget: float, *, heads: int, n: int, always: AlwaysOn) -> int:
-    """Blocks that a budget buys over the whole model, always-on blocks counted inside.
+def total_blocks(budget: float, *, heads: int, n: int, forced: ForcedBlocks) -> int:
+    """Return the blocks that a budget allows over the whole model, forced blocks included.
 
     Args:
         budget: computed / causally visible blocks.
         heads: query heads of all layers.
         n: query blocks.
-        always: what every head computes anyway.
+        forced: blocks that every head computes.
 
     Returns:
-        `budget * heads * visible_blocks(n)`, a half rounded up.
+        `budget * heads * visible_blocks(n)`, rounded half up.
 
     Example:
-        >>> total_blocks(0.2, heads=270, n=64, always=AlwaysOn())
+        >>> total_blocks(0.2, heads=270, n=64, forced=ForcedBlocks())
         112320
     """
-    total, least = _rounded(budget, heads, n), always.total(n)
-    if total < heads * least:
-        smallest = math.ceil(least / visible_blocks(n) * 1e4) / 1e4
+    total, per_head = _round_total(budget, heads, n), forced.total(n)
+    if total < heads * per_head:
+        smallest = math.ceil(per_head / visible_blocks(n) * 1e4) / 1e4
         raise ArgumentError(
-            "the budget does not even buy the always-on blocks",
+            "the budget is smaller than the forced blocks",
             got=f"{budget=} of {visible_blocks(n)} visible blocks per head, {n=}",
-            expected=f"at least {smallest}, for {least} always-on blocks per head",
+            expected=f"at least {smallest}, for {per_head} forced blocks per head",
             fix="raise the budget, use smaller blocks or a longer context",
         )
     return total
 
 
-def closest_total(budget: float, *, heads: int, n: int, always: AlwaysOn) -> int:
-    """`total_blocks`, or what is always on where a short sequence has more of it."""
-    return max(_rounded(budget, heads, n), heads * always.total(n))
+def closest_total(budget: float, *, heads: int, n: int, forced: ForcedBlocks) -> int:
+    """Return `total_blocks`, or the forced blocks if a short sequence has more of them."""
+    return max(_round_total(budget, heads, n), heads * forced.total(n))
 
 
-def _rounded(budget: float, heads: int, n: int) -> int:
-    if not 0 < budget <= 1:  # nan is refused too
+def _round_total(budget: float, heads: int, n: int) -> int:
+    if not 0 < budget <= 1:  # also rejects nan
         raise ArgumentError(
             "a budget is a share of the visible blocks",
             got=f"{budget=}",
             expected="a number above 0, at most 1",
         )
-    # As it is written: 0.3 is three tenths here, not the binary number next to it.
-    asked = fractions.Fraction(str(float(budget))) * heads * visible_blocks(n)
-    return math.floor(asked + fractions.Fraction(1, 2))
+    # The decimal value: 0.3 means three tenths, not the nearest binary number.
+    exact = fractions.Fraction(str(float(budget))) * heads * visible_blocks(n)
+    return math.floor(exact + fractions.Fraction(1, 2))
 
 
-def row_counts(total: int, n: int, always: AlwaysOn) -> Int[np.ndarray, " Nq"]:
-    """Constant-k rows: blocks of each row of a head that computes `total` blocks.
+def row_counts(total: int, n: int, forced: ForcedBlocks) -> Int[np.ndarray, " Nq"]:
+    """Spread `total` blocks of a head over its rows with a constant `k`.
 
-    Every row gets the same number `k`, or what is always on, or all it sees. What is left over
-    goes to the last rows, one block each.
+    A row gets `k` blocks, at least its forced and at most its visible ones. The remainder goes to
+    the last rows, one block each.
 
     Example:
-        >>> row_counts(13, 5, AlwaysOn()).tolist()
+        >>> row_counts(13, 5, ForcedBlocks()).tolist()
         [1, 2, 3, 3, 4]
     """
-    return row_counts_of_heads(np.array([total]), n, always)[0]
+    return head_row_counts(np.array([total]), n, forced)[0]
 
 
-def row_counts_of_heads(
-    totals: Int[np.ndarray, "*heads"], n: int, always: AlwaysOn
+def head_row_counts(
+    totals: Int[np.ndarray, "*heads"], n: int, forced: ForcedBlocks
 ) -> Int[np.ndarray, "*heads Nq"]:
-    """`row_counts` of many heads, int32."""
-    levels = np.arange(min(always.level, n), n + 1)
-    cost = level_totals(levels, n, always)
+    """Return `row_counts` of many heads, int32."""
+    levels = np.arange(min(forced.blocks_per_row, n), n + 1)
+    cost = level_totals(levels, n, forced)
     if totals.size and not cost[0] <= totals.min() <= totals.max() <= cost[-1]:
         raise ArgumentError(
-            "a head cannot compute that many blocks",
+            "number of blocks per head out of range",
             got=f"totals from {totals.min()} to {totals.max()}, {n=}",
-            expected=f"{cost[0]} (always on) to {cost[-1]} (all that is visible)",
+            expected=f"{cost[0]} (forced) to {cost[-1]} (visible)",
         )
-    place = np.searchsorted(cost, totals, side="right") - 1
-    left = totals - cost[place]
+    index = np.searchsorted(cost, totals, side="right") - 1
+    remainder = totals - cost[index]
     rows = np.arange(n, dtype=np.int32)
-    counts = np.minimum(rows + 1, levels[place][..., None].astype(np.int32))
-    return counts + (rows >= (n - left)[..., None])
+    counts = np.minimum(rows + 1, levels[index][..., None].astype(np.int32))
+    return counts + (rows >= (n - remainder)[..., None])
 
 
-def shared_out(
+def apportion(
     weights: Float[np.ndarray, " X"],
     total: int,
-    least: Int[np.ndarray, " X"],
-    most: Int[np.ndarray, " X"],
+    minimum: Int[np.ndarray, " X"],
+    maximum: Int[np.ndarray, " X"],
 ) -> Int[np.ndarray, " X"]:
-    """Whole numbers in proportion to `weights`, inside bounds, that add up to `total`.
+    """Return integers proportional to `weights` within bounds whose sum is `total`.
 
-    Largest remainders: those who are at no bound get their proportional share rounded down, and
-    one more in the order of what rounding took from them; the first of equals comes first.
+    Largest-remainder method: entries inside their bounds get their proportional share rounded
+    down, then one more in the order of the rounding loss; ties go to the first.
 
     Args:
-        weights: finite, at least 0; where they are all 0 they count as equal.
+        weights: finite, at least 0; equal if all are 0.
         total: the exact sum.
-        least: smallest number of each.
-        most: largest number of each.
+        minimum: lower bound of each.
+        maximum: upper bound of each.
 
     Example:
-        >>> shared_out(np.array([1.0, 1.0, 8.0]), 11, np.array([2, 0, 0]), np.array([9, 9, 7]))
+        >>> apportion(np.array([1.0, 1.0, 8.0]), 11, np.array([2, 0, 0]), np.array([9, 9, 7]))
         array([2, 2, 7])
     """
-    if not (np.isfinite(weights).all() and (weights >= 0).all() and (least <= most).all()):
+    if not (np.isfinite(weights).all() and (weights >= 0).all() and (minimum <= maximum).all()):
         raise ArgumentError(
-            "weights or bounds cannot be shared by",
-            got=f"{weights=}, {least=}, {most=}",
-            expected="finite weights >= 0, least <= most",
+            "invalid weights or bounds",
+            got=f"{weights=}, {minimum=}, {maximum=}",
+            expected="finite weights >= 0, minimum <= maximum",
         )
-    if not least.sum() <= total <= most.sum():
+    if not minimum.sum() <= total <= maximum.sum():
         raise ArgumentError(
-            "the bounds do not allow the total",
+            "total outside of the bounds",
             got=f"{total=}",
-            expected=f"{least.sum()} to {most.sum()}",
+            expected=f"{minimum.sum()} to {maximum.sum()}",
         )
     if not weights.size:
-        return least.astype(np.int64)
-    # Who has no weight gets something only after everyone else is full.
+        return minimum.astype(np.int64)
+    # Entries of weight 0 get something only after all others are at their maximum.
     weights = np.maximum(weights / (weights.max() or 1.0), 1e-12)
-    low, high = 0.0, 1e12 * (float(most.max()) + 1)
+    low, high = 0.0, 1e12 * (float(maximum.max()) + 1)
     while low < (middle := (low + high) / 2) < high:
-        if np.clip(middle * weights, least, most).sum() <= total:
+        if np.clip(middle * weights, minimum, maximum).sum() <= total:
             low = middle
         else:
             high = middle
-    quotas = np.clip(low * weights, least, most)
+    quotas = np.clip(low * weights, minimum, maximum)
     shares = np.floor(quotas).astype(np.int64)
-    while (short := total - int(shares.sum())) > 0:
+    while (missing := total - int(shares.sum())) > 0:
         order = np.argsort(shares - quotas, kind="stable")
-        shares[order[(shares < most)[order]][:short]] += 1
+        shares[order[(shares < maximum)[order]][:missing]] += 1
     return shares
 
 
 def take_rows(
     priority: Float[np.ndarray, "*heads Nq Nk"],
     counts: Int[np.ndarray, "*heads Nq"],
-    always: AlwaysOn,
+    forced: ForcedBlocks,
 ) -> Bool[np.ndarray, "*heads Nq Nk"]:
-    """In each row the always-on blocks, then those of highest priority, exactly `counts`.
+    """Select the forced blocks of each row, then the highest priorities, exactly `counts`.
 
     Args:
-        priority: of blocks, infinite if need be; of equals the lower block number goes first.
-            What causality hides may hold anything but nan.
-        counts: of rows, at least what is always on and at most what is visible.
-        always: what comes first.
+        priority: of blocks, may be infinite, not nan; ties go to the lower block number.
+        counts: of rows, from the forced to the visible blocks.
+        forced: selected first.
 
     Example:
         >>> take_rows(np.array([[0.0, 0, 0], [1, 0, 0], [3, 2, 0]]), np.array([1, 1, 2]),
-        ...           AlwaysOn(sinks=0, locals=1)).astype(int)
+        ...           ForcedBlocks(num_sink=0, num_local=1)).astype(int)
         array([[1, 0, 0],
                [0, 1, 0],
                [1, 0, 1]])
     """
     n = priority.shape[-1]
-    if (counts < always.counts(n)).any() or (counts > np.arange(1, n + 1)).any():
+    if (counts < forced.counts(n)).any() or (counts > np.arange(1, n + 1)).any():
         raise ArgumentError(
-            "a row cannot compute that many blocks",
+            "number of blocks per row out of range",
             got=f"counts from {counts.min()} to {counts.max()}, {n=}",
-            expected="in each row at least what is always on, at most what is visible",
+            expected="in each row from the forced to the visible blocks",
         )
-    return row_places(priority, always) < counts[..., None]
+    return row_ranks(priority, forced) < counts[..., None]
 
 
-def row_places(
-    priority: Float[np.ndarray, "*heads Nq Nk"], always: AlwaysOn
+def row_ranks(
+    priority: Float[np.ndarray, "*heads Nq Nk"], forced: ForcedBlocks
 ) -> Int[np.ndarray, "*heads Nq Nk"]:
-    """The place of each block in its row: always-on blocks come first, hidden ones last.
+    """Return the rank of each block in its row: forced blocks first, masked blocks last.
 
     Example:
-        >>> row_places(np.array([[0.0, 0, 0], [1, 0, 0], [3, 2, 0]]), AlwaysOn(0, 1))
+        >>> row_ranks(np.array([[0.0, 0, 0], [1, 0, 0], [3, 2, 0]]), ForcedBlocks(0, 1))
         array([[0, 1, 2],
                [1, 0, 2],
                [1, 2, 0]], dtype=int32)
     """
-    places = np.empty(priority.shape, np.int32)
+    ranks = np.empty(priority.shape, np.int32)
     planes = (-1, *priority.shape[-2:])
-    turns = np.arange(priority.shape[-1], dtype=np.int32)[None]
-    # One head at a time: what is sorted stays in the cache.
-    for plane, into in zip(priority.reshape(planes), places.reshape(planes), strict=True):
-        order = np.argsort(_ranks(plane, always), axis=-1, kind="stable")
-        np.put_along_axis(into, order, turns, axis=-1)
-    return places
+    numbers = np.arange(priority.shape[-1], dtype=np.int32)[None]
+    # One head at a time, which fits the CPU cache.
+    for plane, out in zip(priority.reshape(planes), ranks.reshape(planes), strict=True):
+        order = np.argsort(_sort_keys(plane, forced), axis=-1, kind="stable")
+        np.put_along_axis(out, order, numbers, axis=-1)
+    return ranks
 
 
 def take_pool(
-    priority: Float[np.ndarray, "*heads Nq Nk"], total: int, always: AlwaysOn
+    priority: Float[np.ndarray, "*heads Nq Nk"], total: int, forced: ForcedBlocks
 ) -> Bool[np.ndarray, "*heads Nq Nk"]:
-    """The always-on blocks of all heads, then those of highest priority anywhere, exactly `total`.
+    """Select the forced blocks of all heads, then the highest priorities, exactly `total`.
 
     Args:
-        priority: of blocks, infinite if need be; of equals the first in memory goes first. What
-            causality hides may hold anything but nan.
-        total: blocks to take from the whole array.
-        always: what comes first.
+        priority: of blocks, may be infinite, not nan; ties go to the first in memory.
+        total: blocks to select from the whole array.
+        forced: selected first.
 
     Example:
-        >>> take_pool(np.array([[0.0, 9], [7, 0]]), 2, AlwaysOn(sinks=0, locals=0)).astype(int)
+        >>> take_pool(np.array([[0.0, 9], [7, 0]]), 2, ForcedBlocks(0, 0)).astype(int)
         array([[1, 0],
                [1, 0]])
     """
     n = priority.shape[-1]
     heads = math.prod(priority.shape[:-2])
-    if not heads * always.total(n) <= total <= heads * visible_blocks(n):
+    if not heads * forced.total(n) <= total <= heads * visible_blocks(n):
         raise ArgumentError(
-            "the array cannot give that many blocks",
+            "total number of blocks out of range",
             got=f"{total=}, {heads=}, {n=}",
-            expected=f"{heads * always.total(n)} to {heads * visible_blocks(n)}",
+            expected=f"{heads * forced.total(n)} to {heads * visible_blocks(n)}",
         )
-    rank = _ranks(priority, always).reshape(-1)
+    rank = _sort_keys(priority, forced).reshape(-1)
     if not total:
         return np.zeros(priority.shape, bool)
     last = np.partition(rank, total - 1)[total - 1]
@@ -297,14 +295,14 @@ def take_pool(
     return taken.reshape(priority.shape)
 
 
-def _ranks(
-    priority: Float[np.ndarray, "*heads Nq Nk"], always: AlwaysOn
+def _sort_keys(
+    priority: Float[np.ndarray, "*heads Nq Nk"], forced: ForcedBlocks
 ) -> Float[np.ndarray, "*heads Nq Nk"]:
-    """Low is early: -inf for always-on blocks, inf for hidden ones, finite for all others."""
+    """Return ascending sort keys: -inf for forced blocks, inf for masked ones, else finite."""
     if np.isnan(priority).any():
-        raise ArgumentError("priorities must be numbers", got="nan", expected="finite or infinite")
+        raise ArgumentError("priorities contain nan", got="nan", expected="finite or infinite")
     n, largest = priority.shape[-1], np.finfo(priority.dtype).max
     rank = np.clip(-priority, -largest, largest)
     rank[..., ~np.tri(n, dtype=bool)] = np.inf
-    rank[..., always.grid(n)] = -np.inf
+    rank[..., forced.grid(n)] = -np.inf
     return rank

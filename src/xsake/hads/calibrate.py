@@ -1,4 +1,4 @@
-"""Calibration: lets a model read documents, measures every head and makes the profile."""
+"""Calibration: run a model on documents, measure every head, build the profile."""
 
 import dataclasses
 import hashlib
@@ -14,23 +14,29 @@ from jaxtyping import Float, Int
 from xsake._provenance import environment, own_checkout, source_digest
 from xsake.errors import ArgumentError
 from xsake.hads import fit
-from xsake.hads.budget import AlwaysOn
-from xsake.hads.effect import tap_effects
-from xsake.hads.measure import LayerMasses, Moments, Observe, watch_masses, watch_moments
-from xsake.hads.profile import CalibratedModel, CalibrationDocument, Profile
+from xsake.hads.budget import ForcedBlocks
+from xsake.hads.effect import make_effect_hook
+from xsake.hads.measure import (
+    ComponentMoments,
+    LayerMasses,
+    ObserveFn,
+    make_mass_hook,
+    moments_hook,
+)
+from xsake.hads.profile import CalibratedModel, DocumentRecord, Profile
 from xsake.hads.selectors import Sampled, Selector
-from xsake.hads.shelf import DocumentMasses, Shelf
+from xsake.hads.shelf import DocumentMasses, MassCache
 from xsake.layout.grid import blocks_of
 
-# What decides a number.
+# Sources that determine the measurements; their digest is part of cache keys.
 SOURCES = ("hads/measure.py", "hads/selectors", "attention", "kernels", "layout", "masks", "model")
-GLANCE = 1024  # tokens of a document that tell which components matter
-COPIED = 8  # of a document with a copy, one part in so many
+MOMENT_TOKENS = 1024  # tokens per document for the component moments
+COPY_DIVISOR = 8  # a copy has 1 / COPY_DIVISOR of the document's tokens
 
 
 @dataclasses.dataclass(frozen=True)
-class Reading:
-    """The tokens of one document, as many as are read."""
+class CalibrationDocument:
+    """Tokens of one calibration document."""
 
     name: str
     tokens: Int[np.ndarray, " T"]
@@ -40,53 +46,56 @@ class Reading:
         return hashlib.sha256(np.asarray(self.tokens, "<i4").tobytes()).hexdigest()
 
 
-def with_copy(reading: Reading) -> Reading:
-    """The same document, its last tokens those that it begins with.
+Documents = Sequence[CalibrationDocument]
+
+
+def append_copy(document: CalibrationDocument) -> CalibrationDocument:
+    """Return the document with its last tokens replaced by a copy of its first.
 
     Example:
-        >>> with_copy(Reading("counting", np.arange(16))).tokens.tolist()[-4:]
+        >>> append_copy(CalibrationDocument("counting", np.arange(16))).tokens.tolist()[-4:]
         [12, 13, 0, 1]
     """
-    copied = len(reading.tokens) // COPIED
+    copied = len(document.tokens) // COPY_DIVISOR
     tokens = np.concatenate(
-        [reading.tokens[: len(reading.tokens) - copied], reading.tokens[:copied]]
+        [document.tokens[: len(document.tokens) - copied], document.tokens[:copied]]
     )
-    return Reading(f"{reading.name}, ending with a copy", tokens)
+    return CalibrationDocument(f"{document.name}, ending with a copy", tokens)
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
-    """What is measured.
+class CalibrationSettings:
+    """Calibration settings.
 
     Args:
         block: tokens of a query block and of a kv block.
-        always: blocks that every head computes.
-        selectors: whose estimates are compared with the truth.
-        effect_documents: the first so many, by their digests, also tell what heads do to the
-            model's predictions, which takes gradients: three to four times the time. 0: none.
-        copied_documents: so many of those end with a copy of their beginning: ordinary text seldom
-            asks for words from far back, and heads that fetch them would count for little.
-        at_once: documents that the model reads at a time: how many devices share the work.
+        forced: blocks that every head computes.
+        selectors: to calibrate.
+        effect_documents: number of documents, in the order of digests, on which the effect of
+            heads on predictions is measured with gradients (3 to 4 times the time). 0: none.
+        copied_documents: number of those that end with a copy of their beginning. Ordinary text
+            seldom needs long-range copies, so heads that find them would get few blocks.
+        batch_size: documents per forward pass, usually the number of devices.
     """
 
     block: int = 64
-    always: AlwaysOn = AlwaysOn()
+    forced: ForcedBlocks = ForcedBlocks()
     selectors: tuple[Selector, ...] = (Sampled(),)
     effect_documents: int = 0
     copied_documents: int = 0
-    at_once: int = 1
+    batch_size: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
-class Progress:
-    """A document has been measured: told to whoever watches.
+class CalibrationProgress:
+    """Progress event, sent after each batch of documents.
 
     Args:
-        done, total: documents, those counted twice that are read again for effects.
-        label: the last one.
-        is_new: measured now, not known from before.
+        done, total: documents; those with effects count twice.
+        label: the last document.
+        is_new: False for cached documents.
         elapsed_seconds: since the start.
-        remaining_seconds: to go; None before anything was measured.
+        remaining_seconds: estimate; None before the first measurement.
     """
 
     done: int
@@ -98,102 +107,101 @@ class Progress:
 
 
 def calibrate(
-    observe: Observe,
+    observe: ObserveFn,
     model: CalibratedModel,
-    readings: Sequence[Reading],
-    settings: Settings = Settings(),  # noqa: B008 (frozen)
+    documents: Sequence[CalibrationDocument],
+    settings: CalibrationSettings = CalibrationSettings(),  # noqa: B008 (frozen)
     *,
-    shelf: Shelf | None = None,
-    watch: Callable[[Progress], None] = lambda _: None,
+    cache: MassCache | None = None,
+    on_progress: Callable[[CalibrationProgress], None] = lambda _: None,
 ) -> Profile:
-    """Measure what every head looks at, and how well selectors would have known.
+    """Measure the attention of every head and the accuracy of selectors.
 
-    The order of the documents, the number of devices and any interruption leave the profile as it
-    is: documents are summed up in the order of their digests.
+    The profile does not depend on the order of the documents, the number of devices or
+    interruptions: documents are summed in the order of their digests.
 
     Args:
-        observe: lets the model read tokens; see `xsake.model.Observer` and `hads.observer`. To
-            measure effects it needs `slopes` as well, of the type `effect.Slopes`.
-        model: which model it is.
-        readings: the documents, of equal length.
-        settings: what is measured.
-        shelf: keeps measured documents and knows earlier ones.
-        watch: told about every document.
+        observe: runs the model with a hook; see `xsake.model.Observer` and `hads.observer`. Effects
+            also require its method `grads`, an `effect.GradsFn`.
+        model: identity of the model.
+        documents: of equal length.
+        settings: what to measure.
+        cache: of measured documents; None: in memory.
+        on_progress: called after each batch.
     """
-    readings = sorted(_checked(readings, settings), key=lambda reading: reading.sha256)
+    documents = sorted(_validate(documents, settings), key=lambda document: document.sha256)
     if settings.effect_documents:
-        _require_slopes(observe)
-    shelf = Shelf() if shelf is None else shelf
-    components = _components(observe, readings, settings)
-    keys = [_key(model, reading, settings, components) for reading in readings]
+        _require_grads(observe)
+    cache = MassCache() if cache is None else cache
+    components = _rank_components(observe, documents, settings)
+    keys = [_key(model, document, settings, components) for document in documents]
     chosen = [
-        with_copy(reading) if place < settings.copied_documents else reading
-        for place, reading in enumerate(readings[: settings.effect_documents])
+        append_copy(document) if index < settings.copied_documents else document
+        for index, document in enumerate(documents[: settings.effect_documents])
     ]
-    course = Course(len(readings) + len(chosen), watch)
-    _measure(observe, readings, keys, settings, components, shelf, course)
-    n = blocks_of(len(readings[0].tokens), settings.block)
-    weights = _corrections(model, keys, n, settings, shelf)
-    effects = {}
-    if chosen:
-        effects = _effects(observe, model, chosen, settings, components, weights, shelf, course)
-    return _profile(model, readings, keys, settings, components, weights, effects, shelf)
+    progress = ProgressTracker(len(documents) + len(chosen), on_progress)
+    _measure_masses(observe, documents, keys, settings, components, cache, progress)
+    n = blocks_of(len(documents[0].tokens), settings.block)
+    weights = _fit_corrections(model, keys, n, settings, cache)
+    args = settings, components, weights
+    effects = _measure_effects(observe, model, chosen, *args, cache, progress) if chosen else {}
+    return _build_profile(model, documents, keys, settings, components, weights, effects, cache)
 
 
-def _checked(readings: Sequence[Reading], settings: Settings) -> Sequence[Reading]:
-    lengths = {len(reading.tokens) for reading in readings}
+def _validate(documents: Documents, settings: CalibrationSettings) -> Documents:
+    lengths = {len(document.tokens) for document in documents}
     if len(lengths) != 1:
         raise ArgumentError(
-            "calibration reads documents of one length",
+            "calibration documents must have the same length",
             got=f"lengths {sorted(lengths)}" if lengths else "no document",
             expected="at least one document, all of the same number of tokens",
         )
     n = blocks_of(min(lengths), settings.block)
-    if n <= settings.always.level:
+    if n <= settings.forced.blocks_per_row:
         raise ArgumentError(
-            "the documents are too short to choose blocks in",
+            "the documents are too short for block selection",
             got=f"{min(lengths)} tokens, {n} blocks of {settings.block}",
-            expected=f"more blocks than the {settings.always.level} that are always on",
-            fix="read longer documents or use smaller blocks",
+            expected=f"more than the {settings.forced.blocks_per_row} forced blocks",
+            fix="use longer documents or smaller blocks",
         )
     names: dict[str, str] = {}
-    for reading in readings:
-        if reading.sha256 in names:
+    for document in documents:
+        if document.sha256 in names:
             raise ArgumentError(
-                "two documents begin with the same tokens",
-                got=f"{names[reading.sha256]} and {reading.name}",
+                "duplicate calibration document",
+                got=f"{names[document.sha256]} and {document.name}",
                 expected="every text once",
             )
-        names[reading.sha256] = reading.name
-    return readings
+        names[document.sha256] = document.name
+    return documents
 
 
-def _batches(count: int, at_once: int) -> list[list[int]]:
-    """Indices, `at_once` at a time; the last ones are repeated to fill a batch."""
-    starts = range(0, count, at_once)
-    return [[min(start + i, count - 1) for i in range(at_once)] for start in starts]
+def _batches(count: int, batch_size: int) -> list[list[int]]:
+    """Return batches of indices; the last index is repeated to fill the last batch."""
+    starts = range(0, count, batch_size)
+    return [[min(start + i, count - 1) for i in range(batch_size)] for start in starts]
 
 
-def _components(
-    observe: Observe, readings: Sequence[Reading], settings: Settings
+def _rank_components(
+    observe: ObserveFn, documents: Documents, settings: CalibrationSettings
 ) -> Int[np.ndarray, "L Hk D"]:
-    """Components of queries and keys, those first that move scores most."""
+    """Return components of queries and keys by descending contribution to scores."""
     spread = 0.0
-    for batch in _batches(len(readings), settings.at_once):
-        tokens = np.stack([readings[i].tokens[:GLANCE] for i in batch])
-        found: Moments = observe(jax.numpy.asarray(tokens), watch_moments)
-        queries, keys = (np.asarray(x, np.float64) for x in found)
-        for place in range(len(set(batch))):
-            spread = spread + queries[:, place] * keys[:, place]
-    # Equal spreads, such as those of components that are always 0, keep their order.
+    for batch in _batches(len(documents), settings.batch_size):
+        tokens = np.stack([documents[i].tokens[:MOMENT_TOKENS] for i in batch])
+        moments: ComponentMoments = observe(jax.numpy.asarray(tokens), moments_hook)
+        queries, keys = (np.asarray(x, np.float64) for x in moments)
+        for row in range(len(set(batch))):
+            spread = spread + queries[:, row] * keys[:, row]
+    # A stable sort: constant components keep their order.
     return np.argsort(-spread, axis=-1, kind="stable").astype(np.int32)
 
 
-def _key(model: CalibratedModel, reading: Reading, settings: Settings, components) -> str:
-    """All that the masses of a document depend on."""
+def _key(model: CalibratedModel, document: CalibrationDocument, settings, components) -> str:
+    """Return the cache key of a document's masses."""
     return json.dumps({
         "model": model.digest,
-        "tokens": reading.sha256,
+        "tokens": document.sha256,
         "block": settings.block,
         "selectors": [repr(selector) for selector in settings.selectors],
         "components": hashlib.sha256(components.tobytes()).hexdigest(),
@@ -202,164 +210,153 @@ def _key(model: CalibratedModel, reading: Reading, settings: Settings, component
     }, sort_keys=True)  # fmt: skip
 
 
-class Course:
-    """How far the work is.
+class ProgressTracker:
+    """Count of measured documents and estimate of the remaining time."""
 
-    Args:
-        total: documents to come.
-        watch: told about every document.
-    """
-
-    def __init__(self, total: int, watch: Callable[[Progress], None]):
-        self._total, self._watch = total, watch
+    def __init__(self, total: int, on_progress: Callable[[CalibrationProgress], None]):
+        self._total, self._on_progress = total, on_progress
         self._done, self._new, self._spent = 0, 0, 0.0
 
-    def known(self, count: int) -> None:
-        """So many need not be measured."""
+    def skip(self, count: int) -> None:
+        """Count cached documents."""
         if count:
             self._done += count
-            self._watch(Progress(self._done, self._total, "earlier runs", False, self._spent, None))
+            self._send("earlier runs", None)
 
-    def measured(self, names: Sequence[str], seconds: float) -> None:
-        """So long took these documents."""
+    def add(self, names: Sequence[str], seconds: float) -> None:
+        """Count documents that were measured in `seconds`."""
         self._done, self._new = self._done + len(names), self._new + len(names)
         self._spent += seconds
-        to_go = self._spent / self._new * (self._total - self._done)
-        self._watch(Progress(self._done, self._total, names[-1], True, self._spent, to_go))
+        self._send(names[-1], self._spent / self._new * (self._total - self._done))
+
+    def _send(self, label: str, remaining: float | None) -> None:
+        state = self._done, self._total, label, remaining is not None, self._spent, remaining
+        self._on_progress(CalibrationProgress(*state))
 
 
-def _in_batches(readings, keys, at_once: int, shelf: Shelf, course: Course, measure) -> None:
-    """`measure(tokens, places, own)` for documents that the shelf does not know.
+def _measure_missing(documents, keys, batch_size: int, cache, progress, measure) -> None:
+    """Call `measure(tokens, rows, unique)` for documents that are not in the cache.
 
-    `places` are those of the rows of `tokens`, the last one repeated to fill a batch; `own` are the
-    same without repetition.
+    `rows` are document indices of the rows of `tokens`, the last one repeated to fill a batch;
+    `unique` are the same without repetition.
     """
-    missing = [i for i, key in enumerate(keys) if key not in shelf]
-    course.known(len(keys) - len(missing))
-    for batch in _batches(len(missing), at_once):
+    missing = [i for i, key in enumerate(keys) if key not in cache]
+    progress.skip(len(keys) - len(missing))
+    for batch in _batches(len(missing), batch_size):
         begin = time.monotonic()
-        places = [missing[i] for i in batch]
-        own = list(dict.fromkeys(places))
-        tokens = jax.numpy.asarray(np.stack([readings[i].tokens for i in places]))
-        measure(tokens, places, own)
-        course.measured([readings[i].name for i in own], time.monotonic() - begin)
+        rows = [missing[i] for i in batch]
+        unique = list(dict.fromkeys(rows))
+        tokens = jax.numpy.asarray(np.stack([documents[i].tokens for i in rows]))
+        measure(tokens, rows, unique)
+        progress.add([documents[i].name for i in unique], time.monotonic() - begin)
 
 
-def _measure(
-    observe, readings, keys, settings: Settings, components, shelf: Shelf, course: Course
-) -> None:
+def _measure_masses(observe, documents, keys, settings, components, cache, progress) -> None:
     selectors = {selector.name: selector for selector in settings.selectors}
-    look = watch_masses(settings.block, selectors, components)
+    hook = make_mass_hook(settings.block, selectors, components)
 
-    def measure(tokens, places, own) -> None:
-        found: LayerMasses = observe(tokens, look)
-        for place, index in enumerate(own):
-            shelf.put(keys[index], document_of(found, place))
+    def measure(tokens, _, unique) -> None:
+        masses: LayerMasses = observe(tokens, hook)
+        for row, index in enumerate(unique):
+            cache.put(keys[index], document_masses(masses, row))
 
-    _in_batches(readings, keys, settings.at_once, shelf, course, measure)
+    _measure_missing(documents, keys, settings.batch_size, cache, progress, measure)
 
 
-def _corrections(
-    model: CalibratedModel, keys, n: int, settings: Settings, shelf: Shelf
+def _fit_corrections(
+    model: CalibratedModel, keys, n: int, settings: CalibrationSettings, cache: MassCache
 ) -> dict[str, Float[np.ndarray, "X 3"]]:
-    """The weights of each selector's estimates."""
-    found = {s.name: fit.Correction(model.heads, n, settings.always) for s in settings.selectors}
+    """Fit the correction weights of each selector."""
+    fits = {s.name: fit.Correction(model.heads, n, settings.forced) for s in settings.selectors}
     for key in keys:
-        document = shelf.get(key)
-        for name, correction in found.items():
+        document = cache.get(key)
+        for name, correction in fits.items():
             correction.add(document.true, document.estimates[name])
-    return {name: correction.weights() for name, correction in found.items()}
+    return {name: correction.weights() for name, correction in fits.items()}
 
 
-def _effects(
-    observe,
-    model: CalibratedModel,
-    readings,
-    settings: Settings,
-    components,
-    weights,
-    shelf,
-    course,
+def _measure_effects(
+    observe, model: CalibratedModel, documents, settings, components, weights, cache, progress
 ) -> dict[str, Float[np.ndarray, "X levels"]]:
-    """What heads do to predictions, mean over documents, by selector."""
+    """Measure the effect of heads on predictions, mean over documents, by selector."""
     heads = (model.layers, model.q_heads)
-    shaped = {name: each.reshape(*heads, -1) for name, each in weights.items()}
+    by_head = {name: each.reshape(*heads, -1) for name, each in weights.items()}
     selectors = {selector.name: selector for selector in settings.selectors}
-    tap = tap_effects(selectors, shaped, components, settings.block, settings.always)
-    by = [source_digest("hads/effect.py"), repr(settings.always)]
-    by += [hashlib.sha256(each.tobytes()).hexdigest() for each in weights.values()]
-    keys = [f"effects {by} {_key(model, x, settings, components)}" for x in readings]
-    levels = blocks_of(len(readings[0].tokens), settings.block) + 1
+    hook = make_effect_hook(selectors, by_head, components, settings.block, settings.forced)
+    digests = [source_digest("hads/effect.py"), repr(settings.forced)]
+    digests += [hashlib.sha256(each.tobytes()).hexdigest() for each in weights.values()]
+    keys = [f"effects {digests} {_key(model, x, settings, components)}" for x in documents]
+    levels = blocks_of(len(documents[0].tokens), settings.block) + 1
 
-    def measure(tokens, places, own) -> None:
-        seeds = jax.numpy.asarray([int(readings[i].sha256[:7], 16) for i in places])
-        shape = (model.layers, len(places), model.q_heads, levels)
+    def measure(tokens, rows, unique) -> None:
+        seeds = jax.numpy.asarray([int(documents[i].sha256[:7], 16) for i in rows])
+        shape = (model.layers, len(rows), model.q_heads, levels)
         zeros = {name: jax.numpy.zeros(shape, jax.numpy.float32) for name in selectors}
-        found = jax.tree.map(np.asarray, observe.slopes(tokens, seeds, tap, zeros))
-        for place, index in enumerate(own):
-            each = {name: x[:, place].reshape(-1, levels) for name, x in found.items()}
-            shelf.put_effects(keys[index], each)
+        effects = jax.tree.map(np.asarray, observe.grads(tokens, seeds, hook, zeros))
+        for row, index in enumerate(unique):
+            each = {name: x[:, row].reshape(-1, levels) for name, x in effects.items()}
+            cache.put_effects(keys[index], each)
 
-    _in_batches(readings, keys, settings.at_once, shelf, course, measure)
-    parts = [shelf.effects(key) for key in keys]
+    _measure_missing(documents, keys, settings.batch_size, cache, progress, measure)
+    parts = [cache.effects(key) for key in keys]
     return {name: np.mean([x[name].astype(np.float64) for x in parts], axis=0) for name in weights}
 
 
-def _require_slopes(observe) -> None:
-    if not hasattr(observe, "slopes"):
+def _require_grads(observe) -> None:
+    if not hasattr(observe, "grads"):
         raise ArgumentError(
-            "this model cannot tell what heads do to its predictions",
-            got=f"{type(observe).__name__} without `slopes`",
-            expected="xsake.model.Observer, hads.observer, or an object with `slopes`",
-            fix="calibrate with Settings(effect_documents=0)",
+            "cannot measure the effect of heads on predictions",
+            got=f"{type(observe).__name__} without `grads`",
+            expected="xsake.model.Observer, hads.observer, or an object with `grads`",
+            fix="calibrate with CalibrationSettings(effect_documents=0)",
         )
 
 
-def document_of(found: LayerMasses, place: int) -> DocumentMasses:
-    """One document of a batch, its layers and heads in one axis."""
-    flat = lambda x: np.asarray(x[:, place]).reshape(-1, *x.shape[3:])
-    estimates = {name: flat(masses) for name, masses in found.estimates.items()}
-    return DocumentMasses(flat(found.entropy), flat(found.true), estimates)
+def document_masses(masses: LayerMasses, row: int) -> DocumentMasses:
+    """Return one document of a batch, layers and heads flattened."""
+    flat = lambda x: np.asarray(x[:, row]).reshape(-1, *x.shape[3:])
+    estimates = {name: flat(each) for name, each in masses.estimates.items()}
+    return DocumentMasses(flat(masses.entropy), flat(masses.true), estimates)
 
 
-def _profile(
-    model: CalibratedModel, readings, keys, settings, components, weights, effects, shelf: Shelf
+def _build_profile(
+    model: CalibratedModel, documents, keys, settings, components, weights, effects, cache
 ) -> Profile:
-    context = len(readings[0].tokens)
-    always, count = settings.always, len(keys)
+    context = len(documents[0].tokens)
+    forced, count = settings.forced, len(keys)
     names = [selector.name for selector in settings.selectors]
     summaries, entropy = [], 0.0
     curves: dict[str, Any] = dict.fromkeys(("oracle", *names), 0.0)
     for key in keys:
-        document = shelf.get(key)
+        document = cache.get(key)
         entropy = entropy + document.entropy.astype(np.float64) / count
-        summaries.append(fit.summarise(document.true, always))
+        summaries.append(fit.summarise(document.true, forced))
         for name in curves:
             order = document.true
             if name != "oracle":
-                order = fit.corrected(document.estimates[name], weights[name])
-            curves[name] = curves[name] + fit.curve(document.true, order, always) / count
+                order = fit.correct_estimates(document.estimates[name], weights[name])
+            curves[name] = curves[name] + fit.loss_curve(document.true, order, forced) / count
     heads = (model.layers, model.q_heads)
-    shaped = lambda x: np.asarray(x).reshape(*heads, *np.shape(x)[1:])
+    by_head = lambda x: np.asarray(x).reshape(*heads, *np.shape(x)[1:])
     mean: dict[str, Any] = {
-        field.name: shaped(np.mean([getattr(s, field.name) for s in summaries], axis=0))
-        for field in dataclasses.fields(fit.Summary)
+        field.name: by_head(np.mean([getattr(s, field.name) for s in summaries], axis=0))
+        for field in dataclasses.fields(fit.HeadSummary)
     }
     return Profile(
         model=model,
         documents=tuple(
-            CalibrationDocument(name=reading.name, sha256=reading.sha256, tokens=context)
-            for reading in readings
+            DocumentRecord(name=document.name, sha256=document.sha256, tokens=context)
+            for document in documents
         ),
         context=context,
         block=settings.block,
-        always=always,
+        forced=forced,
         seed=0,
         environment=environment(own_checkout()),
-        entropy=shaped(entropy),
-        curves={name: shaped(values) for name, values in curves.items()},
-        effects={name: shaped(values) for name, values in effects.items()},
-        selector_weights={name: shaped(values) for name, values in weights.items()},
+        entropy=by_head(entropy),
+        curves={name: by_head(values) for name, values in curves.items()},
+        effects={name: by_head(values) for name, values in effects.items()},
+        selector_weights={name: by_head(values) for name, values in weights.items()},
         components=components,
         **mean,
     )

@@ -1,4 +1,4 @@
-"""Chooses blocks from estimated masses inside a jitted program: exact counts, without a sort."""
+"""Top-k selection of blocks from estimated masses, jit-compatible, exact counts, no sort."""
 
 import enum
 import functools
@@ -9,76 +9,76 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from xsake.hads.budget import AlwaysOn
+from xsake.hads.budget import ForcedBlocks
 
-# Classes of weight: a float's exponent and the first two bits of its fraction, from 1 down to
-# 2^-20; whatever is lighter is one class.
+# Bins of mass: a float's exponent and the first two bits of its mantissa, from 1 down to 2^-20;
+# smaller masses share one bin.
 _DROPPED = 21
 _CLASSES = 20 * 4 + 1
 _LIGHTEST = int(np.float32(2.0**-20).view(np.int32)) >> _DROPPED
 
 
-class Scope(enum.StrEnum):
-    """What one budget is spread over at run time."""
+class BudgetScope(enum.StrEnum):
+    """Unit that shares one budget at run time."""
 
-    ROW = "row"  # every row has its own count: nothing depends on later tokens
-    HEAD = "head"  # a head's blocks go to the rows that gain most
-    LAYER = "layer"  # a layer's blocks go to the heads and rows that gain most
+    ROW = "row"  # a fixed count per row: no dependence on later tokens
+    HEAD = "head"  # the rows of a head compete
+    LAYER = "layer"  # the heads and rows of a layer compete
 
 
-@functools.partial(jax.jit, static_argnames=("always", "scope"))
+@functools.partial(jax.jit, static_argnames=("forced", "scope"))
 def choose(
     masses: Float[Array, "B Hq Nq Nk"],
     counts: Int[Array | np.ndarray, "Hq Nq"],
     *,
-    always: AlwaysOn,
-    scope: Scope = Scope.LAYER,
+    forced: ForcedBlocks,
+    scope: BudgetScope = BudgetScope.LAYER,
 ) -> Bool[Array, "B Hq Nq Nk"]:
-    """The always-on blocks and those that gain most, exactly as many as `counts` add up to.
+    """Select the forced blocks and those of the largest gain, exactly `counts.sum()` per group.
 
-    A block gains `log(c / (c - m))`, m being its own mass and c that of all blocks of its row that
-    are at least as heavy, always-on ones included: what greedy choice by log-mass gains from it.
-    Blocks of a row are taken heaviest first; among equals the first.
+    The gain of a block of mass `m` is `log(c / (c - m))`, with `c` the mass of all blocks of its
+    row that are at least as heavy, forced ones included: its gain in greedy selection by log-mass.
+    Blocks of a row are taken in descending mass; ties go to the first.
 
     Args:
         masses: estimated share of each block in the attention of a row's queries.
-        counts: blocks of each row, always-on ones counted; a wider scope uses their sum only.
-        always: blocks that are chosen in any case.
-        scope: what shares one budget.
+        counts: blocks of each row, forced ones included; wider scopes use their sum only.
+        forced: blocks that are always selected.
+        scope: unit that shares one budget.
 
     Returns:
-        True for chosen blocks; a block that causality hides is never chosen.
+        True for selected blocks, all of them causally visible.
     """
     batch, heads, rows, _ = masses.shape
-    ranks = _ranks(masses, always)
-    groups = {Scope.ROW: heads * rows, Scope.HEAD: heads, Scope.LAYER: 1}[scope]
+    ranks = _block_ranks(masses, forced)
+    groups = {BudgetScope.ROW: heads * rows, BudgetScope.HEAD: heads, BudgetScope.LAYER: 1}[scope]
     totals = jnp.asarray(counts, jnp.int32).reshape(groups, -1).sum(1)
     flat = ranks.reshape(batch * groups, -1)
     return _largest(flat, jnp.tile(totals, batch)).reshape(masses.shape)
 
 
-def _ranks(masses, always: AlwaysOn) -> Int[Array, "B Hq Nq Nk"]:
-    """Integers in the order in which blocks are taken; -1 for hidden blocks."""
+def _block_ranks(masses, forced: ForcedBlocks) -> Int[Array, "B Hq Nq Nk"]:
+    """Return integers that sort blocks by selection order; -1 for masked blocks."""
     n = masses.shape[-1]
-    visible, forced = np.tri(n, dtype=bool), always.grid(n)
+    visible, forced_grid = np.tri(n, dtype=bool), forced.grid(n)
     masses = jnp.where(visible, masses, 0).astype(jnp.float32)
-    loose = jnp.where(forced, 0, masses)
-    # Sums over all blocks at least as heavy, by classes of weight: sorting rows would cost a CPU
-    # several times as much, and the order inside a row stays exact.
+    loose = jnp.where(forced_grid, 0, masses)
+    # Sums over all blocks at least as heavy, by bins: sorting rows costs a CPU several times as
+    # much, and the order inside a row stays exact.
     bits = jax.lax.bitcast_convert_type(masses, jnp.int32)
-    own_class = jnp.clip(_LIGHTEST + _CLASSES - 1 - (bits >> _DROPPED), 0, _CLASSES - 1)
-    sum_from = lambda lightest: jnp.where(own_class <= lightest, loose, 0).sum(-1)
+    bins = jnp.clip(_LIGHTEST + _CLASSES - 1 - (bits >> _DROPPED), 0, _CLASSES - 1)
+    sum_from = lambda lightest: jnp.where(bins <= lightest, loose, 0).sum(-1)
     heavier = jax.lax.map(sum_from, np.arange(_CLASSES))
-    kept = jnp.moveaxis(heavier, 0, -1) + jnp.where(forced, masses, 0).sum(-1, keepdims=True)
-    kept = jnp.take_along_axis(kept, own_class, -1)
+    kept = jnp.moveaxis(heavier, 0, -1) + jnp.where(forced_grid, masses, 0).sum(-1, keepdims=True)
+    kept = jnp.take_along_axis(kept, bins, -1)
     gain = masses / jnp.maximum(kept, math.ldexp(1, -60))
-    # The bits of floats that are not negative are ordered as the floats are.
+    # Bit patterns of non-negative floats have the order of the floats.
     bits = jax.lax.bitcast_convert_type(gain, jnp.int32)
-    return jnp.where(visible, jnp.where(forced, np.iinfo(np.int32).max, bits), -1)
+    return jnp.where(visible, jnp.where(forced_grid, np.iinfo(np.int32).max, bits), -1)
 
 
 def _largest(ranks: Int[Array, "X Y"], counts: Int[Array, " X"]) -> Bool[Array, "X Y"]:
-    """Exactly `counts` of the largest that are not negative, or all of those; ties: the first."""
+    """Select exactly `counts` of the largest non-negative ranks, or all; ties go to the first."""
 
     def halve(_, bounds):
         low, high = bounds
@@ -89,5 +89,5 @@ def _largest(ranks: Int[Array, "X Y"], counts: Int[Array, " X"]) -> Bool[Array, 
     start = jnp.zeros_like(counts), jnp.full_like(counts, np.iinfo(np.int32).max)
     level, _ = jax.lax.fori_loop(0, 31, halve, start)
     above, equal = ranks > level[:, None], ranks == level[:, None]
-    room = counts - above.sum(1)
-    return above | (equal & (jnp.cumsum(equal, 1) <= room[:, None]))
+    remaining = counts - above.sum(1)
+    return above | (equal & (jnp.cumsum(equal, 1) <= remaining[:, None]))

@@ -1,4 +1,4 @@
-"""Whether a plan still fits: what its heads lose on other texts beside what was promised."""
+"""Drift of a plan: KL of its heads on other texts compared with the calibrated KL."""
 
 import dataclasses
 import time
@@ -11,27 +11,27 @@ from jaxtyping import Float, Int
 
 from xsake.errors import ArgumentError
 from xsake.hads import fit
-from xsake.hads.attend import selector_of
-from xsake.hads.budget import AlwaysOn, level_totals
-from xsake.hads.calibrate import Progress, Reading, document_of
-from xsake.hads.measure import LayerMasses, Observe, watch_masses
+from xsake.hads.attend import selector_from_spec
+from xsake.hads.budget import ForcedBlocks, level_totals
+from xsake.hads.calibrate import CalibrationDocument, CalibrationProgress, document_masses
+from xsake.hads.measure import LayerMasses, ObserveFn, make_mass_hook
 from xsake.hads.plan import SparsityPlan
 from xsake.hads.profile import Profile
-from xsake.hads.shelf import DocumentMasses, Shelf
+from xsake.hads.shelf import DocumentMasses, MassCache
 from xsake.layout.grid import blocks_of
 
-FEW = 10
+MAX_HEADS = 10
 
 
 @dataclasses.dataclass(frozen=True)
-class Limits:
-    """What is still a fit.
+class DriftLimits:
+    """Limits within which a plan still fits.
 
     Args:
-        head_ratio: a head is lost if it loses more than so many times what was promised,
-        head_nats: and so many nats more.
-        mean_ratio: the mean over heads may be so many times what was promised.
-        lost_share: so many of the heads may be lost.
+        head_ratio: a head has drifted if its KL exceeds `head_ratio` times its calibrated KL
+        head_nats: and exceeds it by more than `head_nats` nats.
+        mean_ratio: maximum mean KL over heads, relative to the calibrated mean.
+        lost_share: maximum share of drifted heads.
     """
 
     head_ratio: float = 2.0
@@ -41,183 +41,172 @@ class Limits:
 
     def __str__(self) -> str:
         return (
-            f"A head is lost beyond {self.head_ratio:g} times its promised KL and"
-            f" {self.head_nats:g} nats more; a plan fits while the mean is at most"
-            f" {self.mean_ratio:g} times what was promised and at most {self.lost_share:.0%} of"
-            " the heads are lost."
+            f"A head has drifted if its KL exceeds {self.head_ratio:g} times the calibrated KL and"
+            f" is {self.head_nats:g} nats larger; a plan fits if the mean KL is at most"
+            f" {self.mean_ratio:g} times the calibrated one and at most {self.lost_share:.0%} of"
+            " the heads have drifted."
         )
 
 
 @dataclasses.dataclass(frozen=True)
 class Drift:
-    """KL(sparse || dense) of every head, mean over queries: now, and as promised.
+    """Mean KL(sparse || dense) over queries of every head, calibrated and measured.
 
     Args:
-        promised: on the texts of the calibration.
-        now: on others.
-        documents: that were read now.
-        limits: what is still a fit.
+        calibrated: on the calibration documents.
+        measured: on other documents.
+        documents: number of other documents.
+        limits: within which the plan fits.
     """
 
-    promised: Float[np.ndarray, "L Hq"]
-    now: Float[np.ndarray, "L Hq"]
+    calibrated: Float[np.ndarray, "L Hq"]
+    measured: Float[np.ndarray, "L Hq"]
     documents: int
-    limits: Limits = Limits()
+    limits: DriftLimits = DriftLimits()
 
     @property
-    def lost(self) -> tuple[tuple[int, int], ...]:
-        """Layer and number of heads that lose too much more than was promised, worst first."""
-        more = self.now - self.promised
-        is_lost = self.now > self.limits.head_ratio * self.promised
-        is_lost &= more > self.limits.head_nats
-        order = np.argsort(-more[is_lost], kind="stable")
-        return tuple((int(layer), int(head)) for layer, head in np.argwhere(is_lost)[order])
+    def drifted_heads(self) -> tuple[tuple[int, int], ...]:
+        """Layer and head number of drifted heads, worst first."""
+        excess = self.measured - self.calibrated
+        is_drifted = self.measured > self.limits.head_ratio * self.calibrated
+        is_drifted &= excess > self.limits.head_nats
+        order = np.argsort(-excess[is_drifted], kind="stable")
+        return tuple((int(layer), int(head)) for layer, head in np.argwhere(is_drifted)[order])
 
     @property
     def fits(self) -> bool:
-        """Neither the mean nor too many single heads have got much worse."""
-        most = self.limits.mean_ratio * self.promised.mean() + 1e-6  # of digits in files
-        allowed = self.limits.lost_share * self.now.size
-        return bool(self.now.mean() <= most) and len(self.lost) <= allowed
+        """Whether the mean KL and the number of drifted heads are within the limits."""
+        limit = self.limits.mean_ratio * self.calibrated.mean() + 1e-6  # rounding in files
+        allowed = self.limits.lost_share * self.measured.size
+        return bool(self.measured.mean() <= limit) and len(self.drifted_heads) <= allowed
 
     def __str__(self) -> str:
         verdict = "still fits" if self.fits else "does not fit"
         texts = f"{self.documents} document{'' if self.documents == 1 else 's'}"
-        named = [
-            f"L{layer}H{head} ({self.promised[layer, head]:.3f} -> {self.now[layer, head]:.3f})"
-            for layer, head in self.lost[:FEW]
+        before, after = self.calibrated, self.measured
+        heads = [
+            f"L{layer}H{head} ({before[layer, head]:.3f} -> {after[layer, head]:.3f})"
+            for layer, head in self.drifted_heads[:MAX_HEADS]
         ]
-        if len(self.lost) > FEW:
-            named.append(f"{len(self.lost) - FEW} more")
-        which = ": " + ", ".join(named) if named else ""
+        if len(self.drifted_heads) > MAX_HEADS:
+            heads.append(f"{len(self.drifted_heads) - MAX_HEADS} more")
+        listed = ": " + ", ".join(heads) if heads else ""
         return (
-            f"The plan {verdict}: mean KL {self.now.mean():.4f} nats on {texts},"
-            f" {self.promised.mean():.4f} promised; {len(self.lost)} of {self.now.size} heads lost"
-            f"{which}."
+            f"The plan {verdict}: mean KL {after.mean():.4f} nats on {texts},"
+            f" {before.mean():.4f} calibrated; {len(self.drifted_heads)} of {after.size} heads"
+            f" drifted{listed}."
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The figures behind the sentence."""
+        """Return all figures as JSON values."""
         return {
             "fits": self.fits,
             "documents": self.documents,
-            "mean_kl": _digits(self.now.mean()),
-            "promised_mean_kl": _digits(self.promised.mean()),
-            "lost": [list(place) for place in self.lost],
-            "kl": [[_digits(kl) for kl in layer] for layer in self.now],
-            "promised_kl": [[_digits(kl) for kl in layer] for layer in self.promised],
+            "mean_kl": _digits(self.measured.mean()),
+            "promised_mean_kl": _digits(self.calibrated.mean()),
+            "lost": [list(head) for head in self.drifted_heads],
+            "kl": [[_digits(kl) for kl in layer] for layer in self.measured],
+            "promised_kl": [[_digits(kl) for kl in layer] for layer in self.calibrated],
             "limits": dataclasses.asdict(self.limits),
         }
 
 
 def loss_at(
-    curves: Float[np.ndarray, "L Hq levels"], totals: Int[np.ndarray, "L Hq"], always: AlwaysOn
+    curves: Float[np.ndarray, "L Hq levels"], totals: Int[np.ndarray, "L Hq"], forced: ForcedBlocks
 ) -> Float[np.ndarray, "L Hq"]:
-    """What heads lose that compute so many blocks, straight between the levels of their curves.
+    """Return the loss of each head at its number of blocks, by linear interpolation of its curve.
 
     Args:
         curves: at `k` from 0 to `n` blocks per row.
         totals: blocks of each head.
-        always: what every head computes anyway.
+        forced: blocks that every head computes.
 
     Example:
-        >>> loss_at(np.array([[[3.0, 3, 3, 3, 1, 0]]]), np.array([[13]]), AlwaysOn())
+        >>> loss_at(np.array([[[3.0, 3, 3, 3, 1, 0]]]), np.array([[13]]), ForcedBlocks())
         array([[2.]])
     """
     n = curves.shape[-1] - 1
-    levels = np.arange(min(always.level, n), n + 1)
-    cost = level_totals(levels, n, always)
+    levels = np.arange(min(forced.blocks_per_row, n), n + 1)
+    cost = level_totals(levels, n, forced)
     flat = zip(totals.ravel(), curves[..., levels].reshape(totals.size, -1), strict=True)
     return np.array([np.interp(total, cost, curve) for total, curve in flat]).reshape(totals.shape)
 
 
-def promised_loss(plan: SparsityPlan, profile: Profile) -> Float[np.ndarray, "L Hq"]:
-    """What each head of a plan loses on the texts of its calibration.
-
-    Args:
-        plan: whose blocks a calibrated selector chooses.
-        profile: the one that the plan was made of.
-    """
+def calibrated_loss(plan: SparsityPlan, profile: Profile) -> Float[np.ndarray, "L Hq"]:
+    """Return the KL of each head of a plan on the calibration documents."""
     require_profile(plan, profile)
     if plan.selector.name not in profile.curves:
         raise ArgumentError(
-            "no curve was calibrated for what chooses the blocks of this plan",
+            "the selector of this plan was not calibrated",
             got=f"policy {plan.policy.name}, selector {plan.selector.name}",
             expected=f"one of the selectors {', '.join(sorted(profile.selector_weights))}",
             fix="compare the model with and without the plan: xsake evaluate --plan",
         )
-    return loss_at(profile.curves[plan.selector.name], plan.blocks, plan.always)
+    return loss_at(profile.curves[plan.selector.name], plan.blocks, plan.forced)
 
 
 def require_profile(plan: SparsityPlan, profile: Profile) -> None:
-    """Raise unless the plan was made of this profile."""
+    """Raise unless the plan was built from this profile."""
     if profile.digest != plan.calibration.profile:
         raise ArgumentError(
-            "the plan was made of another profile",
+            "the plan was built from another profile",
             got=f"a profile with the digest {profile.digest}",
             expected=plan.calibration.profile,
-            fix="name the profile that was written with the plan",
+            fix="pass the profile that was written with the plan",
         )
 
 
-def read_again(
-    observe: Observe,
+def measure_documents(
+    observe: ObserveFn,
     plan: SparsityPlan,
-    readings: Sequence[Reading],
+    documents: Sequence[CalibrationDocument],
     *,
-    watch: Callable[[Progress], None] = lambda _: None,
+    on_progress: Callable[[CalibrationProgress], None] = lambda _: None,
 ) -> Iterator[DocumentMasses]:
-    """What heads look at in other documents, and what the plan's selector thinks of it.
-
-    Args:
-        observe: lets the model read tokens.
-        plan: whose selector and components are used.
-        readings: the documents.
-        watch: told about every document.
-    """
-    _require_length(plan, readings)
-    selector, begin = selector_of(plan), time.monotonic()
-    look = watch_masses(plan.block, {selector.name: selector}, plan.components_array)
-    for done, reading in enumerate(readings, start=1):
-        found: LayerMasses = observe(jnp.asarray(reading.tokens)[None], look)
-        shelf = Shelf()  # rounds as the masses of a calibration are rounded
-        shelf.put(reading.sha256, document_of(found, 0))
+    """Measure true block masses and the selector's estimates on other documents."""
+    _require_length(plan, documents)
+    selector, begin = selector_from_spec(plan.selector), time.monotonic()
+    hook = make_mass_hook(plan.block, {selector.name: selector}, plan.components_array)
+    for done, document in enumerate(documents, start=1):
+        masses: LayerMasses = observe(jnp.asarray(document.tokens)[None], hook)
+        cache = MassCache()  # rounds to float16 as in calibration
+        cache.put(document.sha256, document_masses(masses, 0))
         elapsed = time.monotonic() - begin
-        to_go = elapsed / done * (len(readings) - done)
-        watch(Progress(done, len(readings), reading.name, True, elapsed, to_go))
-        yield shelf.get(reading.sha256)
+        to_go = elapsed / done * (len(documents) - done)
+        on_progress(CalibrationProgress(done, len(documents), document.name, True, elapsed, to_go))
+        yield cache.get(document.sha256)
 
 
-def _require_length(plan: SparsityPlan, readings: Sequence[Reading]) -> None:
-    shortest = min((len(reading.tokens) for reading in readings), default=0)
-    if blocks_of(shortest, plan.block) <= plan.always.level:
+def _require_length(plan: SparsityPlan, documents: Sequence[CalibrationDocument]) -> None:
+    shortest = min((len(document.tokens) for document in documents), default=0)
+    if blocks_of(shortest, plan.block) <= plan.forced.blocks_per_row:
         raise ArgumentError(
-            "the documents are too short to choose blocks in",
+            "the documents are too short for block selection",
             got=f"{shortest} tokens, blocks of {plan.block}",
-            expected=f"more blocks than the {plan.always.level} that are always on",
-            fix="read longer documents",
+            expected=f"more than the {plan.forced.blocks_per_row} forced blocks",
+            fix="use longer documents",
         )
 
 
-def loss_on(
+def mean_loss(
     plan: SparsityPlan, documents: Iterable[DocumentMasses]
 ) -> tuple[Float[np.ndarray, "L Hq"], int]:
-    """What each head of a plan loses on documents, and how many those were.
+    """Return the mean KL of each head of a plan over documents, and the number of documents.
 
-    Their blocks are taken as the plan's selector ranks them with the plan's corrections, the same
-    number in every row of a head: as the curves of its profile were made.
+    Blocks are ranked by the plan's selector and its corrections, with the same number in every row
+    of a head, as for the curves of the profile.
 
     Args:
-        plan: whose blocks a selector chooses.
-        documents: measured with that selector and the plan's components, all of one length.
+        plan: with a selector.
+        documents: measured with that selector and the plan's components.
     """
     weights = plan.weights.reshape(plan.model.heads, -1)
     total, count = np.zeros(plan.blocks.shape), 0
     for document in documents:
-        order = fit.corrected(document.estimates[plan.selector.name], weights)
-        curves = fit.curve(document.true, order, plan.always)
-        shaped = curves.reshape(*plan.blocks.shape, -1)
-        total += loss_at(shaped, plan.totals(document.true.shape[-1]), plan.always)
+        order = fit.correct_estimates(document.estimates[plan.selector.name], weights)
+        curves = fit.loss_curve(document.true, order, plan.forced)
+        by_head = curves.reshape(*plan.blocks.shape, -1)
+        total += loss_at(by_head, plan.totals(document.true.shape[-1]), plan.forced)
         count += 1
     return total / max(count, 1), count
 

@@ -1,9 +1,9 @@
-"""What a head's skipped blocks do to a model's predictions, to second order, by its own slopes.
+"""Second-order estimate of the KL caused by pruning a head, from gradients.
 
-Skipping changes the output of a head for query i by `e_i`. With `g_i` the slope of the
-log-probability of tokens that the model itself draws, KL(dense || sparse) of its predictions is
-`1/2 sum_i E[(g_i . e_i)^2]` to second order, other heads and cross terms aside. Both products need
-one number per query and block, `g . sum_j p_j v_j`: no choice of blocks has to be run.
+Pruning changes the output of a head for query i by `e_i`. With `g_i` the gradient of the
+log-probability of tokens sampled from the model, KL(dense || sparse) of its predictions is
+`1/2 sum_i E[(g_i . e_i)^2]` to second order, ignoring other heads and cross terms. Both factors
+need one number per query and block, `g . sum_j p_j v_j`, so no sparse pass has to run.
 """
 
 import itertools
@@ -15,167 +15,166 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from xsake.hads.budget import AlwaysOn
-from xsake.hads.fit import LEAST_MASS
-from xsake.hads.measure import Call, read
-from xsake.hads.selectors import Look, Selector, mixed
+from xsake.hads.budget import ForcedBlocks
+from xsake.hads.fit import MIN_MASS
+from xsake.hads.measure import AttentionCall, scored_components
+from xsake.hads.selectors import ScoringContext, Selector, correct_masses
 from xsake.layout.grid import blocks_of
 
-QUERIES = 64  # whose weights exist at once; more would not stay in the cache
-STRETCHES = 4  # of a document: queries of one look at equally many keys
-HIDDEN = -1e30  # the score of a key that is not seen
+QUERY_CHUNK = 64  # queries per step; larger chunks do not fit the CPU cache
+NUM_SEGMENTS = 4  # of a document; each is padded to its last visible key and compiled once
+MASKED = -1e30  # score of a masked key
 
-Tap = Callable[[Array, Array, Array, Array, Call, Any], Array]
-"""`tap(out, q, k, v, call, zeros)`: the output of a layer's attention that the model goes on with.
+BackwardHook = Callable[[Array, Array, Array, Array, AttentionCall, Any], Array]
+"""`hook(out, q, k, v, call, perturbation)`: identity on `out` with a custom gradient.
 
-The gradient by `zeros`, [layers, ...] arrays, is whatever the tap makes it."""
+The hook defines the gradient with respect to `perturbation`, zero arrays of [layers, ...]."""
 
-Slopes = Callable[[Int[Array, "B T"], Int[Array, " B"], Tap, Any], Any]
-"""`slopes(tokens, seeds, tap, zeros)`: gradient by `zeros` of the log-probability of tokens that
-the model draws, one after each token, by the seed of each document."""
+GradsFn = Callable[[Int[Array, "B T"], Int[Array, " B"], BackwardHook, Any], Any]
+"""`grads(tokens, seeds, hook, perturbation)`: gradient with respect to `perturbation` of the
+log-probability of sampled tokens, one per position; one seed per document."""
 
 
-def tap_effects(
+def make_effect_hook(
     selectors: Mapping[str, Selector],
     weights: Mapping[str, Float[np.ndarray, "L Hq 3"]],
     components: Int[np.ndarray, "L Hk D"],
     block: int,
-    always: AlwaysOn,
-) -> Tap:
-    """A `Tap` whose gradient is the effect of each head, by selector and blocks per row.
-
-    Args:
-        selectors: choose the blocks, by name.
-        weights: corrections of their estimates.
-        components: of queries and keys, those first that move scores most.
-        block: tokens of a query block and of a kv block.
-        always: kept in any case.
-    """
+    forced: ForcedBlocks,
+) -> BackwardHook:
+    """Build a `BackwardHook` whose gradient is the effect of each head, by selector and level."""
     corrections = {name: jnp.asarray(each, jnp.float32) for name, each in weights.items()}
     ordered = jnp.asarray(components)
 
-    def effects(q, k, v, layer, slope, look: Look):
-        found = {}
+    def effects(q, k, v, layer, grad, context: ScoringContext):
+        by_selector = {}
         for name, selector in selectors.items():
-            estimate = selector.masses(q, k, look, read(selector, ordered[layer]))
-            order = _order(mixed(estimate, corrections[name][layer]), always)
-            found[name] = head_effects(q, k, v, slope, order, look, always)
-        return found
+            estimate = selector.masses(q, k, context, scored_components(selector, ordered[layer]))
+            order = _block_order(correct_masses(estimate, corrections[name][layer]), forced)
+            by_selector[name] = head_effects(q, k, v, grad, order, context, forced)
+        return by_selector
 
-    def tap(out, q, k, v, call: Call, zeros):
-        look = Look(block, call.scale, call.mask, call.softcap)
+    def hook(out, q, k, v, call: AttentionCall, perturbation):
+        context = ScoringContext(block, call.scale, call.mask, call.softcap)
 
         @jax.custom_vjp
-        def through(out, q, k, v, layer, zeros):
+        def identity(out, q, k, v, layer, perturbation):
             return out
 
-        def forward(out, q, k, v, layer, zeros):
+        def forward(out, q, k, v, layer, perturbation):
             return out, (q, k, v, layer)
 
-        def backward(kept, slope):
-            q, k, v, layer = kept
-            nothing = (jnp.zeros_like(x) for x in (q, k, v))
-            return slope, *nothing, None, effects(q, k, v, layer, slope, look)
+        def backward(residuals, grad):
+            q, k, v, layer = residuals
+            zeros = (jnp.zeros_like(x) for x in (q, k, v))
+            return grad, *zeros, None, effects(q, k, v, layer, grad, context)
 
-        through.defvjp(forward, backward)
-        own = {name: each[call.layer] for name, each in zeros.items()}
-        return through(out, q, k, v, jnp.asarray(call.layer), own)
+        identity.defvjp(forward, backward)
+        of_layer = {name: each[call.layer] for name, each in perturbation.items()}
+        return identity(out, q, k, v, jnp.asarray(call.layer), of_layer)
 
-    return tap
+    return hook
 
 
 def head_effects(
     q: Float[Array, "B T Hq D"],
     k: Float[Array, "B T Hk D"],
     v: Float[Array, "B T Hk D"],
-    slope: Float[Array, "B T Hq D"],
+    grad: Float[Array, "B T Hq D"],
     order: Int[Array, "B Hq Nq Nk"],
-    look: Look,
-    always: AlwaysOn,
+    context: ScoringContext,
+    forced: ForcedBlocks,
 ) -> Float[Array, "B Hq levels"]:
-    """Nats per token of KL that heads cause alone which keep max(always-on, k) blocks, k in 0..n.
+    """Return the KL that each head causes alone with max(forced, k) blocks per row, k in 0..n.
 
     Args:
-        q: queries as they enter the scores.
-        k: keys, likewise.
+        q: queries after rotary embedding.
+        k: keys after rotary embedding.
         v: values.
-        slope: of the predictions, by the attention's output.
-        order: of each row's blocks, those first that are kept first.
-        look: how queries see keys.
-        always: kept in any case.
+        grad: gradient of the log-probability with respect to the attention output.
+        order: blocks of each row in the order of selection.
+        context: block size, scale and mask.
+        forced: blocks that are always computed.
+
+    Returns:
+        Nats per token.
     """
     tokens, n = q.shape[1], order.shape[-1]
-    rows = max(QUERIES // look.block, 1)
-    size = rows * look.block
+    rows = max(QUERY_CHUNK // context.block, 1)
+    size = rows * context.block
     chunks = blocks_of(tokens, size)
-    cut = lambda x: jnp.moveaxis(_padded(x, chunks * size).reshape(
+    split = lambda x: jnp.moveaxis(_pad(x, chunks * size).reshape(
         x.shape[0], chunks, size, *x.shape[2:]), 1, 0)  # fmt: skip
     order = jnp.pad(order, ((0, 0), (0, 0), (0, chunks * rows - n), (0, 0)))
     order = jnp.moveaxis(order.reshape(*order.shape[:2], chunks, rows, n), 2, 0)
-    parts = jnp.arange(chunks), cut(q), cut(slope), order
-    keys, values = (_padded(x, chunks * size) for x in (k, v))
+    parts = jnp.arange(chunks), split(q), split(grad), order
+    keys, values = (_pad(x, chunks * size) for x in (k, v))
 
     def changes(part, blocks: int):
-        number, q, slope, order = part
-        seen = keys[:, : blocks * look.block], values[:, : blocks * look.block]
-        masses, moves = _by_block(q, *seen, slope, number * size, tokens, look)
-        spare = ((0, 0),) * 4 + ((0, max(n - blocks, 0)),)
+        number, q, grad, order = part
+        visible = keys[:, : blocks * context.block], values[:, : blocks * context.block]
+        masses, moves = _block_sums(q, *visible, grad, number * size, tokens, context)
+        padding = ((0, 0),) * 4 + ((0, max(n - blocks, 0)),)
         picked = jnp.broadcast_to(order[:, :, :, None], (*masses.shape[:4], n))
         kept, moved = (
-            jnp.cumsum(jnp.take_along_axis(jnp.pad(x, spare), picked, axis=-1), axis=-1)
+            jnp.cumsum(jnp.take_along_axis(jnp.pad(x, padding), picked, axis=-1), axis=-1)
             for x in (masses, moves)
         )
-        change = moved / jnp.maximum(kept, LEAST_MASS) - moved[..., -1:]
+        change = moved / jnp.maximum(kept, MIN_MASS) - moved[..., -1:]
         return jnp.square(change).sum(3)  # [B, Hq, rows, blocks kept - 1]
 
-    found = []
-    for first, last in _stretches(chunks):  # no query sees a block after its own
-        of_these = jax.tree.map(lambda x, a=first, b=last: x[a:b], parts)
-        found.append(jax.lax.map(lambda part, b=last * rows: changes(part, b), of_these))
-    joined = jnp.moveaxis(jnp.concatenate(found), 0, 2)
-    joined = joined.reshape(*joined.shape[:2], chunks * rows, n)[:, :, :n]
-    levels = np.maximum(np.arange(n + 1)[None], always.counts(n)[:, None]) - 1
-    levels = np.broadcast_to(levels, (*joined.shape[:2], *levels.shape))
-    return jnp.take_along_axis(joined, levels, axis=-1).sum(2) / (2 * tokens)
+    segments = []
+    for first, last in _segments(chunks):  # later blocks are masked
+        segment = jax.tree.map(lambda x, a=first, b=last: x[a:b], parts)
+        segments.append(jax.lax.map(lambda part, b=last * rows: changes(part, b), segment))
+    change = jnp.moveaxis(jnp.concatenate(segments), 0, 2)
+    change = change.reshape(*change.shape[:2], chunks * rows, n)[:, :, :n]
+    levels = np.maximum(np.arange(n + 1)[None], forced.counts(n)[:, None]) - 1
+    levels = np.broadcast_to(levels, (*change.shape[:2], *levels.shape))
+    return jnp.take_along_axis(change, levels, axis=-1).sum(2) / (2 * tokens)
 
 
-def _stretches(chunks: int) -> list[tuple[int, int]]:
-    """Runs of chunks that look at equally many keys: each is a program of its own, so few."""
-    bounds = sorted({chunks * part // STRETCHES for part in range(STRETCHES + 1)})
+def _segments(chunks: int) -> list[tuple[int, int]]:
+    """Return ranges of chunks that are padded to the same number of keys."""
+    bounds = sorted({chunks * part // NUM_SEGMENTS for part in range(NUM_SEGMENTS + 1)})
     return list(itertools.pairwise(bounds))
 
 
-def _by_block(q, k, v, slope, start, tokens: int, look: Look):
-    """Masses of blocks, and how far each moves the predictions: [B, Hq, rows, block, Nk] each."""
+def _block_sums(q, k, v, grad, start, tokens: int, context: ScoringContext):
+    """Return block masses and `g . sum_j p_j v_j` of blocks: [B, Hq, rows, block, Nk] each."""
     batch, queries, heads, dim = q.shape
     group = heads // k.shape[2]
-    grouped = lambda x: x.reshape(batch, queries, -1, group, dim).astype(jnp.float32)
-    scores = jnp.einsum("bqhgd,bkhd->bhgqk", grouped(q) * look.scale, k.astype(jnp.float32))
-    if look.softcap is not None:
-        scores = look.softcap * jnp.tanh(scores / look.softcap)
+    by_group = lambda x: x.reshape(batch, queries, -1, group, dim).astype(jnp.float32)
+    scores = jnp.einsum("bqhgd,bkhd->bhgqk", by_group(q) * context.scale, k.astype(jnp.float32))
+    if context.softcap is not None:
+        scores = context.softcap * jnp.tanh(scores / context.softcap)
     scores = scores.reshape(batch, heads, queries, -1)
     q_pos = start + jnp.arange(queries, dtype=jnp.int32)[None, :, None]
     kv_pos = jnp.arange(k.shape[1], dtype=jnp.int32)[None, None]
-    which = None
-    if look.mask.heads is not None:
-        which = (np.arange(heads, dtype=np.int32) * look.mask.heads // heads)[:, None, None]
-    seen = look.mask.allows(q_pos, kv_pos, which) & (kv_pos < tokens) & (q_pos < tokens)
-    scores = jnp.where(seen[None], scores, HIDDEN)
-    peak = jnp.maximum(scores.max(-1, keepdims=True), HIDDEN / 2)
-    weights = jnp.exp(scores - peak)
-    pull = jnp.einsum("bqhgd,bkhd->bhgqk", grouped(slope), v.astype(jnp.float32))
-    cut = lambda x: x.reshape(batch, heads, -1, look.block, k.shape[1] // look.block, look.block)
-    masses, moves = cut(weights).sum(-1), cut(weights * pull.reshape(weights.shape)).sum(-1)
-    share = 1 / jnp.maximum(masses.sum(-1, keepdims=True), jnp.finfo(jnp.float32).tiny)
-    return masses * share, moves * share
+    head = None
+    if context.mask.heads is not None:
+        head = (np.arange(heads, dtype=np.int32) * context.mask.heads // heads)[:, None, None]
+    visible = context.mask.allows(q_pos, kv_pos, head) & (kv_pos < tokens) & (q_pos < tokens)
+    scores = jnp.where(visible[None], scores, MASKED)
+    m = jnp.maximum(scores.max(-1, keepdims=True), MASKED / 2)
+    p = jnp.exp(scores - m)
+    dp = jnp.einsum("bqhgd,bkhd->bhgqk", by_group(grad), v.astype(jnp.float32))
+    split = lambda x: x.reshape(
+        batch, heads, -1, context.block, k.shape[1] // context.block, context.block
+    )
+    masses, moves = split(p).sum(-1), split(p * dp.reshape(p.shape)).sum(-1)
+    inverse = 1 / jnp.maximum(masses.sum(-1, keepdims=True), jnp.finfo(jnp.float32).tiny)
+    return masses * inverse, moves * inverse
 
 
-def _order(masses: Float[Array, "B Hq Nq Nk"], always: AlwaysOn) -> Int[Array, "B Hq Nq Nk"]:
-    """Blocks of each row, always-on ones first, then the heaviest, hidden ones last."""
+def _block_order(
+    masses: Float[Array, "B Hq Nq Nk"], forced: ForcedBlocks
+) -> Int[Array, "B Hq Nq Nk"]:
+    """Return the blocks of each row: forced ones, then by descending mass, masked ones last."""
     n = masses.shape[-1]
     ranked = jnp.where(np.tri(n, dtype=bool), jnp.maximum(masses, 0), -1)
-    return jnp.argsort(-jnp.where(always.grid(n), jnp.inf, ranked), axis=-1, stable=True)
+    return jnp.argsort(-jnp.where(forced.grid(n), jnp.inf, ranked), axis=-1, stable=True)
 
 
-def _padded(x: Float[Array, "B T *rest"], tokens: int) -> Float[Array, "B padded *rest"]:
+def _pad(x: Float[Array, "B T *rest"], tokens: int) -> Float[Array, "B padded *rest"]:
     return jnp.pad(x, ((0, 0), (0, tokens - x.shape[1])) + ((0, 0),) * (x.ndim - 2))

@@ -1,4 +1,4 @@
-"""What is measured of one layer while a model reads: true block masses, entropy and estimates."""
+"""Forward hooks that capture block masses, entropy and selector estimates of each layer."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -7,15 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from xsake.hads.selectors import Look, Selector
+from xsake.hads.selectors import ScoringContext, Selector
 from xsake.kernels.statistics import block_statistics
 from xsake.layout.grid import blocks_of
 from xsake.masks import AbstractMask
 
 
 @runtime_checkable
-class Call(Protocol):
-    """What a model says about a layer's attention beside its queries and keys."""
+class AttentionCall(Protocol):
+    """Attention arguments of a layer other than queries, keys and values."""
 
     @property
     def layer(self) -> Any: ...
@@ -30,74 +30,73 @@ class Call(Protocol):
     def softcap(self) -> float | None: ...
 
 
-Watch = Callable[[Float[Array, "B T Hq D"], Float[Array, "B T Hk D"], Any, Call], Any]
-"""From queries, keys, values and the call of a layer to what is kept of it."""
+ForwardHook = Callable[
+    [Float[Array, "B T Hq D"], Float[Array, "B T Hk D"], Any, AttentionCall], Any
+]
+"""Called with the queries, keys, values and the call of a layer; returns arrays to collect."""
 
-Observe = Callable[[Int[Array, "B T"], Watch], Any]
-"""Lets a model read tokens; returns what `watch` returned, stacked over the layers."""
+ObserveFn = Callable[[Int[Array, "B T"], ForwardHook], Any]
+"""Run a model on tokens and return the outputs of a hook, stacked over the layers."""
 
 
-class Moments(NamedTuple):
-    """How far components of queries and keys spread."""
+class ComponentMoments(NamedTuple):
+    """Second moments of the components of queries and keys."""
 
     queries: Float[Array, "B Hk D"]  # mean square, over the query heads of a kv head
-    keys: Float[Array, "B Hk D"]  # variance: a constant key moves no softmax
+    keys: Float[Array, "B Hk D"]  # variance: a constant key component does not change a softmax
 
 
 class LayerMasses(NamedTuple):
-    """What one layer looked at."""
+    """Attention statistics of one layer."""
 
-    entropy: Float[Array, "B Hq"]  # of a query's attention over tokens, mean, nats
-    true: Float[Array, "B Hq Nq Nk"]  # share of each block, mean over the queries of a row
+    entropy: Float[Array, "B Hq"]  # mean over queries of the attention entropy over tokens, nats
+    true: Float[Array, "B Hq Nq Nk"]  # attention mass of each block, mean over the queries of a row
     estimates: dict[str, Float[Array, "B Hq Nq Nk"]]  # by selector
 
 
-def watch_moments(q, k, v, call: Call) -> Moments:
-    """A `Watch` that tells which components of q and k are worth multiplying."""
+def moments_hook(q, k, v, call: AttentionCall) -> ComponentMoments:
+    """Measure which components of q and k contribute most to scores; a `ForwardHook`."""
     del v, call
     batch, tokens, kv_heads, dim = k.shape
     squares = jnp.square(q.astype(jnp.float32)).reshape(batch, tokens, kv_heads, -1, dim)
-    return Moments(squares.mean((1, 3)), k.astype(jnp.float32).var(1))
+    return ComponentMoments(squares.mean((1, 3)), k.astype(jnp.float32).var(1))
 
 
-def watch_masses(
+def make_mass_hook(
     block: int,
     selectors: Mapping[str, Selector],
     components: Int[Array | np.ndarray, "L Hk D"],
-) -> Watch:
-    """A `Watch` that measures every block, and what selectors would have thought of it.
-
-    Args:
-        block: tokens of a query block and of a kv block.
-        selectors: by the name that their estimates get.
-        components: of queries and keys, those first that move the scores most.
-    """
+) -> ForwardHook:
+    """Build a `ForwardHook` that measures true block masses and the estimates of selectors."""
     components = jnp.asarray(components)
 
-    def watch(q, k, v, call: Call) -> LayerMasses:
+    def hook(q, k, v, call: AttentionCall) -> LayerMasses:
         del v
-        look = Look(block, call.scale, call.mask, call.softcap)
-        found = block_statistics(
+        context = ScoringContext(block, call.scale, call.mask, call.softcap)
+        statistics = block_statistics(
             q, k, block_kv=block, mask=call.mask, scale=call.scale, softcap=call.softcap
         )
         ordered = components[call.layer]
         return LayerMasses(
-            found.entropy.mean(1),
-            _by_row(found.mass(), block),
-            {name: s.masses(q, k, look, read(s, ordered)) for name, s in selectors.items()},
+            statistics.entropy.mean(1),
+            _row_means(statistics.mass(), block),
+            {
+                name: s.masses(q, k, context, scored_components(s, ordered))
+                for name, s in selectors.items()
+            },
         )
 
-    return watch
+    return hook
 
 
-def read(selector: Selector, ordered: Int[Array, "Hk D"]) -> Int[Array, "Hk R"] | None:
-    """The components that a selector multiplies; None if it reads all of them."""
+def scored_components(selector: Selector, ordered: Int[Array, "Hk D"]) -> Int[Array, "Hk R"] | None:
+    """Return the components that a selector multiplies; None: all."""
     count = getattr(selector, "dims", None)
     return None if count is None or count >= ordered.shape[-1] else ordered[:, :count]
 
 
-def _by_row(masses: Float[Array, "B T Hq Nk"], block: int) -> Float[Array, "B Hq Nq Nk"]:
-    """Means over the queries of each row; the last row may have fewer."""
+def _row_means(masses: Float[Array, "B T Hq Nk"], block: int) -> Float[Array, "B Hq Nq Nk"]:
+    """Return means over the queries of each row; the last row may have fewer."""
     batch, tokens, heads, columns = masses.shape
     rows = blocks_of(tokens, block)
     padded = jnp.pad(masses, ((0, 0), (0, rows * block - tokens), (0, 0), (0, 0)))

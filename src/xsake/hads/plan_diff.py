@@ -1,4 +1,4 @@
-"""Plans as text for people: one told, or two compared; knows their JSON and not their type."""
+"""Plans as text: a summary of one, or the differences of two, from their JSON."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -6,42 +6,32 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-BAR = 40
-FEW = 10
-_NOT_TOLD = ("heads", "summary")
+BAR_WIDTH = 40
+MAX_HEADS = 10
+_SKIPPED = ("heads", "summary")
 
 
-def told(document: dict[str, Any], shares: Float[np.ndarray, "L Hq"]) -> str:
-    """A plan on one screen: what it is, how its layers are fed, and its extreme heads.
-
-    Args:
-        document: the plan as JSON has it.
-        shares: of the visible blocks that each head computes.
-    """
+def format_plan(document: dict[str, Any], shares: Float[np.ndarray, "L Hq"]) -> str:
+    """Format a plan: summary, share of blocks by layer, densest and sparsest heads."""
     lines = [
         document["summary"],
         f"budget {document['budget']:.2%}, with selection {document['effective_budget']:.2%}",
         "",
-        "layer  mean  share of visible blocks, the narrowest and the broadest head",
+        "layer  mean  share of visible blocks, sparsest and densest head",
     ]
     for layer, row in enumerate(shares):
-        filled = round(float(row.mean()) * BAR)
-        bar = "#" * filled + "." * (BAR - filled)
+        length = round(float(row.mean()) * BAR_WIDTH)
+        bar = "#" * length + "." * (BAR_WIDTH - length)
         lines.append(f"{layer:5}  {row.mean():4.0%}  {bar}  {row.min():4.0%} {row.max():4.0%}")
     order = np.argsort(shares, axis=None, kind="stable").tolist()
-    for name, heads in (("most", order[::-1][:FEW]), ("least", order[:FEW])):
-        named = (f"{_head(head, shares.shape[1])} {shares.flat[head]:.0%}" for head in heads)
-        lines += ["", f"fed {name}:  " + ", ".join(named)]
+    for name, heads in (("densest", order[::-1][:MAX_HEADS]), ("sparsest", order[:MAX_HEADS])):
+        labels = (f"{_head(head, shares.shape[1])} {shares.flat[head]:.0%}" for head in heads)
+        lines += ["", f"{name} heads:  " + ", ".join(labels)]
     return "\n".join(lines)
 
 
-def difference(before: dict[str, Any], after: dict[str, Any]) -> str:
-    """What is different between two plans, by field and by head.
-
-    Args:
-        before: a plan as JSON has it.
-        after: the other.
-    """
+def diff_plans(before: dict[str, Any], after: dict[str, Any]) -> str:
+    """Format the differences of two plans, by field and by head."""
     old, new = dict(_fields(before)), dict(_fields(after))
     lines = [
         f"{name}: {old.get(name, 'nothing')} -> {new.get(name, 'nothing')}"
@@ -56,7 +46,7 @@ def _fields(value: dict[str, Any], name: str = "") -> Iterator[tuple[str, Any]]:
     for key, part in value.items():
         if isinstance(part, dict):
             yield from _fields(part, f"{name}{key}.")
-        elif key not in _NOT_TOLD:
+        elif key not in _SKIPPED:
             yield f"{name}{key}", part
 
 
@@ -67,16 +57,16 @@ def _heads(before: list[list[dict]], after: list[list[dict]]) -> list[str]:
     )
     if old.keys() != new.keys():
         return [f"heads: {len(old)} -> {len(new)}, not compared"]
-    changed = [place for place in old if old[place] != new[place]]
+    changed = [head for head in old if old[head] != new[head]]
     if not changed:
         return []
-    gain = lambda place: new[place]["blocks"] - old[place]["blocks"]
-    changed.sort(key=lambda place: -abs(gain(place)))
-    lines = [f"heads: {len(changed)} of {len(old)} differ, those with most blocks moved first"]
-    for place in changed[:FEW]:
-        lines.append(f"  L{place[0]}H{place[1]}: " + _change(old[place], new[place]))
-    if len(changed) > FEW:
-        lines.append(f"  and {len(changed) - FEW} more")
+    gain = lambda head: new[head]["blocks"] - old[head]["blocks"]
+    changed.sort(key=lambda head: -abs(gain(head)))
+    lines = [f"heads: {len(changed)} of {len(old)} differ, largest change of blocks first"]
+    for layer, head in changed[:MAX_HEADS]:
+        lines.append(f"  L{layer}H{head}: " + _change(old[layer, head], new[layer, head]))
+    if len(changed) > MAX_HEADS:
+        lines.append(f"  and {len(changed) - MAX_HEADS} more")
     return lines
 
 

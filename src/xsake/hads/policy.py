@@ -1,4 +1,4 @@
-"""Policies: how a profile and a budget become blocks of heads; knows no selector's arithmetic."""
+"""Policies: allocate a budget of blocks to heads by the measurements of a profile."""
 
 import dataclasses
 from typing import ClassVar, Protocol, runtime_checkable
@@ -8,7 +8,13 @@ from jaxtyping import Float, Int
 
 from xsake.errors import ArgumentError
 from xsake.hads import allocate
-from xsake.hads.budget import AlwaysOn, level_totals, shared_out, total_blocks, visible_blocks
+from xsake.hads.budget import (
+    ForcedBlocks,
+    apportion,
+    level_totals,
+    total_blocks,
+    visible_blocks,
+)
 from xsake.hads.profile import Profile
 
 Totals = Int[np.ndarray, "L Hq"]
@@ -16,70 +22,69 @@ Totals = Int[np.ndarray, "L Hq"]
 
 @runtime_checkable
 class Policy(Protocol):
-    """A way to spend a budget.
+    """Allocation rule.
 
     Attributes:
-        name: its key in `POLICIES`.
+        name: key in `POLICIES` and in plan files.
     """
 
     name: ClassVar[str]
 
     def plan_shares(self, profile: Profile, budget: float | None) -> Totals:
-        """Blocks of each head at the calibrated length.
+        """Return the blocks of each head at the calibrated length.
 
         Args:
-            profile: what calibration measured.
-            budget: computed / causally visible blocks of the whole model, met exactly. None for
-                policies that find their own.
+            profile: measurements of the model.
+            budget: computed / causally visible blocks of the whole model, met exactly; None for
+                policies without a budget.
         """
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Uniform:
-    """Every head gets as many blocks as any other."""
+    """Equal numbers of blocks for all heads."""
 
     name: ClassVar[str] = "uniform"
 
     def plan_shares(self, profile: Profile, budget: float | None) -> Totals:
-        return _in_proportion(np.ones_like(profile.entropy), profile, budget, profile.always)
+        return _allocate(np.ones_like(profile.entropy), profile, budget, profile.forced)
 
 
 @dataclasses.dataclass(frozen=True)
 class Entropy:
-    """The original's share of each head, from its entropy alone; whatever that adds up to.
+    """Shares of the original HADS, a linear map of each head's entropy, without a budget.
 
-    `skipped = 0.9 - 0.8 (H - Hmin) / (Hmax - Hmin)` over all heads: the most focused head skips
-    90 % of what it sees and the broadest 10 %. Nothing is rescaled to a budget; a head gets its
-    always-on blocks at least.
+    `skipped = 0.9 - 0.8 (H - Hmin) / (Hmax - Hmin)` over all heads: the lowest entropy skips 90 %
+    of the visible blocks, the highest 10 %. Every head gets at least its forced blocks.
     """
 
     name: ClassVar[str] = "entropy"
 
     def plan_shares(self, profile: Profile, budget: float | None) -> Totals:
-        _refuse_budget(self.name, budget)
-        return _of_shares(kept_by_entropy(profile.entropy), profile.n, profile.always)
+        _reject_budget(self.name, budget)
+        return _blocks_from_shares(entropy_shares(profile.entropy), profile.n, profile.forced)
 
 
 @dataclasses.dataclass(frozen=True)
 class EntropyBudget:
-    """The shares of `entropy` in proportion, rescaled inside their bounds to meet the budget."""
+    """Shares of `entropy`, rescaled within bounds to the budget."""
 
     name: ClassVar[str] = "entropy_budget"
 
     def plan_shares(self, profile: Profile, budget: float | None) -> Totals:
-        return _in_proportion(kept_by_entropy(profile.entropy), profile, budget, profile.always)
+        return _allocate(entropy_shares(profile.entropy), profile, budget, profile.forced)
 
 
 @dataclasses.dataclass(frozen=True)
-class Original:
-    """The original's budgets and its blocks: a window, and others drawn at random; no sink.
+class EntropyRandom:
+    """The original HADS: entropy shares, a local window and random blocks, no sink block.
+
+    Shares are those of `entropy_budget` with a budget, else those of `entropy`.
 
     Args:
-        window: blocks to each side of the diagonal, of which causality leaves one side.
-        seed: of the draw.
-
-    With a budget the shares are those of `entropy_budget`, without one those of `entropy`.
+        window: blocks before the diagonal.
+        seed: of the random blocks.
     """
 
     window: int = 2
@@ -87,25 +92,25 @@ class Original:
     name: ClassVar[str] = "original"
 
     @property
-    def always(self) -> AlwaysOn:
-        """The window is what every head computes."""
-        return AlwaysOn(sinks=0, locals=self.window + 1)
+    def forced(self) -> ForcedBlocks:
+        """The window of every head."""
+        return ForcedBlocks(num_sink=0, num_local=self.window + 1)
 
     def plan_shares(self, profile: Profile, budget: float | None) -> Totals:
-        kept = kept_by_entropy(profile.entropy)
+        kept = entropy_shares(profile.entropy)
         if budget is None:
-            return _of_shares(kept, profile.n, self.always)
-        return _in_proportion(kept, profile, budget, self.always)
+            return _blocks_from_shares(kept, profile.n, self.forced)
+        return _allocate(kept, profile, budget, self.forced)
 
 
 @dataclasses.dataclass(frozen=True)
 class KL:
-    """The least mean KL(sparse || dense) over heads, by the curves of the deployed selector.
+    """Minimize the mean KL(sparse || dense) over heads, by the curves of the selector.
 
     Args:
-        curve: name of a selector in the profile; None: that of the plan, or the only one there is.
-        floor: blocks per row that every head gets beyond the always-on ones; None: 1 if the
-            budget allows it.
+        curve: name of a selector in the profile; None: that of the plan, or the only one.
+        floor: minimum blocks per row of every head beyond the forced ones; None: 1 if the budget
+            allows it.
     """
 
     curve: str | None = None
@@ -113,14 +118,14 @@ class KL:
     name: ClassVar[str] = "kl"
 
     def plan_shares(self, profile: Profile, budget: float | None) -> Totals:
-        total = _total(profile, budget, profile.always)
-        losses = curve_of(profile, self.curve)
-        return allocate.water_fill(losses, total, profile.always, floor=self.floor)
+        total = _total_blocks(profile, budget, profile.forced)
+        losses = selector_curve(profile, self.curve)
+        return allocate.water_fill(losses, total, profile.forced, floor=self.floor)
 
 
 @dataclasses.dataclass(frozen=True)
-class Effect:
-    """The least change of the model's predictions, by the measured effect of each head.
+class Sensitivity:
+    """Minimize the change of the model's predictions, by the measured effect of each head.
 
     Args:
         curve: as for `KL`.
@@ -132,22 +137,22 @@ class Effect:
     name: ClassVar[str] = "effect"
 
     def plan_shares(self, profile: Profile, budget: float | None) -> Totals:
-        total = _total(profile, budget, profile.always)
+        total = _total_blocks(profile, budget, profile.forced)
         if not profile.effects:
             raise ArgumentError(
-                "the profile does not say what heads do to predictions",
+                "the profile has no effects on predictions",
                 got="no effects",
-                fix="calibrate with Settings(effect_documents=6), or use the policy kl",
+                fix="calibrate with CalibrationSettings(effect_documents=6), or use the policy kl",
             )
-        losses = _named(profile.effects, self.curve)
-        # More blocks of a row may do more harm by chance; nobody has to take them.
+        losses = _curve(profile.effects, self.curve)
+        # A measured effect may rise with more blocks by chance; use the running minimum.
         losses = np.minimum.accumulate(losses, axis=-1)
-        return allocate.water_fill(losses, total, profile.always, floor=self.floor)
+        return allocate.water_fill(losses, total, profile.forced, floor=self.floor)
 
 
 @dataclasses.dataclass(frozen=True)
-class Mass:
-    """The most kept mass over heads, `exp(-curve)`: a starved head is not worth more than others.
+class KeptMass:
+    """Maximize the kept mass `exp(-curve)` over heads.
 
     Args:
         curve: as for `KL`.
@@ -159,14 +164,14 @@ class Mass:
     name: ClassVar[str] = "mass"
 
     def plan_shares(self, profile: Profile, budget: float | None) -> Totals:
-        total = _total(profile, budget, profile.always)
-        losses = allocate.dropped_mass(curve_of(profile, self.curve))
-        return allocate.water_fill(losses, total, profile.always, floor=self.floor)
+        total = _total_blocks(profile, budget, profile.forced)
+        losses = allocate.dropped_mass(selector_curve(profile, self.curve))
+        return allocate.water_fill(losses, total, profile.forced, floor=self.floor)
 
 
 @dataclasses.dataclass(frozen=True)
 class TopP:
-    """Each head the fewest blocks per row that keep the mass `p`; whatever that adds up to.
+    """Fewest blocks per row of each head that keep the mass `p`, without a budget.
 
     Args:
         p: of `exp(-curve)`.
@@ -181,23 +186,23 @@ class TopP:
         _require_share("p", self.p)
 
     def plan_shares(self, profile: Profile, budget: float | None) -> Totals:
-        _refuse_budget(self.name, budget)
-        suffices = np.exp(-curve_of(profile, self.curve)) >= self.p
-        suffices[..., -1] = True
-        return level_totals(suffices.argmax(axis=-1), profile.n, profile.always)
+        _reject_budget(self.name, budget)
+        is_enough = np.exp(-selector_curve(profile, self.curve)) >= self.p
+        is_enough[..., -1] = True
+        return level_totals(is_enough.argmax(axis=-1), profile.n, profile.forced)
 
 
 @dataclasses.dataclass(frozen=True)
 class Static:
-    """Whole diagonals and columns by calibrated mass per block; nothing is scored at run time."""
+    """Whole diagonals and columns by calibrated mass per block; no run-time selection."""
 
     name: ClassVar[str] = "static"
 
-    def units(self, profile: Profile, budget: float | None) -> allocate.Units:
-        """Which diagonals and columns, and the blocks of each head."""
-        total = _total(profile, budget, profile.always)
+    def units(self, profile: Profile, budget: float | None) -> allocate.StaticUnits:
+        """Return diagonals, columns and block totals of each head."""
+        total = _total_blocks(profile, budget, profile.forced)
         masses = profile.offset_mass, profile.column_mass
-        return allocate.static_units(*masses, total, profile.always)
+        return allocate.static_units(*masses, total, profile.forced)
 
     def plan_shares(self, profile: Profile, budget: float | None) -> Totals:
         return self.units(profile, budget).totals
@@ -205,10 +210,10 @@ class Static:
 
 @dataclasses.dataclass(frozen=True)
 class Bounded:
-    """The budgets of `kl`, to which the run time adds blocks until a bound holds in every row.
+    """Budgets of `kl`; at run time blocks are added until no query drops more than `eps`.
 
     Args:
-        eps: largest attention mass that a row may be proved to drop.
+        eps: maximum dropped attention mass of a query.
         curve: as for `KL`.
         floor: as for `KL`.
     """
@@ -226,17 +231,20 @@ class Bounded:
 
 
 POLICIES: dict[str, type[Policy]] = {
-    kind.name: kind
-    for kind in (Effect, KL, Mass, Uniform, Entropy, EntropyBudget, TopP, Static, Bounded, Original)
-}
+    policy.name: policy
+    for policy in (
+        Sensitivity, KL, KeptMass, Uniform, Entropy, EntropyBudget, TopP, Static, Bounded,
+        EntropyRandom,
+    )
+}  # fmt: skip
 """Policies by name."""
 
 
-def kept_by_entropy(entropy: Float[np.ndarray, "L Hq"]) -> Float[np.ndarray, "L Hq"]:
-    """The original's share of blocks that a head keeps, 0.1 (focused) to 0.9 (broad).
+def entropy_shares(entropy: Float[np.ndarray, "L Hq"]) -> Float[np.ndarray, "L Hq"]:
+    """Return the share of blocks of each head in the original HADS, 0.1 to 0.9 by entropy.
 
     Example:
-        >>> kept_by_entropy(np.array([[1.0, 2.0], [3.0, 1.5]])).round(3)
+        >>> entropy_shares(np.array([[1.0, 2.0], [3.0, 1.5]])).round(3)
         array([[0.1, 0.5],
                [0.9, 0.3]])
     """
@@ -245,63 +253,65 @@ def kept_by_entropy(entropy: Float[np.ndarray, "L Hq"]) -> Float[np.ndarray, "L 
     return 1 - skipped
 
 
-def curve_of(profile: Profile, name: str | None) -> Float[np.ndarray, "L Hq levels"]:
-    """The curves of a selector; without a name those of the only one."""
-    return _named(profile.curves, name)
+def selector_curve(profile: Profile, name: str | None) -> Float[np.ndarray, "L Hq levels"]:
+    """Return the loss curves of a selector; None: of the only one."""
+    return _curve(profile.curves, name)
 
 
-def _named(
+def _curve(
     curves: dict[str, Float[np.ndarray, "L Hq levels"]], name: str | None
 ) -> Float[np.ndarray, "L Hq levels"]:
     if name is None and len(curves) == 1:
         return next(iter(curves.values()))
     if name not in curves:
         raise ArgumentError(
-            "the profile has no curves of that selector",
+            "the profile has no curves of this selector",
             got=repr(name),
             expected=f"one of {sorted(curves)}",
-            fix="name a selector that was calibrated, or calibrate again with it",
+            fix="use a calibrated selector, or calibrate with this one",
         )
     return curves[name]
 
 
 def with_curve(policy: Policy, selector: str) -> Policy:
-    """The policy with the curves of a selector, if it needs curves and names none."""
-    if isinstance(policy, Effect | KL | Mass | TopP | Bounded) and policy.curve is None:
+    """Return the policy with `curve` set to a selector, if it uses curves and has none."""
+    if isinstance(policy, Sensitivity | KL | KeptMass | TopP | Bounded) and policy.curve is None:
         return dataclasses.replace(policy, curve=selector)
     return policy
 
 
-def _total(profile: Profile, budget: float | None, always: AlwaysOn) -> int:
+def _total_blocks(profile: Profile, budget: float | None, forced: ForcedBlocks) -> int:
     if budget is None:
-        raise ArgumentError("this policy needs a budget", got="budget=None", expected="0 < .. <= 1")
-    return total_blocks(budget, heads=profile.model.heads, n=profile.n, always=always)
+        raise ArgumentError(
+            "this policy requires a budget", got="budget=None", expected="0 < .. <= 1"
+        )
+    return total_blocks(budget, heads=profile.model.heads, n=profile.n, forced=forced)
 
 
-def _in_proportion(
-    weights: Float[np.ndarray, "L Hq"], profile: Profile, budget: float | None, always: AlwaysOn
+def _allocate(
+    weights: Float[np.ndarray, "L Hq"], profile: Profile, budget: float | None, forced: ForcedBlocks
 ) -> Totals:
-    total = _total(profile, budget, always)
-    least = np.full(weights.size, always.total(profile.n))
-    most = np.full(weights.size, visible_blocks(profile.n))
-    return shared_out(weights.ravel(), total, least, most).reshape(weights.shape)
+    total = _total_blocks(profile, budget, forced)
+    minimum = np.full(weights.size, forced.total(profile.n))
+    maximum = np.full(weights.size, visible_blocks(profile.n))
+    return apportion(weights.ravel(), total, minimum, maximum).reshape(weights.shape)
 
 
-def _of_shares(kept: Float[np.ndarray, "L Hq"], n: int, always: AlwaysOn) -> Totals:
+def _blocks_from_shares(kept: Float[np.ndarray, "L Hq"], n: int, forced: ForcedBlocks) -> Totals:
     blocks = np.floor(kept * visible_blocks(n) + 0.5).astype(np.int64)
-    return np.clip(blocks, always.total(n), visible_blocks(n))
+    return np.clip(blocks, forced.total(n), visible_blocks(n))
 
 
-def _refuse_budget(name: str, budget: float | None) -> None:
+def _reject_budget(name: str, budget: float | None) -> None:
     if budget is not None:
         raise ArgumentError(
-            f"the policy {name!r} finds its own budget",
+            f"the policy {name!r} takes no budget",
             got=f"{budget=}",
             expected="budget=None",
-            fix="leave the budget out, or use a policy that meets one: entropy_budget, kl",
+            fix="omit the budget, or use a policy with a budget: entropy_budget, kl",
         )
 
 
 def _require_share(name: str, value: float) -> None:
     if not 0 < value <= 1:
-        raise ArgumentError(f"{name} is no share", got=f"{value!r}", expected="0 < .. <= 1")
+        raise ArgumentError(f"{name} is out of range", got=f"{value!r}", expected="0 < .. <= 1")

@@ -1,4 +1,4 @@
-"""What calibration measured of every head, as one file; decides nothing about blocks itself."""
+"""Calibration profile: the measurements of every head, saved as JSON."""
 
 import hashlib
 import json
@@ -10,18 +10,18 @@ from pydantic import Field, model_validator
 
 from xsake import _json
 from xsake._schema import Frozen, Positive, Text, validate
-from xsake.hads.budget import MOST_BLOCKS
-from xsake.hads.fields import Always, Components, Machine, PerHead, PerHeadRow
+from xsake.hads.budget import MAX_BLOCKS
+from xsake.hads.fields import Components, EnvironmentField, ForcedField, PerHead, PerHeadRow
 from xsake.layout.grid import blocks_of
 
-MOST_BYTES, MOST_PARTS = 2**26, 2**18
-MOST_HEADS = 2**14  # of all layers
-MOST_WEIGHTS = 256  # of a selector, for one head
-NOISE = 1e-5  # by which a measured curve may miss what its definition promises
+MAX_BYTES, MAX_CONTAINERS = 2**26, 2**18
+MAX_HEADS = 2**14  # of all layers
+MAX_WEIGHTS = 256  # of a selector, for one head
+CURVE_TOLERANCE = 1e-5  # allowed violation of curve >= 0 and monotonicity by rounding
 
 
 class CalibratedModel(Frozen):
-    """Which model it was."""
+    """Identity and sizes of the calibrated model."""
 
     name: Text
     digest: Text = Field(description="of its files")
@@ -31,11 +31,11 @@ class CalibratedModel(Frozen):
     head_dim: Annotated[Positive, Field(le=4096)]
 
     @model_validator(mode="after")
-    def _possible(self) -> "CalibratedModel":
-        if self.q_heads % self.kv_heads or self.layers * self.q_heads > MOST_HEADS:
+    def _validate(self) -> "CalibratedModel":
+        if self.q_heads % self.kv_heads or self.layers * self.q_heads > MAX_HEADS:
             raise ValueError(
-                f"{self.q_heads=} is no multiple of {self.kv_heads=}, or there are more than "
-                f"{MOST_HEADS} heads"
+                f"{self.q_heads=} is not a multiple of {self.kv_heads=}, or there are more than "
+                f"{MAX_HEADS} heads"
             )
         return self
 
@@ -45,57 +45,58 @@ class CalibratedModel(Frozen):
         return self.layers * self.q_heads
 
 
-class CalibrationDocument(Frozen):
-    """A text that was read."""
+class DocumentRecord(Frozen):
+    """Name and digest of a calibration document."""
 
     name: Text
     sha256: Text = Field(description="of its tokens")
     tokens: Positive
 
 
-class Profile(Frozen):
-    """What calibration measured: means over all rows and documents, per layer and head.
+class Profile(Frozen, populate_by_name=True, serialize_by_alias=True):
+    """Measurements per layer and head, means over all rows and documents.
 
-    There are `n` query blocks and as many kv blocks. A mass is the share of a query's attention
-    that falls into a block, mean over the queries of a row.
+    There are `n` query blocks and `n` kv blocks. The mass of a block is its share of a query's
+    attention, mean over the queries of a row.
     """
 
     schema_version: Literal[1] = 1
     model: CalibratedModel
-    documents: tuple[CalibrationDocument, ...]
-    context: Positive = Field(description="tokens that were read of each document")
+    documents: tuple[DocumentRecord, ...]
+    context: Positive = Field(description="tokens of each document")
     block: Positive = Field(description="tokens of a query block and of a kv block")
-    always: Always = Field(description="blocks that every head computes")
+    forced: ForcedField = Field(alias="always", description="blocks that every head computes")
     seed: Annotated[int, Field(strict=True)]
-    environment: Machine
+    environment: EnvironmentField
     components: Components = Field(
-        description="by layer and kv head: those of queries and keys that move scores most first"
+        description="by layer and kv head: components of queries and keys, by descending"
+        " contribution to scores"
     )
-    entropy: PerHead = Field(description="of a query's attention over tokens, nats")
-    block_entropy: PerHead = Field(description="the same over blocks")
+    entropy: PerHead = Field(description="of the attention over tokens, nats")
+    block_entropy: PerHead = Field(description="of the attention over blocks, nats")
     need90: PerHead = Field(description="blocks for 90 % of a row's mass / visible blocks")
-    outside: PerHead = Field(description="mass outside the always-on blocks")
+    outside: PerHead = Field(description="mass outside the forced blocks")
     offset_mass: PerHeadRow = Field(
-        description="[offset 0..n-1]: mass `offset` blocks before the diagonal, over rows that far"
+        description="[offset 0..n-1]: mass `offset` blocks before the diagonal, mean over rows"
     )
-    column_mass: PerHeadRow = Field(description="[column 0..n-1]: its mass, over rows below it")
+    column_mass: PerHeadRow = Field(description="[column 0..n-1]: its mass, mean over later rows")
     curves: dict[Text, PerHeadRow] = Field(
-        description="by selector, [k 0..n]: mean of -log(kept mass) over all queries when every row"
-        " keeps its always-on blocks and the selector's best, max(always-on, k) in all"
+        description="by selector, [k 0..n]: mean of -log(kept mass) over all queries with"
+        " max(forced, k) blocks per row, the forced ones and the selector's best"
     )
     effects: dict[Text, PerHeadRow] = Field(
         default_factory=dict,
         description="by selector, [k 0..n]: nats per token of KL(dense || sparse) of the model's"
-        " predictions that the head alone would cause, to second order; empty if not measured",
+        " predictions caused by the head alone, to second order; empty if not measured",
     )
-    selector_weights: dict[Text, PerHeadRow] = Field(description="by selector, any number of each")
+    selector_weights: dict[Text, PerHeadRow] = Field(description="correction weights by selector")
 
     @model_validator(mode="after")
-    def _consistent(self) -> "Profile":
-        if self.n > MOST_BLOCKS:
-            raise ValueError(f"{self.n} blocks are more than {MOST_BLOCKS}")
+    def _validate(self) -> "Profile":
+        if self.n > MAX_BLOCKS:
+            raise ValueError(f"{self.n} blocks exceed {MAX_BLOCKS}")
         heads = (self.model.layers, self.model.q_heads)
-        heads_of_keys = (self.model.layers, self.model.kv_heads)
+        kv_heads = (self.model.layers, self.model.kv_heads)
         shares = {"need90": self.need90, "outside": self.outside}
         masses = {"offset_mass": self.offset_mass, "column_mass": self.column_mass}
         for name, array in {"entropy": self.entropy, "block_entropy": self.block_entropy}.items():
@@ -103,32 +104,32 @@ class Profile(Frozen):
         for name, array in (shares | masses).items():
             _require_shape(name, array, heads if name in shares else (*heads, self.n))
             if array.min() < 0 or array.max() > 1:
-                raise ValueError(f"{name} is no share")
+                raise ValueError(f"{name} is not in 0..1")
         for name, curve in self.curves.items():
             _require_shape(f"curve {name!r}", curve, (*heads, self.n + 1))
-            if curve.min() < -NOISE or np.diff(curve).max() > NOISE:
-                raise ValueError(f"the curve {name!r} is negative somewhere, or rises")
+            if curve.min() < -CURVE_TOLERANCE or np.diff(curve).max() > CURVE_TOLERANCE:
+                raise ValueError(f"the curve {name!r} is negative or increasing")
         for name, effect in self.effects.items():
             _require_shape(f"effect {name!r}", effect, (*heads, self.n + 1))
             if effect.min() < 0:
-                raise ValueError(f"the effect {name!r} is negative somewhere")
-        _require_shape("components", self.components, (*heads_of_keys, self.model.head_dim))
+                raise ValueError(f"the effect {name!r} is negative")
+        _require_shape("components", self.components, (*kv_heads, self.model.head_dim))
         if (np.sort(self.components) != np.arange(self.model.head_dim)).any():
-            raise ValueError("components that are not each there once")
+            raise ValueError("components are not a permutation")
         for name, weights in self.selector_weights.items():
             _require_shape(
-                f"weights {name!r}", weights, (*heads, min(weights.shape[-1], MOST_WEIGHTS))
+                f"weights {name!r}", weights, (*heads, min(weights.shape[-1], MAX_WEIGHTS))
             )
         return self
 
     @property
     def n(self) -> int:
-        """Query blocks, and kv blocks."""
+        """Number of query blocks, equal to that of kv blocks."""
         return blocks_of(self.context, self.block)
 
     @property
     def digest(self) -> str:
-        """Names what was measured, whatever machine measured it and when."""
+        """SHA-256 of the measurements, independent of machine and time."""
         content = self.model_dump(mode="json", exclude={"environment"})
         text = json.dumps(content, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
@@ -142,31 +143,35 @@ class Profile(Frozen):
         return hash(self.digest)
 
     def to_json(self) -> str:
-        """The text of its file; one head per line where a head has many numbers."""
-        opened = {"documents": 1, "curves": 3, "selector_weights": 3}
-        opened |= dict.fromkeys(("offset_mass", "column_mass", "components"), 2)
-        opened |= dict.fromkeys(("entropy", "block_entropy", "need90", "outside"), 1)
-        return _json.dumps(self.model_dump(mode="json"), opened)
+        """Return the JSON text of the file, one head per line for long arrays."""
+        depths = {"documents": 1, "curves": 3, "selector_weights": 3}
+        depths |= dict.fromkeys(("offset_mass", "column_mass", "components"), 2)
+        depths |= dict.fromkeys(("entropy", "block_entropy", "need90", "outside"), 1)
+        return _json.dumps(self.model_dump(mode="json"), depths)
 
     @classmethod
     def from_json(cls, data: bytes) -> "Profile":
-        """A profile from the bytes of its file, checked."""
+        """Parse and validate a profile file."""
         what = "a calibration profile"
         document = _json.loads(
-            data, what=what, max_bytes=MOST_BYTES, max_containers=MOST_PARTS, max_values=MOST_BYTES
+            data,
+            what=what,
+            max_bytes=MAX_BYTES,
+            max_containers=MAX_CONTAINERS,
+            max_values=MAX_BYTES,
         )
         return validate(cls, document, what=what)
 
     def save(self, path: Path) -> None:
-        """Write the file, whole or not at all."""
-        _json.write(path, self.to_json(), max_bytes=MOST_BYTES)
+        """Write the file atomically."""
+        _json.write(path, self.to_json(), max_bytes=MAX_BYTES)
 
     @classmethod
     def load(cls, path: Path) -> "Profile":
-        """Read the file, at most 64 MB."""
-        return cls.from_json(_json.read(path, max_bytes=MOST_BYTES))
+        """Read a file of at most 64 MB."""
+        return cls.from_json(_json.read(path, max_bytes=MAX_BYTES))
 
 
 def _require_shape(name: str, array: np.ndarray, expected: tuple[int, ...]) -> None:
     if array.shape != expected:
-        raise ValueError(f"{name} has the shape {array.shape}, not {expected}")
+        raise ValueError(f"{name} has shape {array.shape}, expected {expected}")

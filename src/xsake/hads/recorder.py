@@ -1,4 +1,4 @@
-"""Calibrates models that are not ours: their attention goes through a function that watches."""
+"""Hooks for calibrating third-party models through a replaceable attention function."""
 
 import dataclasses
 from collections.abc import Callable
@@ -9,14 +9,14 @@ import jax.numpy as jnp
 
 from xsake.attention import BlockSparseAttention
 from xsake.errors import ArgumentError
-from xsake.hads.effect import Tap
-from xsake.hads.measure import Watch
+from xsake.hads.effect import BackwardHook
+from xsake.hads.measure import ForwardHook
 from xsake.masks import AbstractMask, Causal
 
 
 @dataclasses.dataclass(frozen=True)
-class WatchedCall:
-    """What is known of one call of the recorder."""
+class RecordedCall:
+    """Arguments of one recorded attention call."""
 
     layer: int
     scale: float
@@ -25,49 +25,51 @@ class WatchedCall:
     segment_ids: None = None
 
 
-class Recorder:
-    """Stands where a model computes its attention, and lets somebody watch every call.
+class AttentionRecorder:
+    """Attention function that passes every call to a hook.
 
-    Call it as `recorder(q, k, v)` on [B, T, H, D] arrays, rotations applied; calls are counted as
-    layers, in order.
+    Call it as `recorder(q, k, v)` with [B, T, H, D] arrays after rotary embedding. Calls are
+    numbered as layers, in order.
 
     Args:
-        watch: told about every call.
-        mask: who may see whom.
-        operator: computes the attention that the model goes on with.
-        tap: what the attention's output goes through; see `effect.Tap`.
-        zeros: of the tap.
+        hook: called with every layer's inputs; its results are collected in `outputs`.
+        mask: of the attention.
+        operator: computes the attention output.
+        backward_hook: applied to the attention output; see `effect.BackwardHook`.
+        perturbation: argument of the backward hook.
     """
 
     def __init__(
         self,
-        watch: Watch,
+        hook: ForwardHook,
         mask: AbstractMask = Causal(),  # noqa: B008 (masks are immutable)
         operator: BlockSparseAttention = BlockSparseAttention(),  # noqa: B008 (frozen)
-        tap: Tap | None = None,
-        zeros: Any = None,
+        backward_hook: BackwardHook | None = None,
+        perturbation: Any = None,
     ):
-        self._watch, self._mask, self._operator = watch, mask, operator
-        self._tap, self._zeros = tap, zeros
-        self.seen: list[Any] = []
+        self._hook, self._mask, self._operator = hook, mask, operator
+        self._backward_hook, self._perturbation = backward_hook, perturbation
+        self.outputs: list[Any] = []
 
     def __call__(self, q, k, v, *, scale: float | None = None, softcap: float | None = None):
         scale = q.shape[-1] ** -0.5 if scale is None else scale
-        call = WatchedCall(len(self.seen), scale, self._mask, softcap)
-        self.seen.append(self._watch(q, k, v, call))
+        call = RecordedCall(len(self.outputs), scale, self._mask, softcap)
+        self.outputs.append(self._hook(q, k, v, call))
         operator = dataclasses.replace(self._operator, scale=scale)
         out = operator(q, k, v, mask=self._mask, softcap=softcap).out
-        return out if self._tap is None else self._tap(out, q, k, v, call, self._zeros)
+        if self._backward_hook is None:
+            return out
+        return self._backward_hook(out, q, k, v, call, self._perturbation)
 
 
-def observer(run: Callable[[Any, Any, Recorder], Any], params: Any) -> "Reader":
-    """An `Observe`, with `slopes`, for any model that lets its attention be replaced.
+def observer(run: Callable[[Any, Any, AttentionRecorder], Any], params: Any) -> "HookedModel":
+    """Return an `ObserveFn` with `grads` for any model with a replaceable attention function.
 
     Args:
-        run: `run(params, tokens, attention)` lets the model read tokens [B, T], with
-            `attention(q, k, v)` in place of its own in every layer, and returns logits
-            [B, T, vocabulary]; None will do where no effect on predictions is measured.
-        params: a pytree, passed to the compiled program rather than baked into it.
+        run: `run(params, tokens, attention)` runs the model on tokens [B, T] with
+            `attention(q, k, v)` in every layer and returns logits [B, T, vocabulary]. It may
+            return None if no effects are measured.
+        params: a pytree, an argument of the compiled program.
 
     Example:
         >>> import jax
@@ -78,59 +80,64 @@ def observer(run: Callable[[Any, Any, Recorder], Any], params: Any) -> "Reader":
         ...     for _ in range(2):
         ...         x = x + attention(x, x, x)
         >>> params = {"embedding": jax.random.normal(jax.random.key(0), (64, 16))}
-        >>> readings = [hads.Reading("one", np.arange(128, dtype=np.int32) % 50)]
+        >>> documents = [hads.CalibrationDocument("one", np.arange(128, dtype=np.int32) % 50)]
         >>> model = hads.CalibratedModel(
         ...     name="mine", digest="v1", layers=2, q_heads=1, kv_heads=1, head_dim=16)
         >>> profile = hads.calibrate(
-        ...     hads.observer(run, params), model, readings, hads.Settings(block=16))
+        ...     hads.observer(run, params), model, documents, hads.CalibrationSettings(block=16))
         >>> profile.entropy.shape
         (2, 1)
     """
-    return Reader(run, params)
+    return HookedModel(run, params)
 
 
-class Reader:
-    """What `observer` makes: lets a model read, each way to watch compiled once."""
+class HookedModel:
+    """Model with hooks, as `observer` returns it; compiles once per hook."""
 
-    def __init__(self, run: Callable[[Any, Any, Recorder], Any], params: Any):
+    def __init__(self, run: Callable[[Any, Any, AttentionRecorder], Any], params: Any):
         self._run, self._params = run, params
         self._compiled: dict[Callable, Callable] = {}
 
-    def __call__(self, tokens, watch: Watch):
-        if watch not in self._compiled:
-            read = lambda params, tokens: _read(self._run, params, tokens, watch)
-            self._compiled[watch] = jax.jit(read)
-        return self._compiled[watch](self._params, tokens)
+    def __call__(self, tokens, hook: ForwardHook):
+        if hook not in self._compiled:
+            apply = lambda params, tokens: _apply_hook(self._run, params, tokens, hook)
+            self._compiled[hook] = jax.jit(apply)
+        return self._compiled[hook](self._params, tokens)
 
-    def slopes(self, tokens, seeds, tap: Tap, zeros):
-        """See `effect.Slopes`."""
-        if tap not in self._compiled:
-            score = lambda zeros, params, tokens, seeds: _drawn(
-                self._run(params, tokens, Recorder(_blind, tap=tap, zeros=zeros)), seeds
+    def grads(self, tokens, seeds, hook: BackwardHook, perturbation):
+        """See `effect.GradsFn`."""
+        if hook not in self._compiled:
+            score = lambda perturbation, params, tokens, seeds: _sampled_log_prob(
+                self._run(
+                    params,
+                    tokens,
+                    AttentionRecorder(_no_hook, backward_hook=hook, perturbation=perturbation),
+                ),
+                seeds,
             )
-            self._compiled[tap] = jax.jit(jax.grad(score))
-        return self._compiled[tap](zeros, self._params, tokens, seeds)
+            self._compiled[hook] = jax.jit(jax.grad(score))
+        return self._compiled[hook](perturbation, self._params, tokens, seeds)
 
 
-def _read(run, params, tokens, watch: Watch):
-    recorder = Recorder(watch)
+def _apply_hook(run, params, tokens, hook: ForwardHook):
+    recorder = AttentionRecorder(hook)
     run(params, tokens, recorder)
-    return jax.tree.map(lambda *x: jnp.stack(x), *recorder.seen)
+    return jax.tree.map(lambda *x: jnp.stack(x), *recorder.outputs)
 
 
-def _blind(q, k, v, call) -> None:
-    """Watches nothing."""
+def _no_hook(q, k, v, call) -> None:
+    """Collect nothing."""
 
 
-def _drawn(logits, seeds):
-    """Log-probability of tokens that are drawn by the logits of a model."""
+def _sampled_log_prob(logits, seeds):
+    """Return the log-probability of tokens sampled from the logits."""
     if logits is None:
         raise ArgumentError(
-            "effects on predictions need predictions",
+            "measuring effects requires logits",
             got="run(params, tokens, attention) returned None",
             expected="logits [B, T, vocabulary]",
-            fix="return the logits, or calibrate with Settings(effect_documents=0)",
+            fix="return the logits, or calibrate with CalibrationSettings(effect_documents=0)",
         )
-    draw = lambda seed, logits: jax.random.categorical(jax.random.key(seed), logits)
-    drawn = jax.vmap(draw)(seeds, jax.lax.stop_gradient(logits))
-    return jnp.take_along_axis(jax.nn.log_softmax(logits), drawn[..., None], axis=-1).sum()
+    sample = lambda seed, logits: jax.random.categorical(jax.random.key(seed), logits)
+    tokens = jax.vmap(sample)(seeds, jax.lax.stop_gradient(logits))
+    return jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[..., None], axis=-1).sum()

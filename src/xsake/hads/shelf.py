@@ -1,4 +1,4 @@
-"""Masses of documents that were measured already: packed, in memory or as files that stay."""
+"""Cache of measured block masses, in memory or as .npz files."""
 
 import hashlib
 import io
@@ -14,54 +14,52 @@ from xsake.errors import ArgumentError
 
 
 class DocumentMasses(NamedTuple):
-    """What a document's attention looked at, all heads of all layers in one axis."""
+    """Attention masses of a document; X: heads of all layers."""
 
     entropy: Float[np.ndarray, " X"]
     true: Float[np.ndarray, "X n n"]
     estimates: dict[str, Float[np.ndarray, "X n n"]]
 
 
-class Shelf:
-    """Keeps documents by key.
-
-    Masses are kept as float16 and without the half that causality hides.
+class MassCache:
+    """Cache of document masses by key, stored as the causal triangle in float16.
 
     Args:
-        folder: None keeps them in memory.
-        fresh: forget what the folder holds.
+        folder: of the files; None: in memory.
+        overwrite: ignore existing files.
     """
 
-    def __init__(self, folder: Path | None = None, *, fresh: bool = False):
-        self._folder, self._is_fresh = folder, fresh
+    def __init__(self, folder: Path | None = None, *, overwrite: bool = False):
+        self._folder, self._overwrite = folder, overwrite
         self._memory: dict[str, dict[str, np.ndarray]] = {}
 
     def __contains__(self, key: str) -> bool:
-        if self._folder is None or self._is_fresh:
+        if self._folder is None or self._overwrite:
             return key in self._memory
-        return _arrays(self._path(key)) is not None
+        return _load_arrays(self._path(key)) is not None
 
     def put(self, key: str, masses: DocumentMasses) -> None:
-        """Keep a document; it is on the disk when this returns."""
-        arrays = {"entropy": masses.entropy.astype(np.float32), "true": _packed(masses.true)}
-        arrays |= {f"estimate {name}": _packed(m) for name, m in masses.estimates.items()}
+        """Store a document; the file is complete when this returns."""
+        arrays = {"entropy": masses.entropy.astype(np.float32), "true": _pack(masses.true)}
+        arrays |= {f"estimate {name}": _pack(m) for name, m in masses.estimates.items()}
         self._put(key, arrays)
 
     def get(self, key: str) -> DocumentMasses:
-        """A document that was put."""
+        """Return a stored document."""
         arrays = self._get(key)
-        marked = [name for name in arrays if name.startswith("estimate ")]
+        estimates = [name for name in arrays if name.startswith("estimate ")]
         return DocumentMasses(
             arrays["entropy"],
-            _unpacked(arrays["true"]),
-            {name.removeprefix("estimate "): _unpacked(arrays[name]) for name in marked},
+            _unpack(arrays["true"]),
+            {name.removeprefix("estimate "): _unpack(arrays[name]) for name in estimates},
         )
 
     def put_effects(self, key: str, effects: dict[str, Float[np.ndarray, "X levels"]]) -> None:
-        """Keep a document's effects, by selector."""
+        """Store the effects of a document, by selector."""
         self._put(key, {name: each.astype(np.float32) for name, each in effects.items()})
 
     def effects(self, key: str) -> dict[str, Float[np.ndarray, "X levels"]]:
-        """Effects that were put."""
+        """Return stored effects."""
         return self._get(key)
 
     def _put(self, key: str, arrays: dict[str, np.ndarray]) -> None:
@@ -70,18 +68,18 @@ class Shelf:
             return
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            atomic_write(self._path(key), _file_of(arrays))
+            atomic_write(self._path(key), _npz_bytes(arrays))
         except OSError as error:
             raise ArgumentError(
-                "what was measured cannot be kept",
+                "cannot write the calibration cache",
                 got=f"{self._folder}: {error.strerror}",
-                expected="a folder that can be written to",
-                fix="name another place with -o",
+                expected="a writable folder",
+                fix="choose another path with -o",
             ) from error
 
     def _get(self, key: str) -> dict[str, np.ndarray]:
-        arrays = self._memory.get(key) if self._folder is None else _arrays(self._path(key))
-        assert arrays is not None, "asked for a document that was never put"
+        arrays = self._memory.get(key) if self._folder is None else _load_arrays(self._path(key))
+        assert arrays is not None, "key not in the cache"
         return arrays
 
     def _path(self, key: str) -> Path:
@@ -89,12 +87,12 @@ class Shelf:
         return self._folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.npz"
 
 
-def _packed(masses: Float[np.ndarray, "X n n"]) -> np.ndarray:
+def _pack(masses: Float[np.ndarray, "X n n"]) -> np.ndarray:
     rows, columns = np.tril_indices(masses.shape[-1])
     return masses[:, rows, columns].astype(np.float16)
 
 
-def _unpacked(packed: np.ndarray) -> Float[np.ndarray, "X n n"]:
+def _unpack(packed: np.ndarray) -> Float[np.ndarray, "X n n"]:
     n = int((np.sqrt(8 * packed.shape[-1] + 1) - 1) / 2 + 0.5)
     masses = np.zeros((len(packed), n, n), np.float32)
     rows, columns = np.tril_indices(n)
@@ -102,14 +100,14 @@ def _unpacked(packed: np.ndarray) -> Float[np.ndarray, "X n n"]:
     return masses
 
 
-def _file_of(arrays: dict[str, np.ndarray]) -> bytes:
+def _npz_bytes(arrays: dict[str, np.ndarray]) -> bytes:
     file = io.BytesIO()
     np.savez(file, allow_pickle=False, **arrays)
     return file.getvalue()
 
 
-def _arrays(path: Path) -> dict[str, np.ndarray] | None:
-    """What a file holds; None if there is none, or one that a dying process left unfinished."""
+def _load_arrays(path: Path) -> dict[str, np.ndarray] | None:
+    """Return the arrays of a file; None if it is missing or incomplete."""
     try:
         with np.load(path, allow_pickle=False) as file:
             return {name: file[name] for name in file.files}
@@ -117,5 +115,5 @@ def _arrays(path: Path) -> dict[str, np.ndarray] | None:
         return None
     except OSError as error:
         raise ArgumentError(
-            "what an earlier run measured cannot be read", got=f"{path}: {error.strerror}"
+            "cannot read the calibration cache", got=f"{path}: {error.strerror}"
         ) from error

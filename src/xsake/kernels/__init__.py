@@ -1,1 +1,1 @@
-"""Execution: one folder per operation, one file per backend, one place that picks between them."""
+"""Kernels: one folder per operation, in it one module or folder per backend."""

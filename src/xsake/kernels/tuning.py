@@ -1,6 +1,6 @@
-"""Tile sizes that were found to be fast, by kind of call; using them never changes a result.
+"""Tile sizes that were measured to be fast, by kind of call; they never change a result.
 
-with pinned(table):            # calls that are traced in here take their tiles from the table
+with pin_tiles(table):            # calls that are traced in here take their tiles from the table
     out = xsake.attention(q, k, v, mask=mask)
 
 The table is part of what `jit` compares, so a function that was compiled outside is compiled again.
@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 
 import jax
 
-from xsake.kernels.block_sparse.problem import TileSizes
+from xsake.kernels.block_sparse.types import TileSizes
 
 _SMALLEST = 8  # rows below it are one bucket
 
@@ -26,8 +26,8 @@ class Bucket:
         dtype: of the operands.
         head_dim: of queries and keys.
         block_q, block_kv: tokens of a block.
-        rows: rows of blocks that are walked, to the power of two below.
-        blocks: that a row lists in the mean, to the power of two below.
+        rows: rows of blocks, rounded down to a power of two.
+        blocks: mean blocks of a row, rounded down to a power of two.
     """
 
     platform: str
@@ -40,19 +40,19 @@ class Bucket:
 
     @classmethod
     def of(cls, layout, rows: int, platform: str, dtype: str, head_dim: int) -> "Bucket":
-        """The bucket of one walk over a layout; a traced one counts with its capacity.
+        """The bucket of one pass over a layout; a traced one counts with its capacity.
 
         Args:
             layout: a `BlockLayout`.
-            rows: that are walked.
-            platform: that the walk is lowered for.
+            rows: of the pass.
+            platform: that the pass is lowered for.
             dtype: of the operands.
             head_dim: of queries and keys.
         """
-        walked = rows * layout.capacity / (layout.row_starts.shape[0] - 1)
+        items = rows * layout.capacity / (layout.row_starts.shape[0] - 1)
         return cls(
             platform, dtype, head_dim, layout.block_q, layout.block_kv,
-            _below(max(rows, _SMALLEST)), _below(max(int(walked / max(rows, 1)), 1)),
+            _floor_power(max(rows, _SMALLEST)), _floor_power(max(int(items / max(rows, 1)), 1)),
         )  # fmt: skip
 
 
@@ -75,14 +75,14 @@ class TileTable:
         return cls(tuple(sorted(entries.items(), key=lambda entry: entry[0])))
 
     def find(self, bucket: Bucket) -> TileSizes | None:
-        """What was found for such calls; None if nobody looked."""
-        return next((sizes for known, sizes in self.entries if known == bucket), None)
+        """The tile sizes of a bucket; None if it was not tuned."""
+        return next((sizes for entry, sizes in self.entries if entry == bucket), None)
 
 
 _current = jax.make_user_context(TileTable())
 
 
-def pinned(table: TileTable) -> AbstractContextManager[None]:
+def pin_tiles(table: TileTable) -> AbstractContextManager[None]:
     """Calls that are traced inside take their tiles from this table, where it knows them.
 
     Args:
@@ -91,13 +91,13 @@ def pinned(table: TileTable) -> AbstractContextManager[None]:
     return _current(table)
 
 
-def tuned(layout, rows: int, platform: str, dtype: str, head_dim: int) -> TileSizes | None:
-    """The pinned tile sizes of one walk; None: the backend's own. Arguments as in `Bucket.of`."""
+def pinned_sizes(layout, rows: int, platform: str, dtype: str, head_dim: int) -> TileSizes | None:
+    """The pinned tile sizes of one pass; None: the default ones. Arguments as in `Bucket.of`."""
     table: TileTable = _current.value
     if not table.entries:
         return None
     return table.find(Bucket.of(layout, rows, platform, dtype, head_dim))
 
 
-def _below(number: int) -> int:
+def _floor_power(number: int) -> int:
     return 1 << (number.bit_length() - 1)

@@ -1,4 +1,4 @@
-"""BlockLayout: which kv blocks each query block of each head visits, as a checked value."""
+"""BlockLayout: CSR lists of kv blocks per (batch, head, query block), validated."""
 
 import dataclasses
 import functools
@@ -11,25 +11,25 @@ from jax import Array
 from jaxtyping import Bool, Int8, Int32, Integer
 
 from xsake.errors import LayoutError
-from xsake.layout import build, invariants, json_form
-from xsake.layout.draw import ascii_plane, draw_png
-from xsake.layout.grid import BlockCounts, BlockGrid
-from xsake.layout.identity import ComparableLayout, reuse_live
-from xsake.layout.pytree import register_layout
-from xsake.layout.ragged import (
+from xsake.layout import build, invariants, serialization
+from xsake.layout.csr import (
     Items,
     capacity_bucket,
+    check_capacity,
     freeze,
     is_concrete,
     namespace,
-    pad,
-    require_room,
+    pad_or_truncate,
     row_of_item,
 )
-from xsake.layout.refine import codes_of, expand_items, refine_items
+from xsake.layout.draw import ascii_plane, draw_png
+from xsake.layout.grid import BlockCounts, BlockGrid
+from xsake.layout.identity import ComparableLayout, cache_live
+from xsake.layout.pytree import register_layout
+from xsake.layout.refine import coverage_codes, expand_items, refine_items
 from xsake.layout.resize import resize_items
-from xsake.layout.stats import LayoutStats, collect
-from xsake.layout.transposed import TransposedLayout, heads_of_transpose, transpose_items
+from xsake.layout.stats import LayoutStats, compute_stats
+from xsake.layout.transposed import TransposedLayout, transpose_items, transposed_heads
 from xsake.masks import AbstractMask
 
 _SIZES = ("q_tokens", "kv_tokens", "block_q", "block_kv", "batch", "heads")
@@ -38,26 +38,25 @@ _SIZES = ("q_tokens", "kv_tokens", "block_q", "block_kv", "batch", "heads")
 @register_layout(leaves=("row_starts", "kv_block", "is_partial"), static=(*_SIZES, "mask"))
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class BlockLayout(ComparableLayout, BlockCounts):
-    """A ragged list of blocks, for each head and query block the kv blocks to visit.
+    """CSR lists of kv blocks per (batch, head, query block).
 
-    Row `r = (b * heads + h) * q_blocks + i` visits `kv_block[row_starts[r] : row_starts[r + 1]]`.
-    A pair of tokens exists if its block is listed and, where the block is partial, `mask` allows
-    the pair and both positions are inside `q_tokens` and `kv_tokens`. The mask allows every pair of
-    a full block. A block that sticks out past `kv_tokens` is always partial; padded queries need no
-    such care, because what is computed for them is thrown away.
+    Row `r = (b * heads + h) * q_blocks + i` lists `kv_block[row_starts[r] : row_starts[r + 1]]`.
+    A token pair is computed if its block is listed and, in partial blocks, `mask` allows it and
+    both positions are inside `q_tokens` and `kv_tokens`. All pairs of a full block are allowed.
+    Blocks that overhang `kv_tokens` are always partial; results of padded queries are dropped.
 
-    A layout is static (NumPy: known while a function is traced) or traced (JAX: data of a fixed
-    capacity that may change between calls without compiling again). It is a pytree of its arrays.
-    Static layouts are equal if their content is.
+    A layout is static (NumPy: compiled into the program) or traced (JAX: data of fixed capacity
+    that may change between calls without recompilation). It is a pytree of its arrays. Static
+    layouts compare by content.
 
     Args:
-        row_starts: where rows begin, int32.
-        kv_block: kv blocks, strictly ascending in a row; after `row_starts[-1]`: unused capacity.
-        is_partial: False if every pair of the block exists.
+        row_starts: CSR row pointers, int32.
+        kv_block: kv block indices, strictly ascending in a row; unused after `row_starts[-1]`.
+        is_partial: whether the block needs an element mask.
         q_tokens, kv_tokens, block_q, block_kv: sizes in tokens.
         batch: 1 (shared) or the batch size.
         heads: 1 (shared), the kv heads or the query heads.
-        mask: rule inside partial blocks; None if only the bounds cut them.
+        mask: element mask of partial blocks; None if only the bounds cut them.
 
     Example:
         >>> from xsake.masks import Causal
@@ -93,12 +92,12 @@ class BlockLayout(ComparableLayout, BlockCounts):
         block_q: int = 128,
         block_kv: int = 128,
     ) -> "BlockLayout":
-        """The static layout of a mask: every block in which it allows a pair.
+        """Build the static layout of a mask: every block in which it allows a pair.
 
-        Structured masks are asked about whole blocks, so the cost is O(blocks) and not O(tokens^2).
+        Masks with exact coverage are evaluated per block: O(blocks), not O(tokens^2).
 
         Args:
-            mask: the rule; the layout has `mask.heads` heads, or 1.
+            mask: the layout has `mask.heads` heads, or 1.
             q_tokens, kv_tokens: lengths; `kv_tokens` defaults to `q_tokens`.
             block_q, block_kv: block sizes.
 
@@ -108,7 +107,7 @@ class BlockLayout(ComparableLayout, BlockCounts):
             3069
         """
         kv_tokens = q_tokens if kv_tokens is None else kv_tokens
-        sizes = BlockGrid(q_tokens, kv_tokens, block_q, block_kv, heads=build.heads_of(mask) or 1)
+        sizes = BlockGrid(q_tokens, kv_tokens, block_q, block_kv, heads=build.mask_heads(mask) or 1)
         return _from_mask(cls, mask, sizes)
 
     @classmethod
@@ -123,30 +122,30 @@ class BlockLayout(ComparableLayout, BlockCounts):
         mask: AbstractMask | None = None,
         capacity: int | None = None,
     ) -> "BlockLayout":
-        """The layout of a choice of blocks, less what `mask` forbids.
+        """Build the layout of a boolean block grid, intersected with `mask`.
 
         Args:
-            grid: True for chosen blocks, [Nq, Nk], [H, Nq, Nk] or [B, H, Nq, Nk]. NumPy gives a
+            grid: True for selected blocks, [Nq, Nk], [H, Nq, Nk] or [B, H, Nq, Nk]. NumPy gives a
                 static layout, JAX a traced one.
             q_tokens, kv_tokens: lengths; they default to all tokens of the grid.
             block_q, block_kv: block sizes.
-            mask: rule inside the chosen blocks; forbidden ones are dropped, cut ones are partial.
-            capacity: room for items, every block by default; a traced list is cut there in silence.
+            mask: element mask; fully masked blocks are dropped, partly masked ones are partial.
+            capacity: number of items, every block by default; traced lists are truncated to it.
 
         Example:
             >>> grid = np.tril(np.ones((4, 4), bool))
             >>> BlockLayout.from_block_mask(grid, block_q=64, block_kv=64).items
             10
         """
-        chosen = build.as_planes(grid, build.heads_of(mask))
+        chosen = build.as_planes(grid, build.mask_heads(mask))
         kv_tokens = chosen.shape[-1] * block_kv if kv_tokens is None else kv_tokens
-        sizes = build.sizes_of(chosen.shape[:3], q_tokens, kv_tokens, block_q, block_kv)
-        build.require_blocks("kv", chosen.shape[-1], kv_tokens, block_kv)
+        sizes = build.infer_grid(chosen.shape[:3], q_tokens, kv_tokens, block_q, block_kv)
+        build.check_num_blocks("kv", chosen.shape[-1], kv_tokens, block_kv)
         if isinstance(chosen, np.ndarray):
-            layout = cls._of(build.cover_grid(chosen, mask, sizes), sizes, mask)
+            layout = cls._build(build.cover_grid(chosen, mask, sizes), sizes, mask)
             return layout if capacity is None else layout.with_capacity(capacity)
         capacity = chosen.size if capacity is None else capacity
-        return cls._of(build.list_grid(chosen, capacity, sizes), sizes, None)._covered(mask)
+        return cls._build(build.list_grid(chosen, capacity, sizes), sizes, None)._restrict(mask)
 
     @classmethod
     def from_indices_counts(
@@ -161,18 +160,18 @@ class BlockLayout(ComparableLayout, BlockCounts):
         mask: AbstractMask | None = None,
         capacity: int | None = None,
     ) -> "BlockLayout":
-        """The layout of index lists: query block `i` visits `indices[..., i, :counts[..., i]]`.
+        """Build the layout of index lists: row `i` is `indices[..., i, :counts[..., i]]`.
 
-        Slots may be in any order and -1 is an unused one. NumPy gives a static layout and refuses
-        duplicates and strays; JAX gives a traced one, which merges duplicates and ignores strays.
+        Slots may be in any order; -1 is an unused slot. NumPy gives a static layout and raises on
+        duplicates and out-of-range indices; JAX gives a traced one, which drops them.
 
         Args:
             indices: kv blocks, [Nq, A], [H, Nq, A] or [B, H, Nq, A].
-            counts: used slots of each row.
+            counts: number of used slots of each row.
             q_tokens, kv_tokens: lengths; they default to all query blocks and to `q_tokens`.
             block_q, block_kv: block sizes.
-            mask: rule inside the listed blocks, as for `from_block_mask`.
-            capacity: room for items, every slot by default; a traced list is cut there in silence.
+            mask: element mask, as for `from_block_mask`.
+            capacity: number of items, every slot by default; traced lists are truncated to it.
 
         Example:
             >>> layout = BlockLayout.from_indices_counts(
@@ -182,21 +181,21 @@ class BlockLayout(ComparableLayout, BlockCounts):
         """
         slots = build.as_slots(indices, counts)
         width = slots.shape[-1]
-        sizes = build.sizes_of(slots.shape[:3], q_tokens, kv_tokens, block_q, block_kv)
+        sizes = build.infer_grid(slots.shape[:3], q_tokens, kv_tokens, block_q, block_kv)
         xp = namespace(indices, counts)
-        room = None if xp is np else sizes.rows * min(width, sizes.kv_blocks)
+        max_items = None if xp is np else sizes.rows * min(width, sizes.kv_blocks)
         rows = xp.asarray(slots).reshape(sizes.rows, width)
-        items = build.list_indices(xp, rows, xp.asarray(counts).reshape(-1), room, sizes)
-        layout = cls._of(items, sizes, None)._covered(mask)
+        items = build.list_indices(xp, rows, xp.asarray(counts).reshape(-1), max_items, sizes)
+        layout = cls._build(items, sizes, None)._restrict(mask)
         return layout if capacity is None else layout.with_capacity(capacity)
 
     @classmethod
-    def _of(cls, items: Items, grid: BlockGrid, mask: AbstractMask | None) -> "BlockLayout":
+    def _build(cls, items: Items, grid: BlockGrid, mask: AbstractMask | None) -> "BlockLayout":
         return cls(*items, **{name: getattr(grid, name) for name in _SIZES}, mask=mask)
 
     @property
     def grid(self) -> BlockGrid:
-        """The sizes alone."""
+        """Sizes without the lists."""
         return BlockGrid(*(getattr(self, name) for name in _SIZES))
 
     @property
@@ -205,39 +204,39 @@ class BlockLayout(ComparableLayout, BlockCounts):
 
     @property
     def rows(self) -> int:
-        """Rows: batch * heads * q_blocks."""
+        """Number of rows: batch * heads * q_blocks."""
         return self.batch * self.heads * self.q_blocks
 
     @property
     def capacity(self) -> int:
-        """Entries of the arrays, used or not."""
+        """Length of the item arrays, unused entries included."""
         return self.kv_block.shape[0]
 
     @property
     def is_static(self) -> bool:
-        """Whether the layout is NumPy, so known while a function is traced."""
+        """Whether the arrays are NumPy, i.e. compile-time constants."""
         return namespace(*self._items) is np
 
     @property
     def items(self) -> int:
-        """Listed blocks. Not known for a layout that is traced right now."""
+        """Number of listed blocks; raises while the layout is traced."""
         return int(self._values().row_starts[-1])
 
     def _values(self) -> Items:
-        """The arrays in NumPy."""
+        """Return the arrays as NumPy; raises while the layout is traced."""
         if not is_concrete(*self._items):
             raise LayoutError(
-                "the values of this layout are not known while it is traced",
+                "the values of a traced layout are not available inside jit",
                 got=f"a traced layout of capacity {self.capacity}",
                 expected="a static layout, or a traced one outside jit",
-                fix="ask before jit, or use capacity, the upper limit of items",
+                fix="read it outside jit, or use capacity, the upper bound of items",
             )
         return Items(*(np.asarray(array) for array in self._items))
 
     def validate(self) -> "BlockLayout":
-        """Check every invariant, full blocks against the mask included; returns the layout.
+        """Check every invariant, including full blocks against the mask; return the layout.
 
-        Construction checks static layouts, save for the mask; outside jit this serves traced ones.
+        Construction checks static layouts, except against the mask. Not available inside jit.
 
         Example:
             >>> from xsake.masks import Causal
@@ -250,30 +249,30 @@ class BlockLayout(ComparableLayout, BlockCounts):
         return self
 
     def with_capacity(self, capacity: int) -> "BlockLayout":
-        """The same blocks with room for `capacity` items.
+        """Return the layout with arrays of length `capacity`.
 
-        Too small a capacity raises. While the layout is traced nobody can count its items: then the
-        list is cut, and a program transformed by `jax.experimental.checkify` reports it.
+        A capacity below the number of items raises. While the layout is traced, the list is
+        truncated instead, and `jax.experimental.checkify` reports it.
         """
         xp = namespace(*self._items)
-        require_room(self.row_starts[-1], capacity, is_concrete(self.row_starts))
+        check_capacity(self.row_starts[-1], capacity, is_concrete(self.row_starts))
         row_starts = xp.minimum(self.row_starts, np.int32(capacity))
-        kv_block, is_partial = (pad(xp, array, capacity) for array in self._items[1:])
-        return self._of(Items(row_starts, kv_block, is_partial), self.grid, self.mask)
+        kv_block, is_partial = (pad_or_truncate(xp, array, capacity) for array in self._items[1:])
+        return self._build(Items(row_starts, kv_block, is_partial), self.grid, self.mask)
 
     def traced(self, capacity: int | None = None) -> "BlockLayout":
-        """The layout as JAX arrays, to pass through `jit` as data.
+        """Return the layout as JAX arrays, to pass through `jit` as data.
 
         Args:
-            capacity: room for items; defaults to `capacity_bucket(items)` for a static layout.
+            capacity: number of items; defaults to `capacity_bucket(items)` for a static layout.
         """
         if capacity is None:
             capacity = capacity_bucket(self.items) if self.is_static else self.capacity
         items = Items(*(jnp.asarray(array) for array in self.with_capacity(capacity)._items))
-        return self._of(items, self.grid, self.mask)
+        return self._build(items, self.grid, self.mask)
 
     def to_block_mask(self) -> Bool[np.ndarray, "B H Nq Nk"]:
-        """The listed blocks as booleans [batch, heads, q_blocks, kv_blocks]."""
+        """Return the listed blocks as booleans [batch, heads, q_blocks, kv_blocks]."""
         values = self._values()
         listed = np.zeros((self.rows, self.kv_blocks), bool)
         row = row_of_item(np, values.row_starts, self.capacity)[: values.row_starts[-1]]
@@ -281,27 +280,27 @@ class BlockLayout(ComparableLayout, BlockCounts):
         return listed.reshape(self.batch, self.heads, self.q_blocks, self.kv_blocks)
 
     def expand(self, *, batch: int | None = None, heads: int | None = None) -> "BlockLayout":
-        """One list per batch element or head instead of a shared one; the meaning stays."""
+        """Copy a shared list to every batch element or head."""
         sizes = self.batch if batch is None else batch, self.heads if heads is None else heads
         if sizes == (self.batch, self.heads):
             return self
-        return self._of(*expand_items(self._items, self.grid, *sizes), self.mask)
+        return self._build(*expand_items(self._items, self.grid, *sizes), self.mask)
 
     def refine(self, codes: Int8[Array | np.ndarray, "B W"]) -> "BlockLayout":
-        """Intersect with a further rule, given what the rule says about each item.
+        """Intersect with another rule, given its coverage of each item.
 
-        Items with code NONE go, items whose code is not ALL become partial. The rule itself is the
-        caller's to apply inside partial blocks: resize and transpose know only `mask`.
+        Items with code NONE are dropped, items whose code is not ALL become partial. The caller
+        must apply the rule inside partial blocks: `resize` and `transpose` only handle `mask`.
 
         Args:
-            codes: `Coverage` codes [1, capacity], or [B, capacity] to give every batch element a
-                list of its own. JAX codes give a traced layout of capacity `B * capacity`.
+            codes: `Coverage` codes [1, capacity], or [B, capacity] for one list per batch element.
+                JAX codes give a traced layout of capacity `B * capacity`.
         """
         xp = namespace(*self._items, codes)
-        return self._of(*refine_items(xp, self._items, codes, self.grid), self.mask)
+        return self._build(*refine_items(xp, self._items, codes, self.grid), self.mask)
 
     def with_mask(self, mask: AbstractMask) -> "BlockLayout":
-        """Intersect with a further mask: blocks it forbids go, blocks it cuts become partial.
+        """Intersect with a mask: masked blocks are dropped, partly masked ones become partial.
 
         Example:
             >>> from xsake.masks import Causal, Window
@@ -309,24 +308,24 @@ class BlockLayout(ComparableLayout, BlockCounts):
             >>> layout.items, layout.mask
             (15, Causal() & Window(left=127, right=0))
         """
-        return self._covered(mask if self.mask is None else self.mask & mask)
+        return self._restrict(mask if self.mask is None else self.mask & mask)
 
-    def _covered(self, mask: AbstractMask | None) -> "BlockLayout":
-        """The layout under `mask` in place of its own, which `mask` implies."""
+    def _restrict(self, mask: AbstractMask | None) -> "BlockLayout":
+        """Replace the mask by `mask`, which must imply it, and update the lists."""
         if mask is None:
             return self
-        wide = self.expand(heads=build.common_heads(self.heads, build.heads_of(mask)))
-        xp = namespace(*wide._items)
-        codes = codes_of(xp, wide._items, mask, wide.grid)
-        return self._of(*refine_items(xp, wide._items, codes, wide.grid), mask)
+        expanded = self.expand(heads=build.common_heads(self.heads, build.mask_heads(mask)))
+        xp, items, grid = namespace(*expanded._items), expanded._items, expanded.grid
+        codes = coverage_codes(xp, items, mask, grid)
+        return self._build(*refine_items(xp, items, codes, grid), mask)
 
     def transpose(self, kv_heads: int, q_heads: int) -> TransposedLayout:
-        """The kv-major list that dK and dV walk; under GQA it gathers the query heads of a kv head.
+        """Return the kv-major lists for dK and dV; GQA gathers the query heads of a kv head.
 
         Args:
             kv_heads, q_heads: heads of the call; the layout has 1, `kv_heads` or `q_heads`.
         """
-        shape = heads_of_transpose(self.heads, kv_heads, q_heads)
+        shape = transposed_heads(self.heads, kv_heads, q_heads)
         if not self.is_static:
             return self._transpose(*shape)
         if shape not in self._transposes:
@@ -343,10 +342,10 @@ class BlockLayout(ComparableLayout, BlockCounts):
         return TransposedLayout(*arrays, **sizes, group=group, mask=self.mask)
 
     def resize(self, block_q: int, block_kv: int) -> "BlockLayout":
-        """The same token pairs in other blocks, whose sizes divide the old ones or are multiples.
+        """Return the same token pairs in blocks whose sizes divide the old ones or are multiples.
 
-        A larger block that lacks some of its parts becomes partial, and the mask then says so.
-        Resize before `refine`: only what `mask` knows is kept exactly.
+        A merged block with unlisted parts becomes partial and the mask excludes these parts.
+        Resize before `refine`: only `mask` is preserved exactly.
 
         Example:
             >>> from xsake.masks import Causal
@@ -354,28 +353,28 @@ class BlockLayout(ComparableLayout, BlockCounts):
             >>> layout.resize(64, 64).items, layout.resize(256, 256).items
             (36, 3)
         """
-        return self._of(*resize_items(self._items, self.grid, self.mask, (block_q, block_kv)))
+        return self._build(*resize_items(self._items, self.grid, self.mask, (block_q, block_kv)))
 
     def stats(self) -> LayoutStats:
-        """Budget, balance and waste; see `LayoutStats`."""
-        return collect(self._values(), self.grid)
+        """Return density, balance and padding statistics."""
+        return compute_stats(self._values(), self.grid)
 
     def to_ascii(self, head: int = 0, *, batch: int = 0, width: int = 64) -> str:
-        """A picture of one head: `#` full, `+` partial, `.` skipped; large layouts are merged."""
+        """Draw one head: `#` full, `+` partial, `.` skipped; large layouts are merged."""
         return ascii_plane(self._values(), self.grid, batch=batch, head=head, width=width)
 
     def draw(self, path: str | os.PathLike[str], head: int | None = None, *, batch: int = 0):
-        """Write a PNG of one head, or of all in a grid; needs `pip install xsake[viz]`."""
+        """Write a PNG of one head, or of all heads; needs `pip install xsake[viz]`."""
         draw_png(self._values(), self.grid, path, title=self._title, head=head, batch=batch)
 
     def to_json(self) -> str:
-        """The layout as JSON text; its mask must be structured."""
-        return json_form.encode(self._values(), self.grid, self.mask)
+        """Serialize to JSON; the mask must be serializable."""
+        return serialization.encode(self._values(), self.grid, self.mask)
 
     @classmethod
     def from_json(cls, text: str, *, max_items: int = 2**24) -> "BlockLayout":
-        """A static layout from `to_json`'s text, fully checked; `max_items` bounds its size."""
-        return cls._of(*json_form.decode(text, max_items=max_items)).validate()
+        """Restore a static layout from `to_json`, validated; `max_items` bounds its size."""
+        return cls._build(*serialization.decode(text, max_items=max_items)).validate()
 
     @property
     def _title(self) -> str:
@@ -385,9 +384,9 @@ class BlockLayout(ComparableLayout, BlockCounts):
         return f"{tokens} in {blocks}, mask {mask}"
 
     def __repr__(self) -> str:
-        kind = "static" if self.is_static else "traced"
+        mode = "static" if self.is_static else "traced"
         sizes = f"batch={self.batch}, heads={self.heads}, capacity={self.capacity}"
-        return f"BlockLayout({kind}, {self._title}, {sizes})"
+        return f"BlockLayout({mode}, {self._title}, {sizes})"
 
     def __str__(self) -> str:
         if not is_concrete(*self._items):
@@ -395,6 +394,6 @@ class BlockLayout(ComparableLayout, BlockCounts):
         return f"{self!r}\n{self.stats()}\n{self.to_ascii(width=32)}\nhead 0 of {self.heads}"
 
 
-@reuse_live
+@cache_live
 def _from_mask(cls: type[BlockLayout], mask: AbstractMask, grid: BlockGrid) -> BlockLayout:
-    return cls._of(build.cover_mask(mask, grid), grid, mask)
+    return cls._build(build.cover_mask(mask, grid), grid, mask)

@@ -1,58 +1,58 @@
-"""Makes the item lists of layouts from masks, block grids and index lists; knows no layout type."""
+"""Build CSR block lists from masks, block grids and index lists."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from xsake.errors import LayoutError
-from xsake.layout.cover import CHUNK_BLOCKS, cover_items, resolve
-from xsake.layout.grid import BlockGrid, blocks_of, require_countable
-from xsake.layout.ragged import Items, compact, namespace, starts_of
+from xsake.layout.coverage import CHUNK_BLOCKS, cover_items, resolve
+from xsake.layout.csr import Items, compact, namespace, starts_of
+from xsake.layout.grid import BlockGrid, blocks_of, check_int32_count
 from xsake.masks import AbstractMask, Coverage
 from xsake.masks.base import require_mask
 
 
 def cover_mask(mask: AbstractMask, grid: BlockGrid) -> Items:
-    """Every block in which `mask` allows a pair; heads with equal rules are built once."""
+    """List every block in which `mask` allows a pair; equal heads are built once."""
     if mask.heads is None:
         rules = [mask] * grid.heads
     else:
         rules = [mask.for_head(head) for head in range(grid.heads)]
     built = {rule: _cover_head(rule, grid) for rule in dict.fromkeys(rules)}
-    return _join([built[rule] for rule in rules] * grid.batch)
+    return _concatenate([built[rule] for rule in rules] * grid.batch)
 
 
 def cover_grid(allowed: np.ndarray, mask: AbstractMask | None, grid: BlockGrid) -> Items:
-    """The blocks chosen in bool `allowed[batch, heads, Nq, Nk]` in which `mask` allows a pair."""
+    """List the blocks of bool `allowed[batch, heads, Nq, Nk]` in which `mask` allows a pair."""
     parts = []
     for chosen in allowed:
         for head, plane in enumerate(chosen):
             rule = mask if mask is None or mask.heads is None else mask.for_head(head)
             parts.append(_cover_plane(plane, rule, grid))
-    return _join(parts)
+    return _concatenate(parts)
 
 
 def list_grid(allowed, capacity: int, grid: BlockGrid) -> Items:
-    """The blocks chosen in a JAX bool `allowed[batch, heads, Nq, Nk]`, within a fixed capacity."""
-    require_countable(allowed.size)
+    """List the blocks of a JAX bool `allowed[batch, heads, Nq, Nk]` with a fixed capacity."""
+    check_int32_count(allowed.size)
     keep = allowed.reshape(-1)
     kv_block = jnp.arange(keep.shape[0], dtype=jnp.int32) % grid.kv_blocks
     starts = np.arange(grid.rows) * grid.kv_blocks
-    return Items(*compact(jnp, keep, starts, capacity, kv_block, grid.sticks_out(kv_block)))
+    return Items(*compact(jnp, keep, starts, capacity, kv_block, grid.overhangs(kv_block)))
 
 
 def list_indices(xp, indices, counts, capacity: int | None, grid: BlockGrid) -> Items:
-    """Rows from slots `indices[rows, A]`, of which the first `counts[rows]` are used and -1 is not.
+    """Build rows from slots `indices[rows, A]`; the first `counts[rows]` are used, -1 is unused.
 
-    NumPy input must be in range and free of duplicates; traced input is made so.
+    NumPy input must be in range and free of duplicates; traced input is sanitized.
     """
     slots = indices.shape[-1]
-    require_countable(grid.rows * slots)
-    indices = _wide(xp, indices)
+    check_int32_count(grid.rows * slots)
+    indices = _widen(xp, indices)
     is_used = (xp.arange(slots)[None, :] < counts[:, None]) & (indices != -1)
     in_range = (indices >= 0) & (indices < grid.kv_blocks)
     if xp is np:
-        _require_valid_slots(indices, counts, is_used & ~in_range, grid)
+        _check_slots(indices, counts, is_used & ~in_range, grid)
     ordered = xp.sort(xp.where(is_used & in_range, indices, grid.kv_blocks), axis=-1)
     ordered = ordered.astype(xp.int32)
     repeated = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] < grid.kv_blocks)
@@ -60,7 +60,7 @@ def list_indices(xp, indices, counts, capacity: int | None, grid: BlockGrid) -> 
         row = int(np.flatnonzero(repeated.any(axis=-1))[0])
         raise LayoutError(
             "a row lists the same kv block twice",
-            got=f"{_name_row(grid, row)}: {indices[row][is_used[row]].tolist()[:16]}",
+            got=f"{_format_row(grid, row)}: {indices[row][is_used[row]].tolist()[:16]}",
             expected="every kv block at most once per row",
             fix="drop the duplicates, e.g. with numpy.unique",
         )
@@ -68,12 +68,12 @@ def list_indices(xp, indices, counts, capacity: int | None, grid: BlockGrid) -> 
     keep = keep & ~xp.concatenate([xp.zeros((grid.rows, 1), bool), repeated], axis=-1)
     kv_block = ordered.reshape(-1)
     starts = np.arange(grid.rows) * slots
-    partial = grid.sticks_out(kv_block)
+    partial = grid.overhangs(kv_block)
     return Items(*compact(xp, keep.reshape(-1), starts, capacity, kv_block, partial))
 
 
-def _wide(xp, indices):
-    """Indices in a signed dtype that holds every number of a block."""
+def _widen(xp, indices):
+    """Convert indices to a signed dtype that holds every block index."""
     if xp is np:
         return indices.astype(np.int64)
     is_narrow = indices.dtype.itemsize < 4 or jnp.issubdtype(indices.dtype, jnp.unsignedinteger)
@@ -81,38 +81,38 @@ def _wide(xp, indices):
 
 
 def as_planes(allowed, heads: int | None):
-    """A bool grid [Nq, Nk], [H, Nq, Nk] or [B, H, Nq, Nk] as [B, H, Nq, Nk], H at least `heads`."""
-    _require_array("the block mask", allowed)
+    """Broadcast a bool grid [[B,] H,] Nq, Nk to [B, H, Nq, Nk] with the heads of the mask."""
+    _check_array("the block mask", allowed)
     if not 2 <= allowed.ndim <= 4 or allowed.dtype != bool or 0 in allowed.shape:
         raise LayoutError(
-            "the block mask is not a grid of booleans",
+            "the block mask must be a boolean grid",
             got=f"shape {tuple(allowed.shape)}, dtype {allowed.dtype}",
             expected="bool [Nq, Nk], [H, Nq, Nk] or [B, H, Nq, Nk], no axis empty",
         )
     xp = namespace(allowed)
     allowed = allowed.reshape((1,) * (4 - allowed.ndim) + tuple(allowed.shape))
-    batch, own, *blocks = allowed.shape
-    return xp.broadcast_to(allowed, (batch, common_heads(own, heads), *blocks))
+    batch, grid_heads, *blocks = allowed.shape
+    return xp.broadcast_to(allowed, (batch, common_heads(grid_heads, heads), *blocks))
 
 
 def as_slots(indices, counts):
-    """Index lists [Nq, A], [H, Nq, A] or [B, H, Nq, A] as [B, H, Nq, A]."""
-    _require_array("indices", indices)
-    _require_array("counts", counts)
+    """Reshape index lists [[B,] H,] Nq, A to [B, H, Nq, A]."""
+    _check_array("indices", indices)
+    _check_array("counts", counts)
     if not 2 <= indices.ndim <= 4 or indices.shape[:-1] != counts.shape or 0 in indices.shape:
         raise LayoutError(
-            "indices and counts do not fit each other",
+            "indices and counts have incompatible shapes",
             got=f"indices {tuple(indices.shape)}, counts {tuple(counts.shape)}",
             expected="[Nq, A], [H, Nq, A] or [B, H, Nq, A] and the same without A, no axis empty",
         )
     for name, array in (("indices", indices), ("counts", counts)):
         if not np.issubdtype(array.dtype, np.integer):
-            raise LayoutError(f"{name} are not integers", got=array.dtype, expected="integers")
+            raise LayoutError(f"{name} must be integers", got=array.dtype, expected="integers")
     return indices.reshape((1,) * (4 - indices.ndim) + tuple(indices.shape))
 
 
-def _require_array(name: str, value) -> None:
-    """NumPy gives a static layout and JAX a traced one, so a list would leave it open."""
+def _check_array(name: str, value) -> None:
+    """Raise unless `value` is a NumPy array (static layout) or a JAX array (traced layout)."""
     if not isinstance(value, np.ndarray | jax.Array):
         raise LayoutError(
             f"{name} must be an array",
@@ -122,50 +122,50 @@ def _require_array(name: str, value) -> None:
         )
 
 
-def heads_of(mask: AbstractMask | None) -> int | None:
-    """Heads of a mask that a caller passed; None if all heads share its rule."""
+def mask_heads(mask: AbstractMask | None) -> int | None:
+    """Validate a user's mask and return its number of heads; None if heads share one rule."""
     require_mask(mask)
     return None if mask is None else mask.heads
 
 
-def common_heads(own: int, heads: int | None) -> int:
-    """Heads of a layout with `own` heads under a mask with `heads` heads."""
-    if heads is None or heads == own:
-        return own
-    if own == 1:
+def common_heads(layout_heads: int, heads: int | None) -> int:
+    """Return the heads of a layout under a mask with `heads` heads."""
+    if heads is None or heads == layout_heads:
+        return layout_heads
+    if layout_heads == 1:
         return heads
     raise LayoutError(
-        "the mask has other heads than the layout",
-        got=f"mask heads {heads}, layout heads {own}",
+        "mask and layout have different numbers of heads",
+        got=f"mask heads {heads}, layout heads {layout_heads}",
         expected="equal numbers, or one of them shared by all heads",
-        fix="give the mask one rule per head of the layout",
+        fix="use a mask with one rule per head of the layout",
     )
 
 
-def sizes_of(
+def infer_grid(
     planes: tuple[int, ...],
     q_tokens: int | None,
     kv_tokens: int | None,
     block_q: int,
     block_kv: int,
 ) -> BlockGrid:
-    """The sizes of arrays [B, H, Nq, ...]; `kv_tokens` defaults to `q_tokens`, that to all rows."""
+    """Infer the grid of arrays [B, H, Nq, ...]; lengths default to whole query blocks."""
     batch, heads, q_blocks = planes
     q_tokens = q_blocks * block_q if q_tokens is None else q_tokens
     kv_tokens = q_tokens if kv_tokens is None else kv_tokens
     grid = BlockGrid(q_tokens, kv_tokens, block_q, block_kv, batch, heads)
-    require_blocks("query", q_blocks, q_tokens, block_q)
+    check_num_blocks("query", q_blocks, q_tokens, block_q)
     return grid
 
 
-def require_blocks(axis: str, blocks: int, tokens: int, block: int) -> None:
-    """Refuse arrays whose number of blocks contradicts the lengths."""
+def check_num_blocks(axis: str, blocks: int, tokens: int, block: int) -> None:
+    """Raise if the number of blocks contradicts the lengths."""
     if blocks != blocks_of(tokens, block):
         raise LayoutError(
             f"the number of {axis} blocks contradicts the lengths",
             got=f"{blocks} blocks, {tokens} tokens in blocks of {block}",
             expected=f"{blocks_of(tokens, block)} blocks",
-            fix="pass the block sizes the arrays were made for",
+            fix="pass the block sizes of the arrays",
         )
 
 
@@ -176,7 +176,7 @@ def _cover_head(rule: AbstractMask, grid: BlockGrid) -> Items:
     for first in range(0, grid.q_blocks, rows):
         q = np.arange(first, min(first + rows, grid.q_blocks), dtype=np.int32)[:, None]
         parts.append(_pack(resolve(rule, grid.spans(np, q, kv)), grid))
-    return _join(parts)
+    return _concatenate(parts)
 
 
 def _cover_plane(plane: np.ndarray, rule: AbstractMask | None, grid: BlockGrid) -> Items:
@@ -187,21 +187,21 @@ def _cover_plane(plane: np.ndarray, rule: AbstractMask | None, grid: BlockGrid) 
         q, kv = (edge.astype(np.int32) for edge in np.nonzero(codes))
         codes[q, kv] = cover_items(rule, grid, q + np.int32(first), kv)
         parts.append(_pack(codes, grid))
-    return _join(parts)
+    return _concatenate(parts)
 
 
 def _pack(codes: np.ndarray, grid: BlockGrid) -> Items:
-    """Rows of coverage codes [n, Nk] as items."""
+    """Convert rows of coverage codes [n, Nk] to items."""
     listed = codes != Coverage.NONE
     kv_block = np.nonzero(listed)[1].astype(np.int32)
-    is_partial = (codes[listed] != Coverage.ALL) | grid.sticks_out(kv_block)
+    is_partial = (codes[listed] != Coverage.ALL) | grid.overhangs(kv_block)
     return Items(starts_of(np, np.count_nonzero(listed, axis=-1)), kv_block, is_partial)
 
 
-def _join(parts: list[Items]) -> Items:
+def _concatenate(parts: list[Items]) -> Items:
     if len(parts) == 1:
         return parts[0]
-    require_countable(sum(part.kv_block.size for part in parts))
+    check_int32_count(sum(part.kv_block.size for part in parts))
     return Items(
         starts_of(np, np.concatenate([np.diff(part.row_starts) for part in parts])),
         np.concatenate([part.kv_block for part in parts]),
@@ -209,11 +209,11 @@ def _join(parts: list[Items]) -> Items:
     )
 
 
-def _require_valid_slots(indices, counts, stray, grid: BlockGrid) -> None:
+def _check_slots(indices, counts, stray, grid: BlockGrid) -> None:
     slots = indices.shape[-1]
     if ((counts < 0) | (counts > slots)).any():
         raise LayoutError(
-            "a count does not fit its row of indices",
+            "a count exceeds its row of indices",
             got=f"counts from {counts.min()} to {counts.max()}",
             expected=f"0 to {slots}, the slots of a row",
             fix="count only the used slots of each row",
@@ -221,13 +221,13 @@ def _require_valid_slots(indices, counts, stray, grid: BlockGrid) -> None:
     if stray.any():
         row, slot = (int(edge[0]) for edge in np.nonzero(stray))
         raise LayoutError(
-            "an index points outside the kv blocks",
-            got=f"{int(indices[row, slot])} in {_name_row(grid, row)}, slot {slot}",
+            "a kv block index is out of range",
+            got=f"{int(indices[row, slot])} in {_format_row(grid, row)}, slot {slot}",
             expected=f"0 to {grid.kv_blocks - 1}, or -1 for an unused slot",
-            fix="check kv_tokens and block_kv, which give the number of kv blocks",
+            fix="check kv_tokens and block_kv",
         )
 
 
-def _name_row(grid: BlockGrid, row: int) -> str:
-    head, q_block = grid.head_of(row), grid.q_block_of(row)
-    return f"batch {grid.batch_of(row)}, head {head}, query block {q_block}"
+def _format_row(grid: BlockGrid, row: int) -> str:
+    head, q_block = grid.row_to_head(row), grid.row_to_q_block(row)
+    return f"batch {grid.row_to_batch(row)}, head {head}, query block {q_block}"

@@ -1,4 +1,4 @@
-"""Pictures of layouts: characters for a terminal, PNG for a report."""
+"""Layout drawing: ASCII for terminals, PNG by matplotlib."""
 
 import math
 import os
@@ -7,19 +7,19 @@ import textwrap
 import numpy as np
 
 from xsake.errors import ArgumentError, MissingExtraError
+from xsake.layout.csr import Items
 from xsake.layout.grid import BlockGrid
-from xsake.layout.ragged import Items
 
 NONE, PARTIAL, FULL = 0, 1, 2
 SYMBOLS = np.array([".", "+", "#"])
 COLOURS = ("#f3f1ec", "#8fb4d9", "#1f4e79")
 LABELS = ("skipped", "partial", "full")
 PNG_CELLS = 512
-MOST_PANELS = 64
+MAX_PANELS = 64
 
 
 def ascii_plane(items: Items, grid: BlockGrid, *, batch: int, head: int, width: int) -> str:
-    """One head: `#` full, `+` partial (or mixed where blocks are merged), `.` skipped."""
+    """Draw one head: `#` full, `+` partial (or mixed in merged cells), `.` skipped."""
     if width < 2:
         raise ArgumentError("`width` is too small for a picture", got=width, expected=">= 2")
     cells = plane_cells(items, grid, (batch, head), rows=max(1, width // 2), columns=width)
@@ -29,11 +29,11 @@ def ascii_plane(items: Items, grid: BlockGrid, *, batch: int, head: int, width: 
 def plane_cells(
     items: Items, grid: BlockGrid, which: tuple[int, int], *, rows: int, columns: int
 ) -> np.ndarray:
-    """Codes of one plane, merged into at most `rows` x `columns` cells; never Nq x Nk at once."""
+    """Return codes of one plane, merged into at most `rows` x `columns` cells."""
     batch, head = which
     if not (0 <= batch < grid.batch and 0 <= head < grid.heads):
         raise ArgumentError(
-            "no such plane in this layout",
+            "batch or head index out of range",
             got=f"{batch=}, {head=}",
             expected=f"batch below {grid.batch}, head below {grid.heads}",
         )
@@ -62,7 +62,7 @@ def draw_png(
     head: int | None,
     batch: int,
 ) -> None:
-    """Write one panel per head (or the chosen head) to a PNG file."""
+    """Write one panel per head, or the selected head, to a PNG file."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.colors import ListedColormap
@@ -72,15 +72,15 @@ def draw_png(
         raise MissingExtraError(
             "drawing a PNG needs matplotlib", fix="pip install xsake[viz]"
         ) from missing
-    heads = range(min(grid.heads, MOST_PANELS)) if head is None else [head]
+    heads = range(min(grid.heads, MAX_PANELS)) if head is None else [head]
     across = math.ceil(math.sqrt(len(heads)))
     down = math.ceil(len(heads) / across)
     side = 4.6 if len(heads) == 1 else 2.4
     figure = Figure(figsize=(side * across + 0.6, side * down + 1.1), layout="constrained")
     FigureCanvasAgg(figure)
     colours = ListedColormap(COLOURS)
-    for place, index in enumerate(heads):
-        axes = figure.add_subplot(down, across, place + 1)
+    for panel, index in enumerate(heads):
+        axes = figure.add_subplot(down, across, panel + 1)
         cells = plane_cells(items, grid, (batch, index), rows=PNG_CELLS, columns=PNG_CELLS)
         extent = (0, grid.kv_blocks, grid.q_blocks, 0)
         axes.imshow(cells, cmap=colours, vmin=0, vmax=2, extent=extent, interpolation="nearest")
@@ -88,9 +88,9 @@ def draw_png(
         axes.locator_params(nbins=4, integer=True)
         axes.tick_params(labelsize=7, length=2)
         axes.spines[:].set_visible(False)
-        if place % across == 0:
+        if panel % across == 0:
             axes.set_ylabel(f"query block of {grid.block_q} tokens", fontsize=8)
-        if place + across >= len(heads):
+        if panel + across >= len(heads):
             axes.set_xlabel(f"kv block of {grid.block_kv} tokens", fontsize=8)
         if grid.heads > 1:
             first = (batch * grid.heads + index) * grid.q_blocks

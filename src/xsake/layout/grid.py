@@ -1,4 +1,4 @@
-"""The sizes of a block grid and the arithmetic between blocks, rows and positions."""
+"""Block grid sizes and index arithmetic between blocks, rows and positions."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -7,13 +7,13 @@ import numpy as np
 
 from xsake.errors import LayoutError
 
-# Positions and block ends are int32 in every backend; half the range keeps sums from wrapping.
+# Positions are int32 in every backend; half the range avoids overflow of sums.
 MAX_TOKENS = 2**30
 MAX_ITEMS = 2**31 - 2
 
 
 class Spans(NamedTuple):
-    """Rectangles of positions, ends included, one per item."""
+    """Rectangles of positions (inclusive), one per item."""
 
     q_first: np.ndarray
     q_last: np.ndarray
@@ -22,15 +22,15 @@ class Spans(NamedTuple):
 
 
 def blocks_of(tokens: int, block: int) -> int:
-    """Blocks that cover `tokens` tokens; the last one may stick out."""
+    """Return the number of blocks that cover `tokens` tokens."""
     return -(-tokens // block)
 
 
-def require_countable(items: int) -> None:
-    """Refuse lists that int32 indices cannot address."""
+def check_int32_count(items: int) -> None:
+    """Raise if int32 indices cannot address the items."""
     if items > MAX_ITEMS:
         raise LayoutError(
-            "the layout has more work items than an int32 can count",
+            "the layout has too many work items for int32 indices",
             got=items,
             expected=f"at most {MAX_ITEMS}",
             fix="use larger blocks, or one layout per batch element or group of heads",
@@ -38,16 +38,16 @@ def require_countable(items: int) -> None:
 
 
 class BlockCounts:
-    """Block counts for any class that has lengths and block sizes."""
+    """Mixin: block counts from lengths and block sizes."""
 
     @property
     def q_blocks(self: Any) -> int:
-        """Query blocks; the last one may stick out."""
+        """Number of query blocks; the last one may overhang."""
         return blocks_of(self.q_tokens, self.block_q)
 
     @property
     def kv_blocks(self: Any) -> int:
-        """Kv blocks; the last one may stick out."""
+        """Number of kv blocks; the last one may overhang."""
         return blocks_of(self.kv_tokens, self.block_kv)
 
 
@@ -70,14 +70,14 @@ class BlockGrid(BlockCounts):
             value = getattr(self, field.name)
             if type(value) is not int or not 1 <= value <= MAX_TOKENS:
                 raise LayoutError(
-                    f"{field.name} is not a usable size",
+                    f"invalid {field.name}",
                     got=repr(value),
                     expected=f"an int from 1 to {MAX_TOKENS}",
                     fix=f"pass {field.name} as a positive Python int",
                 )
         if self.rows > MAX_ITEMS:
             raise LayoutError(
-                "the grid has more rows than an int32 can count",
+                "the grid has too many rows for int32 indices",
                 got=f"batch * heads * q_blocks = {self.rows}",
                 expected=f"at most {MAX_ITEMS}",
                 fix="use larger query blocks or one layout per batch element",
@@ -88,24 +88,24 @@ class BlockGrid(BlockCounts):
         return self.batch * self.heads * self.q_blocks
 
     @property
-    def overhang(self) -> bool:
-        """Whether the last kv block sticks out past `kv_tokens`."""
+    def has_overhang(self) -> bool:
+        """Whether the last kv block extends past `kv_tokens`."""
         return self.kv_tokens % self.block_kv != 0
 
     def replace(self, **changes: int) -> "BlockGrid":
         return dataclasses.replace(self, **changes)
 
-    def q_block_of(self, row):
+    def row_to_q_block(self, row):
         return row % self.q_blocks
 
-    def head_of(self, row):
+    def row_to_head(self, row):
         return row // self.q_blocks % self.heads
 
-    def batch_of(self, row):
+    def row_to_batch(self, row):
         return row // (self.q_blocks * self.heads)
 
     def spans(self, xp, q_block, kv_block) -> Spans:
-        """Positions of blocks, clipped to the tokens that exist."""
+        """Return the positions of blocks, clipped to the sequence."""
         q_first = q_block * self.block_q
         kv_first = kv_block * self.block_kv
         return Spans(
@@ -115,6 +115,6 @@ class BlockGrid(BlockCounts):
             xp.minimum(kv_first + (self.block_kv - 1), self.kv_tokens - 1),
         )
 
-    def sticks_out(self, kv_block):
-        """Whether a kv block reaches past `kv_tokens`."""
-        return (kv_block >= self.kv_blocks - 1) & self.overhang
+    def overhangs(self, kv_block):
+        """Return whether a kv block extends past `kv_tokens`."""
+        return (kv_block >= self.kv_blocks - 1) & self.has_overhang

@@ -1,4 +1,4 @@
-"""Equality of static layouts, and one object for equal ones: what `jit` compares between calls."""
+"""Equality, hashing and caching of static layouts, which are part of jit's cache key."""
 
 import functools
 import hashlib
@@ -11,10 +11,9 @@ import numpy as np
 
 
 class ComparableLayout:
-    """Static layouts are equal by content, traced ones only as objects.
+    """Mixin: static layouts compare by content, traced ones by identity.
 
-    `jit` takes a static layout as part of its key, so an equal layout that is built again finds the
-    program of the first one.
+    A static layout is part of jit's cache key, so an equal layout reuses the compiled program.
     """
 
     @property
@@ -44,11 +43,11 @@ class ComparableLayout:
         return digest.digest(), *(array.shape for array in arrays), sizes_and_mask
 
 
-def reuse_live[F: Callable](build: F) -> F:
-    """Decorate `build` so that equal arguments give one object while it is in use.
+def cache_live[F: Callable](build: F) -> F:
+    """Cache results of `build` while they are referenced elsewhere.
 
-    JAX holds the layout of every program that it keeps, so these cost no further memory. The last
-    16 results are held in any case.
+    JAX holds the layout of every cached program, so these take no extra memory. The last 16
+    results are always held.
 
     Args:
         build: a function of hashable positional arguments.

@@ -1,4 +1,4 @@
-"""Registers the layout types with JAX; their arrays are leaves and everything else is static."""
+"""Pytree registration of layouts: arrays are leaves, everything else is static."""
 
 from collections.abc import Callable
 
@@ -8,10 +8,10 @@ import jax
 def register_layout[T](
     leaves: tuple[str, ...], static: tuple[str, ...]
 ) -> Callable[[type[T]], type[T]]:
-    """Class decorator: a pytree whose `leaves` are arrays and whose `static` fields are hashed.
+    """Return a class decorator that registers `leaves` as children and `static` as aux data.
 
-    Rebuilding goes around `__init__`: JAX puts placeholders in the place of arrays, and neither
-    the invariants nor run-time type checks can hold for those.
+    Unflattening bypasses `__init__`: JAX passes placeholders instead of arrays, for which neither
+    invariants nor run-time type checks hold.
     """
 
     def flatten(value: T):

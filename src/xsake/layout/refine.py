@@ -1,38 +1,38 @@
-"""Intersects a list of blocks with a further rule, given what the rule says about each block."""
+"""Intersect block lists with coverage codes; expand shared lists."""
 
 import jax.numpy as jnp
 import numpy as np
 
 from xsake.errors import LayoutError
-from xsake.layout.cover import cover_items
-from xsake.layout.grid import BlockGrid, require_countable
-from xsake.layout.ragged import Items, compact, gather_rows, namespace, row_of_item, used
+from xsake.layout.coverage import cover_items
+from xsake.layout.csr import Items, compact, gather_rows, namespace, row_of_item, used_entries
+from xsake.layout.grid import BlockGrid, check_int32_count
 from xsake.masks import AbstractMask, Coverage
 
 
 def refine_items(xp, items: Items, codes, grid: BlockGrid) -> tuple[Items, BlockGrid]:
-    """Drop items whose code is NONE and mark those that are not ALL as partial.
+    """Drop items with code NONE and mark items whose code is not ALL as partial.
 
     Args:
-        codes: [batch', W]; batch' > 1 on a shared list gives every batch element a list.
+        codes: [batch', W]; batch' > 1 on a shared list gives one list per batch element.
     """
     capacity = items.kv_block.shape[0]
     fits = codes.ndim == 2 and codes.shape[1] == capacity
     if not fits or not (codes.shape[0] == 1 or grid.batch in (1, codes.shape[0])):
         raise LayoutError(
-            "the coverage codes do not fit the layout",
+            "the coverage codes have the wrong shape",
             got=f"codes {tuple(codes.shape)}, layout batch {grid.batch}, capacity {capacity}",
             expected=f"(1, {capacity}) or (B, {capacity})",
         )
     items = Items(*(xp.asarray(array) for array in items))
     if grid.batch > 1 and codes.shape[0] > 1:
-        owner = grid.batch_of(row_of_item(xp, items.row_starts, capacity))
+        owner = grid.row_to_batch(row_of_item(xp, items.row_starts, capacity))
         owner = xp.minimum(owner, grid.batch - 1)
         codes = xp.take_along_axis(codes, owner[None, :], axis=0)
     copies = codes.shape[0]
-    require_countable(copies * capacity)
-    keep = (codes != Coverage.NONE) & used(xp, items.row_starts, capacity)[None, :]
-    partial = items.is_partial | grid.sticks_out(items.kv_block)
+    check_int32_count(copies * capacity)
+    keep = (codes != Coverage.NONE) & used_entries(xp, items.row_starts, capacity)[None, :]
+    partial = items.is_partial | grid.overhangs(items.kv_block)
     partial = partial[None, :] | (codes != Coverage.ALL)
     begin = xp.arange(copies, dtype=xp.int32)[:, None] * capacity + items.row_starts[None, :-1]
     kv_block = xp.broadcast_to(items.kv_block[None, :], keep.shape)
@@ -43,30 +43,30 @@ def refine_items(xp, items: Items, codes, grid: BlockGrid) -> tuple[Items, Block
 
 
 def expand_items(items: Items, grid: BlockGrid, batch: int, heads: int) -> tuple[Items, BlockGrid]:
-    """A copy of the shared list for every batch element and head."""
+    """Copy a shared list to every batch element and head."""
     if grid.batch not in (1, batch) or grid.heads not in (1, heads):
         raise LayoutError(
-            "only a shared list can be expanded",
+            "only shared lists can be expanded",
             got=f"batch {grid.batch} to {batch}, heads {grid.heads} to {heads}",
             expected="1 before, or no change",
         )
     copies = (batch // grid.batch) * (heads // grid.heads)
     capacity = items.kv_block.shape[0] * copies
-    require_countable(capacity)
+    check_int32_count(capacity)
     rows = np.arange(grid.rows, dtype=np.int32).reshape(grid.batch, grid.heads, -1)
     rows = np.broadcast_to(rows, (batch, heads, grid.q_blocks)).reshape(-1)
     expanded = gather_rows(namespace(*items), items, rows, capacity)
     return expanded, grid.replace(batch=batch, heads=heads)
 
 
-def codes_of(xp, items: Items, mask: AbstractMask, grid: BlockGrid):
-    """What `mask` says about each item, [1, W]: exact in NumPy, while traced UNKNOWN stays."""
+def coverage_codes(xp, items: Items, mask: AbstractMask, grid: BlockGrid):
+    """Return the coverage of each item, [1, W]: exact in NumPy, may be UNKNOWN if traced."""
     capacity = items.kv_block.shape[0]
     row = xp.minimum(row_of_item(xp, items.row_starts, capacity), grid.rows - 1)
-    head = None if mask.heads is None else grid.head_of(row)
+    head = None if mask.heads is None else grid.row_to_head(row)
     if xp is np:
         kv_block = np.asarray(items.kv_block)
-        return cover_items(mask, grid, grid.q_block_of(row), kv_block, head)[None, :]
-    spans = grid.spans(xp, grid.q_block_of(row), items.kv_block)
+        return cover_items(mask, grid, grid.row_to_q_block(row), kv_block, head)[None, :]
+    spans = grid.spans(xp, grid.row_to_q_block(row), items.kv_block)
     codes = mask.coverage(*spans, **({} if head is None else {"head": head}))
     return jnp.broadcast_to(codes, (capacity,))[None, :]

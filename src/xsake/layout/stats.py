@@ -1,28 +1,27 @@
-"""Counts what a layout asks for: budget, balance between heads, what padding would waste."""
+"""Layout statistics: density, head balance, padding overhead."""
 
 import dataclasses
 
 import numpy as np
 
+from xsake.layout.csr import Items, row_of_item
 from xsake.layout.grid import BlockGrid
-from xsake.layout.ragged import Items, row_of_item
 
 
 @dataclasses.dataclass(frozen=True)
 class LayoutStats:
-    """What a layout costs; blocks are counted over all its heads and batch elements.
+    """Block counts over all heads and batch elements of a layout.
 
     Attributes:
-        items: blocks computed; full: those without a token rule; partial: the others.
-        visible_blocks: blocks that touch or lie below the diagonal if no listed block lies above
-            it, else all blocks.
-        is_causal: which of the two it was.
-        budget: items / visible_blocks.
+        items: computed blocks; full: without an element mask; partial: with one.
+        visible_blocks: blocks on or below the diagonal if the layout is causal, else all blocks.
+        is_causal: whether no listed block lies above the diagonal.
+        budget: density, items / visible_blocks.
         head_items, head_budgets: the same for each head of the layout.
         longest_row, mean_row: kv blocks per query block.
-        empty_rows: query blocks that see nothing.
-        imbalance: work of the busiest head / mean work of a head; 1 is even.
-        padding_waste: blocks if every row were padded to the longest / items; 1 is no waste.
+        empty_rows: query blocks without kv blocks.
+        imbalance: max / mean items of a head; 1 is even.
+        padding_waste: blocks with all rows padded to the longest / items; 1 means none.
         nbytes: size of the arrays.
     """
 
@@ -52,12 +51,12 @@ class LayoutStats:
         )
 
 
-def collect(items: Items, grid: BlockGrid) -> LayoutStats:
-    """Statistics of concrete NumPy items."""
+def compute_stats(items: Items, grid: BlockGrid) -> LayoutStats:
+    """Return statistics of NumPy items."""
     listed = int(items.row_starts[-1])
     lengths = np.diff(items.row_starts)
     row = row_of_item(np, items.row_starts, items.kv_block.size)[:listed]
-    spans = grid.spans(np, grid.q_block_of(row), items.kv_block[:listed])
+    spans = grid.spans(np, grid.row_to_q_block(row), items.kv_block[:listed])
     is_causal = not (spans.kv_first > spans.q_last).any()
     per_head = lengths.reshape(grid.batch, grid.heads, -1).sum(axis=(0, 2), dtype=np.int64)
     plane = _causal_blocks(grid) if is_causal else grid.q_blocks * grid.kv_blocks
@@ -83,7 +82,7 @@ def collect(items: Items, grid: BlockGrid) -> LayoutStats:
 
 
 def _causal_blocks(grid: BlockGrid) -> int:
-    """Blocks of one plane that hold a pair with kv position <= q position."""
+    """Return the number of blocks of a plane with a pair kv position <= q position."""
     q_block = np.arange(grid.q_blocks, dtype=np.int64)
     last = np.minimum((q_block + 1) * grid.block_q, grid.q_tokens) - 1
     return int(np.minimum(last // grid.block_kv + 1, grid.kv_blocks).sum())

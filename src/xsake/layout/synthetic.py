@@ -1,4 +1,4 @@
-"""Synthetic block grids: causal, and heads of different budgets drawn at random."""
+"""Synthetic block grids: causal, and random grids with per-head budgets."""
 
 import numpy as np
 from jaxtyping import Bool, Float
@@ -7,28 +7,28 @@ from xsake.errors import ArgumentError
 
 
 def causal_grid(heads: int, blocks: int) -> Bool[np.ndarray, "Hq Nq Nk"]:
-    """Every block at or below the diagonal, for each head."""
+    """Return the blocks on or below the diagonal for each head."""
     return np.broadcast_to(np.tri(blocks, dtype=bool), (heads, blocks, blocks))
 
 
 def head_budgets(
     heads: int, mean: float, *, low: float = 0.1, high: float = 0.9
 ) -> Float[np.ndarray, " Hq"]:
-    """Budgets from `low` to `high` over the heads whose mean is `mean`.
+    """Return head budgets from `low` to `high` with mean `mean`.
 
-    `budget[h] = low + (high - low) * t**p` with `t` from 0 to 1 and `p` solved for the mean; `p`
-    is 1 (a straight line) when `mean` is half way.
+    `budget[h] = low + (high - low) * t**p` with `t` from 0 to 1 and `p` solved for the mean;
+    `p` is 1 if `mean` is the midpoint.
 
     Example:
         >>> budgets = head_budgets(12, 0.43)
         >>> round(float(budgets.mean()), 6), float(budgets[0]), float(budgets[-1])
         (0.43, 0.1, 0.9)
     """
-    # One head sits at each end whatever the power, which bounds the mean.
+    # One head has budget `low` and one `high` for any power, which bounds the mean.
     share = (high - low) / max(heads, 1)
     if not 0 < low < high <= 1 or not low + share < mean < high - share:
         raise ArgumentError(
-            "No such budgets.",
+            "no budgets with this mean exist",
             got=f"{heads=} {low=} {mean=} {high=}",
             expected=f"0 < low < high <= 1, mean between {low + share:.3f} and {high - share:.3f}",
         )
@@ -46,18 +46,17 @@ def head_budgets(
 def ragged_grid(
     heads: int, blocks: int, mean: float, *, seed: int, low: float = 0.1, high: float = 0.9
 ) -> Bool[np.ndarray, "Hq Nq Nk"]:
-    """Random block grids of heads with very different budgets, as calibrated models have them.
+    """Return random block grids of heads with different budgets.
 
     A head gets its budget's share of the causally visible blocks, rounded: the diagonal first, then
-    the first column and the block before the diagonal (drawn at random if the budget cannot hold
-    them all, as for 10% of 32 x 32 blocks), then any others at random. Budgets are shuffled over
-    the heads, so that neighbours differ.
+    the first column and the block before the diagonal (at random if the budget does not cover
+    them, as for 10% of 32 x 32 blocks), then others at random. Budgets are shuffled over heads.
 
     Args:
         heads: number of heads.
         blocks: query and key blocks.
-        mean: mean budget over the heads, a share of the causally visible blocks.
-        seed: of the draw.
+        mean: mean budget over the heads, a fraction of the causally visible blocks.
+        seed: random seed.
         low: smallest head budget.
         high: largest head budget.
 

@@ -1,4 +1,4 @@
-"""The kv-major view of a layout: for each kv block the query blocks that visit it."""
+"""Transposed (kv-major) layout: the query blocks of each kv block."""
 
 import dataclasses
 from typing import NamedTuple
@@ -8,9 +8,9 @@ from jax import Array
 from jaxtyping import Bool, Int32
 
 from xsake.errors import LayoutError
+from xsake.layout.csr import Items, freeze, is_concrete, namespace, row_of_item
 from xsake.layout.grid import BlockCounts, BlockGrid
 from xsake.layout.pytree import register_layout
-from xsake.layout.ragged import Items, freeze, is_concrete, namespace, row_of_item
 from xsake.masks import AbstractMask
 
 
@@ -20,13 +20,12 @@ from xsake.masks import AbstractMask
 )
 @dataclasses.dataclass(frozen=True, eq=False)
 class TransposedLayout(BlockCounts):
-    """Ragged rows of query blocks; row = (b * heads + y) * kv_blocks + j for kv block j of head y.
+    """CSR lists of query blocks; row = (b * heads + y) * kv_blocks + j for kv block j of head y.
 
-    Inside a row the items ascend by (`q_head`, `q_block`). `heads` is 1 (one list for every kv
-    head) or the number of kv heads. `group` is how many query heads a row has gathered: 1 when one
-    list serves all query heads of a kv head (then `q_head` is 0), else the query heads per kv head,
-    and `q_head` counts from 0 inside the group. Entries at and after `row_starts[-1]` are unused
-    capacity, filled with zeros.
+    Items of a row ascend by (`q_head`, `q_block`). `heads` is 1 (shared) or the number of kv heads.
+    `group` is the number of query heads gathered in a row: 1 if the query heads of a kv head share
+    a list (then `q_head` is 0), else the query heads per kv head, and `q_head` is the index inside
+    the group. Entries from `row_starts[-1]` on are unused and zero.
     """
 
     row_starts: Int32[Array | np.ndarray, " R1"]
@@ -60,20 +59,20 @@ class TransposedLayout(BlockCounts):
 
     @property
     def items(self) -> int:
-        """Listed blocks; needs values, so not inside `jit` unless the layout is static."""
+        """Number of listed blocks; raises while the layout is traced."""
         if not is_concrete(self.row_starts):
             raise LayoutError(
-                "the number of items is not known while tracing",
-                fix="use capacity, the upper limit, or a static layout",
+                "the number of items is not available inside jit",
+                fix="use capacity, the upper bound, or a static layout",
             )
         return int(self.row_starts[-1])
 
 
-def heads_of_transpose(heads: int, kv_heads: int, q_heads: int) -> tuple[int, int]:
-    """`(heads, group)` of the transpose of a layout with `heads` heads."""
+def transposed_heads(heads: int, kv_heads: int, q_heads: int) -> tuple[int, int]:
+    """Return `(heads, group)` of the transpose of a layout with `heads` heads."""
     if kv_heads < 1 or q_heads % kv_heads:
         raise LayoutError(
-            "query heads do not divide evenly over kv heads",
+            "query heads are not a multiple of kv heads",
             got=f"{q_heads=}, {kv_heads=}",
             expected="q_heads a multiple of kv_heads",
         )
@@ -82,10 +81,10 @@ def heads_of_transpose(heads: int, kv_heads: int, q_heads: int) -> tuple[int, in
     if heads == q_heads:
         return kv_heads, q_heads // kv_heads
     raise LayoutError(
-        "the layout's heads fit neither the query heads nor the kv heads",
+        "the layout's heads match neither the query heads nor the kv heads",
         got=f"layout heads {heads}, {q_heads=}, {kv_heads=}",
         expected=f"1, {kv_heads} or {q_heads}",
-        fix="build the layout with one rule, one per kv head or one per query head",
+        fix="build the layout with shared lists, one per kv head or one per query head",
     )
 
 
@@ -99,9 +98,9 @@ class TransposedItems(NamedTuple):
 
 
 def transpose_items(items: Items, grid: BlockGrid, heads: int, group: int) -> TransposedItems:
-    """The kv-major list.
+    """Return the kv-major lists.
 
-    NumPy goes kv head by kv head: less memory at once, and keys of 16 bits, which sort fastest.
+    NumPy loops over kv heads: less memory, and 16-bit sort keys are fastest.
     """
     planes = grid.batch * heads
     if namespace(*items) is not np or planes == 1:
@@ -114,9 +113,9 @@ def transpose_items(items: Items, grid: BlockGrid, heads: int, group: int) -> Tr
         bounds = items.row_starts[first : first + rows + 1]
         part = slice(bounds[0], bounds[-1])
         plane = Items(bounds - bounds[0], items.kv_block[part], items.is_partial[part])
-        plane_starts, *found = _transpose(np, plane, plane_grid, 1, group)
+        plane_starts, *plane_arrays = _transpose(np, plane, plane_grid, 1, group)
         starts.append(plane_starts[1:] + bounds[0])
-        for parts, array in zip(arrays, found, strict=True):
+        for parts, array in zip(arrays, plane_arrays, strict=True):
             parts.append(array)
     unused = items.kv_block.size - items.row_starts[-1]
     for parts in arrays:
@@ -125,19 +124,19 @@ def transpose_items(items: Items, grid: BlockGrid, heads: int, group: int) -> Tr
 
 
 def _transpose(xp, items: Items, grid: BlockGrid, heads: int, group: int) -> TransposedItems:
-    """Items come sorted by (batch, head, query block): a stable sort by target row is enough."""
+    """Transpose by a stable sort by target row; items are sorted by (batch, head, query block)."""
     capacity = items.kv_block.shape[0]
     rows = grid.batch * heads * grid.kv_blocks
     row = row_of_item(xp, items.row_starts, capacity)
     owned = row < grid.rows
-    head = grid.head_of(row)
-    target = (grid.batch_of(row) * heads + head // group) * grid.kv_blocks + items.kv_block
+    head = grid.row_to_head(row)
+    target = (grid.row_to_batch(row) * heads + head // group) * grid.kv_blocks + items.kv_block
     target = xp.where(owned, target, rows)
     if xp is np:
         target = target.astype(np.min_scalar_type(rows))
     order = xp.argsort(target, stable=True)
     edges = xp.arange(rows + 1, dtype=target.dtype)
     row_starts = xp.searchsorted(target[order], edges).astype(xp.int32)
-    q_block = xp.where(owned, grid.q_block_of(row), 0)[order]
+    q_block = xp.where(owned, grid.row_to_q_block(row), 0)[order]
     q_head = xp.where(owned, head % group, 0)[order]
     return TransposedItems(row_starts, q_block, q_head, (items.is_partial & owned)[order])

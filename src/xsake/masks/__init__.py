@@ -1,16 +1,16 @@
-"""Token-level rules on who may attend to whom; they know no blocks and no backend."""
+"""Token-level attention masks, independent of blocks and backends."""
 
 from xsake.masks.algebra import And, Not, Or
-from xsake.masks.bands import Causal, Full, Window
+from xsake.masks.array_masks import Explicit, Segments
 from xsake.masks.base import AbstractMask
 from xsake.masks.coverage import Coverage
-from xsake.masks.description import from_dict, to_dict
-from xsake.masks.expression import parse
 from xsake.masks.from_function import FromFunction
+from xsake.masks.local import Causal, Full, Window
+from xsake.masks.parser import parse
 from xsake.masks.patterns import Chunked, Longformer, Sinks, Strided
 from xsake.masks.per_head import PerHead
-from xsake.masks.random_cells import BigBird, Random
-from xsake.masks.tables import Explicit, Segments
+from xsake.masks.random_blocks import BigBird, Random
+from xsake.masks.serialization import from_dict, to_dict
 
 __all__ = [
     "AbstractMask",

@@ -1,4 +1,4 @@
-"""Owns how masks combine: And, Or, Not, and which combinations fold into simpler ones."""
+"""Mask algebra: And, Or, Not, and their simplification."""
 
 import abc
 import dataclasses
@@ -9,17 +9,17 @@ from typing import Any, ClassVar
 
 from xsake.errors import MaskError
 from xsake.masks.arrays import UNBOUNDED, Answer, Codes
-from xsake.masks.bands import AbstractBand, Window
 from xsake.masks.base import AbstractMask
-from xsake.masks.coverage import Rectangles, both, either, opposite
+from xsake.masks.coverage import Rectangles, complement, intersect, unite
+from xsake.masks.local import AbstractBand, Window
 
 
 def common_heads(masks: tuple[AbstractMask, ...]) -> int | None:
-    """The head count shared by all masks that have one; None if none has."""
+    """Return the head count of all per-head masks; None if there are none."""
     counts = {mask.heads for mask in masks} - {None}
     if len(counts) > 1:
         raise MaskError(
-            "masks with different numbers of heads cannot be combined",
+            "cannot combine masks with different numbers of heads",
             got=" and ".join(f"{mask.heads} heads" for mask in masks if mask.heads is not None),
             expected="equal head counts, or masks without heads",
         )
@@ -28,18 +28,18 @@ def common_heads(masks: tuple[AbstractMask, ...]) -> int | None:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class AbstractHeadList(AbstractMask):
-    """A mask that is one mask per head, so operations on it move inside, to each head."""
+    """List of one mask per head; operators apply to each member."""
 
     members: Sequence[AbstractMask]
 
     @abc.abstractmethod
     def _with_members(self, members: Sequence[AbstractMask]) -> "AbstractHeadList":
-        """The same kind of list with other members."""
+        """Return a list of the same type with other members."""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class AbstractCombination(AbstractMask):
-    """Two or more masks under one associative operation; nested ones are flattened by `join`."""
+    """Two or more masks under one associative operator; `join` flattens nested ones."""
 
     parts: tuple[AbstractMask, ...]
 
@@ -61,14 +61,14 @@ class AbstractCombination(AbstractMask):
         )
 
     @functools.cached_property
-    def _folded(self) -> tuple[AbstractMask, ...]:
-        """The parts with all bands folded into one: fewer operations and exact coverage."""
+    def _fused(self) -> tuple[AbstractMask, ...]:
+        """Parts with all bands fused into one: fewer operations and exact coverage."""
         bands = [part for part in self.parts if isinstance(part, AbstractBand)]
         if len(bands) < 2:
             return self.parts
-        # Every band holds the diagonal, so unions as well as intersections of bands are bands.
+        # Every band contains the diagonal, so unions and intersections of bands are bands.
         tightest = min if isinstance(self, And) else max
-        left, right = map(tightest, *(band._numbers() for band in bands))
+        left, right = map(tightest, *(band._params() for band in bands))
         band = Window(*(None if limit == UNBOUNDED else limit for limit in (left, right)))
         return (band, *(part for part in self.parts if not isinstance(part, AbstractBand)))
 
@@ -76,11 +76,11 @@ class AbstractCombination(AbstractMask):
         return max(part._extent() for part in self.parts)
 
     def __repr__(self) -> str:
-        return f" {self.symbol} ".join(_in_parentheses(part) for part in self.parts)
+        return f" {self.symbol} ".join(_parenthesize(part) for part in self.parts)
 
 
 class And(AbstractCombination):
-    """Pairs that every part allows; written `a & b`.
+    """Intersection: pairs allowed by every part; written `a & b`.
 
     Example:
         >>> from xsake.masks import Causal, Window
@@ -91,22 +91,22 @@ class And(AbstractCombination):
     symbol = "&"
 
     def _allows(self, xp: ModuleType, q: Any, kv: Any, head: Any) -> Answer:
-        first, *others = self._folded
+        first, *others = self._fused
         allowed = first._allows(xp, q, kv, head)
         for part in others:
             allowed = allowed & part._allows(xp, q, kv, head)
         return allowed
 
     def _coverage(self, xp: ModuleType, area: Rectangles, head: Any) -> Codes:
-        first, *others = self._folded
+        first, *others = self._fused
         code = first._coverage(xp, area, head)
         for part in others:
-            code = both(xp, code, part._coverage(xp, area, head))
+            code = intersect(xp, code, part._coverage(xp, area, head))
         return code
 
 
 class Or(AbstractCombination):
-    """Pairs that at least one part allows; written `a | b`.
+    """Union: pairs allowed by at least one part; written `a | b`.
 
     Example:
         >>> from xsake.masks import Sinks, Window
@@ -117,23 +117,23 @@ class Or(AbstractCombination):
     symbol = "|"
 
     def _allows(self, xp: ModuleType, q: Any, kv: Any, head: Any) -> Answer:
-        first, *others = self._folded
+        first, *others = self._fused
         allowed = first._allows(xp, q, kv, head)
         for part in others:
             allowed = allowed | part._allows(xp, q, kv, head)
         return allowed
 
     def _coverage(self, xp: ModuleType, area: Rectangles, head: Any) -> Codes:
-        first, *others = self._folded
+        first, *others = self._fused
         code = first._coverage(xp, area, head)
         for part in others:
-            code = either(xp, code, part._coverage(xp, area, head))
+            code = unite(xp, code, part._coverage(xp, area, head))
         return code
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Not(AbstractMask):
-    """Pairs that the part does not allow; written `~a`.
+    """Complement: pairs that `part` does not allow; written `~a`.
 
     Example:
         >>> from xsake.masks import Causal
@@ -154,37 +154,39 @@ class Not(AbstractMask):
         return ~self.part._allows(xp, q, kv, head)
 
     def _coverage(self, xp: ModuleType, area: Rectangles, head: Any) -> Codes:
-        return opposite(xp, self.part._coverage(xp, area, head))
+        return complement(xp, self.part._coverage(xp, area, head))
 
     def _extent(self) -> int:
         return self.part._extent()
 
     def __repr__(self) -> str:
-        return f"~{_in_parentheses(self.part)}"
+        return f"~{_parenthesize(self.part)}"
 
 
-def _in_parentheses(mask: AbstractMask) -> str:
+def _parenthesize(mask: AbstractMask) -> str:
     return f"({mask!r})" if isinstance(mask, AbstractCombination) else repr(mask)
 
 
-def join(kind: type[AbstractCombination], left: AbstractMask, right: AbstractMask) -> AbstractMask:
-    """`left` and `right` under And or Or, flat and without repeats.
+def join(
+    operator: type[AbstractCombination], left: AbstractMask, right: AbstractMask
+) -> AbstractMask:
+    """Combine two masks under And or Or, flattened and without duplicates.
 
-    Lists of per-head masks stay lists: the operation moves inside, to each head.
+    The operator is applied to each member of per-head lists.
     """
     heads = common_heads((left, right))
     lists = [mask for mask in (left, right) if isinstance(mask, AbstractHeadList)]
     if lists and all(mask in lists or mask.heads is None for mask in (left, right)):
         pairs = [(left.for_head(head), right.for_head(head)) for head in range(heads or 0)]
-        return lists[0]._with_members(tuple(join(kind, *pair) for pair in pairs))
+        return lists[0]._with_members(tuple(join(operator, *pair) for pair in pairs))
     parts: dict[AbstractMask, None] = {}
     for mask in (left, right):
-        parts.update(dict.fromkeys(mask.parts if isinstance(mask, kind) else (mask,)))
-    return kind(tuple(parts)) if len(parts) > 1 else left
+        parts.update(dict.fromkeys(mask.parts if isinstance(mask, operator) else (mask,)))
+    return operator(tuple(parts)) if len(parts) > 1 else left
 
 
 def negate(mask: AbstractMask) -> AbstractMask:
-    """`~mask`; a double negation is the mask itself, a per-head list is negated head by head."""
+    """Return `~mask`; double negation cancels, per-head lists are negated member by member."""
     if isinstance(mask, Not):
         return mask.part
     if isinstance(mask, AbstractHeadList):

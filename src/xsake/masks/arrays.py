@@ -1,4 +1,4 @@
-"""Owns the choice between NumPy and JAX, and the checks on position arrays; knows no mask."""
+"""Array helpers of masks: NumPy or JAX namespace, position checks, integer division."""
 
 from types import ModuleType
 from typing import Any
@@ -12,56 +12,56 @@ from xsake.errors import ShapeError
 
 # Positions may be plain ints, NumPy arrays or scalars, or JAX arrays, tracers included.
 Positions = Integer[Array | np.ndarray | np.generic, "..."] | int
-# What formulas pass to each other: booleans, and `Coverage` codes as int8. Each is an array of
-# the namespace in use, or a NumPy scalar where the value is the same everywhere.
+# Booleans and int8 `Coverage` codes: arrays of the namespace in use, or a NumPy scalar for a
+# constant.
 Answer = Any
 Codes = Any
 
-# Stands for "no limit" where a limit must be an int32. Positions never exceed it, so
-# `position - UNBOUNDED` is at most zero and never overflows.
+# "No limit" as an int32. Positions never exceed it, so `position - UNBOUNDED` is at most zero and
+# never overflows.
 UNBOUNDED = 2**31 - 1
 
 
 def namespace(*arrays: object) -> ModuleType:
-    """`jax.numpy` if any of the arrays is a JAX array or tracer, else `numpy`."""
+    """Return `jax.numpy` if any array is a JAX array or tracer, else `numpy`."""
     return jnp if any(isinstance(array, jax.Array) for array in arrays) else np
 
 
 def as_positions(xp: ModuleType, values: Positions, name: str):
-    """`values` as a signed integer array of `xp`, at least 32 bits wide."""
+    """Convert `values` to a signed integer array of `xp`, at least 32 bits wide."""
     array = xp.asarray(values)
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise ShapeError(
             f"`{name}` must hold integers", got=f"dtype {array.dtype}", expected="an integer dtype"
         )
     if jnp.issubdtype(array.dtype, jnp.unsignedinteger):
-        # NumPy can widen; JAX without 64 bits cannot, and positions fit int32 by contract.
+        # JAX without x64 cannot widen; positions fit int32 by contract.
         return array.astype(np.int64 if xp is np else np.int32)
     return array if array.dtype.itemsize >= 4 else array.astype(np.int32)
 
 
 def with_rank(array: Any, rank: int) -> Any:
-    """`array` with leading axes of size 1 up to `rank` axes."""
+    """Prepend axes of size 1 up to `rank` axes."""
     return array if array.ndim == rank else array.reshape((1,) * (rank - array.ndim) + array.shape)
 
 
-def reduced(values, amount):
-    """`values - amount`, sparing the subtraction when `amount` is the plain int 0."""
+def subtract(values, amount):
+    """Return `values - amount`; a no-op if `amount` is the Python int 0."""
     return values if isinstance(amount, int) and amount == 0 else values - amount
 
 
 def quotient(xp: ModuleType, values, size):
-    """`values // size` for values >= 0: a shift for plain powers of two."""
+    """Return `values // size` for values >= 0; a shift for Python powers of two."""
     if isinstance(size, int) and size & (size - 1) == 0:
         return values >> (size.bit_length() - 1)
     if xp is np:
         return values // size
-    # `//` of jax.numpy also handles negative numbers, which costs several operations more.
+    # jax.numpy's `//` also handles negative numbers, which costs several more operations.
     return jax.lax.div(*jnp.broadcast_arrays(values, jnp.asarray(size, values.dtype)))
 
 
 def remainder(xp: ModuleType, values, size):
-    """`values % size` for values >= 0: a bit mask for plain powers of two."""
+    """Return `values % size` for values >= 0; a bit mask for Python powers of two."""
     if isinstance(size, int) and size & (size - 1) == 0:
         return values & (size - 1)
     if xp is np:
@@ -70,7 +70,7 @@ def remainder(xp: ModuleType, values, size):
 
 
 def look_up(xp: ModuleType, table: np.ndarray, *indices):
-    """`table[indices]` for indices known to be in range, without JAX's bounds handling."""
+    """Return `table[indices]` for in-range indices, without JAX's bounds handling."""
     if xp is np:
         return table[indices]
     return jnp.asarray(table).at[indices].get(mode="promise_in_bounds")

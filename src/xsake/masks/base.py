@@ -1,4 +1,4 @@
-"""Owns what every mask can do: answer for pairs, answer for rectangles, combine, show itself."""
+"""Base class of masks: evaluation on pairs and rectangles, operators, drawing."""
 
 import abc
 import os
@@ -14,12 +14,11 @@ from xsake.masks.coverage import Rectangles
 
 
 class AbstractMask(abc.ABC):
-    """A rule on positions: may the query at `q_pos` see the key at `kv_pos`?
+    """Predicate on positions: may the query at `q_pos` attend to the key at `kv_pos`?
 
     Masks are immutable, hashable and comparable, so `jit` takes them as static arguments and
-    layouts are cached by them. They combine with `&`, `|` and `~`. A new kind of mask defines
-    `_allows` and, if it can answer for rectangles, `_coverage`; masks whose rule depends on the
-    head also define `heads` and `for_head`.
+    layouts are cached by them. They combine with `&`, `|` and `~`. A subclass defines `_allows`
+    and `_coverage`; masks that depend on the head also define `heads` and `for_head`.
 
     Example:
         >>> from xsake.masks import Causal, Sinks, Window
@@ -36,21 +35,21 @@ class AbstractMask(abc.ABC):
 
     @property
     def heads(self) -> int | None:
-        """Number of heads the rule tells apart; None if it is the same for every head."""
+        """Number of heads with separate rules; None if all heads share one rule."""
         return None
 
     @abc.abstractmethod
     def _allows(self, xp: ModuleType, q: Any, kv: Any, head: Any) -> Answer:
-        """The rule, on checked arrays of `xp`; the answer may be any shape that broadcasts."""
+        """Evaluate the mask on validated arrays of `xp`; any broadcastable result shape."""
 
     @abc.abstractmethod
     def _coverage(self, xp: ModuleType, area: Rectangles, head: Any) -> Codes:
-        """`Coverage` codes on checked arrays of `xp`, any shape that broadcasts."""
+        """Return `Coverage` codes for validated arrays of `xp`, in any broadcastable shape."""
 
     def allows(
         self, q_pos: Positions, kv_pos: Positions, head: Positions | None = None
     ) -> Bool[Array | np.ndarray, "..."]:
-        """Whether each query position may see each key position.
+        """Return whether each query position may attend to each key position.
 
         Args:
             q_pos: query positions, integers >= 0; NumPy, or JAX under any transformation.
@@ -58,7 +57,7 @@ class AbstractMask(abc.ABC):
             head: head indices, broadcast likewise; needed when `heads` is not None.
 
         Returns:
-            Booleans of the shape the arguments broadcast to; do not write into them.
+            Read-only booleans of the broadcast shape of the arguments.
 
         Example:
             >>> import numpy as np
@@ -66,7 +65,7 @@ class AbstractMask(abc.ABC):
             >>> Causal().allows(np.array([[0], [1]]), np.array([0, 1])).tolist()
             [[True, False], [True, True]]
         """
-        xp, (q, kv), head, shape = self._checked({"q_pos": q_pos, "kv_pos": kv_pos}, head)
+        xp, (q, kv), head, shape = self._canonicalize_args({"q_pos": q_pos, "kv_pos": kv_pos}, head)
         return xp.broadcast_to(self._allows(xp, q, kv, head), shape)
 
     def coverage(
@@ -77,17 +76,17 @@ class AbstractMask(abc.ABC):
         kv_last: Positions,
         head: Positions | None = None,
     ) -> Int8[Array | np.ndarray, "..."]:
-        """How much of each rectangle is allowed, without looking at its tokens.
+        """Return how much of each rectangle is allowed, without evaluating its tokens.
 
         Args:
             q_first: first query position of each rectangle.
-            q_last: last query position, included; not before `q_first`.
+            q_last: last query position (inclusive), at least `q_first`.
             kv_first: first key position.
-            kv_last: last key position, included; not before `kv_first`.
+            kv_last: last key position (inclusive), at least `kv_first`.
             head: head indices; needed when `heads` is not None.
 
         Returns:
-            `Coverage` codes. NONE, SOME and ALL are exact; UNKNOWN: evaluate the tokens.
+            `Coverage` codes. NONE, SOME and ALL are exact; UNKNOWN requires token evaluation.
 
         Example:
             >>> import numpy as np
@@ -97,21 +96,21 @@ class AbstractMask(abc.ABC):
             ['ALL', 'SOME', 'NONE']
         """
         ends = {"q_first": q_first, "q_last": q_last, "kv_first": kv_first, "kv_last": kv_last}
-        xp, area, head, shape = self._checked(ends, head)
+        xp, area, head, shape = self._canonicalize_args(ends, head)
         return xp.broadcast_to(self._coverage(xp, Rectangles(*area), head), shape)
 
-    def _checked(self, named: dict[str, Positions], head: Positions | None):
-        """Array namespace, checked positions, checked head and the common shape."""
+    def _canonicalize_args(self, named: dict[str, Positions], head: Positions | None):
+        """Return array namespace, validated positions, validated head and the broadcast shape."""
         xp = namespace(*named.values(), head)
         arrays = [as_positions(xp, values, name) for name, values in named.items()]
         shapes = [array.shape for array in arrays]
         if head is None:
             if self.heads is not None:
                 raise MaskError(
-                    "this mask differs between heads, so it needs `head`",
+                    "a mask with per-head rules needs `head`",
                     got=repr(self),
                     expected=f"head indices in 0..{self.heads - 1}",
-                    fix="pass head=..., or take the mask of one head with mask.for_head(h)",
+                    fix="pass head=..., or select one head with mask.for_head(h)",
                 )
         else:
             head = as_positions(xp, head, "head")
@@ -120,19 +119,19 @@ class AbstractMask(abc.ABC):
                 self._check_head(int(head.min()))
                 self._check_head(int(head.max()))
         shape = np.broadcast_shapes(*shapes)
-        # Equal ranks, so that formulas also work where JAX forbids implicit rank promotion.
+        # Equal ranks, because JAX may forbid implicit rank promotion.
         arrays = [with_rank(array, len(shape)) for array in arrays]
         return xp, arrays, None if head is None else with_rank(head, len(shape)), shape
 
     def _check_head(self, head: int) -> None:
         if self.heads is not None and not 0 <= head < self.heads:
-            raise MaskError("no such head in this mask", got=head, expected=f"0..{self.heads - 1}")
+            raise MaskError("head index out of range", got=head, expected=f"0..{self.heads - 1}")
 
     def for_head(self, head: int) -> "AbstractMask":
-        """The mask of one head, itself without heads.
+        """Return the mask of one head, which has no head axis.
 
         Args:
-            head: head index in 0..heads-1; a mask without heads returns itself for any head.
+            head: head index in 0..heads-1; a mask without heads returns itself.
 
         Example:
             >>> from xsake.masks import Causal, Full, PerHead
@@ -142,7 +141,7 @@ class AbstractMask(abc.ABC):
         return self
 
     def __and__(self, other: "AbstractMask") -> "AbstractMask":
-        from xsake.masks.algebra import And, join  # the algebra is made of masks
+        from xsake.masks.algebra import And, join  # circular import
 
         return join(And, self, other) if isinstance(other, AbstractMask) else NotImplemented
 
@@ -164,11 +163,11 @@ class AbstractMask(abc.ABC):
         )
 
     def _extent(self) -> int:
-        """How many tokens a picture needs to show what is typical of this mask."""
+        """Number of tokens to draw so that the pattern is visible."""
         return 16
 
     def __str__(self) -> str:
-        from xsake.masks.draw import summary  # drawing looks at masks, not the other way round
+        from xsake.masks.draw import summary  # circular import
 
         return summary(self)
 
@@ -180,15 +179,15 @@ class AbstractMask(abc.ABC):
         width: int = 64,
         head: int | None = None,
     ) -> str:
-        """A picture of the mask in characters: `#` all, `+` some, `.` none of a cell is allowed.
+        """Draw the mask in characters: `#` all, `+` some, `.` none of a cell is allowed.
 
-        Queries run down, keys run across. A picture wider than `width` merges tokens into cells.
+        Rows are queries, columns are keys. Tokens are merged into cells to fit `width`.
 
         Args:
             q_tokens: number of queries shown.
             kv_tokens: number of keys shown; `q_tokens` if None.
-            width: most characters per line; lines are at most half as many, so squares look square.
-            head: which head to show; None shows all of them, one after the other.
+            width: maximum characters per line; there are at most `width // 2` lines.
+            head: head to draw; None draws all heads in sequence.
 
         Returns:
             The lines, joined by newlines.
@@ -218,7 +217,7 @@ class AbstractMask(abc.ABC):
             path: file to write.
             q_tokens: number of queries shown.
             kv_tokens: number of keys shown; `q_tokens` if None.
-            head: which head to show; None draws all of them in a grid.
+            head: head to draw; None draws all heads in a grid.
 
         Example:
             >>> from xsake.masks import Causal
@@ -230,15 +229,15 @@ class AbstractMask(abc.ABC):
 
 
 def require_mask(mask: Any) -> None:
-    """Refuse masks that are not of `xsake.masks`; None passes."""
+    """Raise MaskError unless `mask` is None or a mask of `xsake.masks`."""
     if mask is None or isinstance(mask, AbstractMask):
         return
     shape = getattr(mask, "shape", None)
-    kind = type(mask).__name__ if shape is None else f"{mask.dtype} array {tuple(shape)}"
+    received = type(mask).__name__ if shape is None else f"{mask.dtype} array {tuple(shape)}"
     raise MaskError(
-        "`mask` must be a rule on positions",
-        got=kind if shape is not None else f"{kind} {mask!r}"[:80],
+        "`mask` has an unsupported type",
+        got=received if shape is not None else f"{received} {mask!r}"[:80],
         expected="a mask of xsake.masks, such as Causal(), or None",
         fix="wrap booleans [Tq, Tk] or [H, Tq, Tk] in xsake.masks.Explicit(numpy_array); "
-        "padding belongs in q_segment_ids",
+        "use q_segment_ids for padding",
     )

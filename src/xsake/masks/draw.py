@@ -1,4 +1,4 @@
-"""Owns how masks look: characters for terminals, PNG for papers; changes nothing."""
+"""Mask drawing: ASCII for terminals, PNG by matplotlib."""
 
 import math
 import os
@@ -10,15 +10,14 @@ from jaxtyping import Int8
 
 from xsake.errors import ArgumentError, MissingExtraError
 from xsake.masks.base import AbstractMask
-from xsake.masks.coverage import UNKNOWN
-from xsake.masks.coverage import codes as codes_of
+from xsake.masks.coverage import UNKNOWN, to_codes
 
 SYMBOLS = np.array([".", "+", "#"])  # indexed by Coverage code
 PAPER, INK, TEXT = "#eceae4", "#1f4e79", "#333333"
-PAIRS_AT_ONCE = 2**20
+MAX_CHUNK_PAIRS = 2**20
 PNG_CELLS = 512
-GRID_TOKENS = 40  # up to here single tokens are big enough to be separated by lines
-MOST_PANELS = 64
+GRID_TOKENS = 40  # grid lines are drawn up to this number of tokens
+MAX_PANELS = 64
 
 
 def ascii_picture(
@@ -30,20 +29,20 @@ def ascii_picture(
     head: int | None = None,
 ) -> str:
     """See `AbstractMask.to_ascii`."""
-    kv_tokens = _checked_sizes(q_tokens, kv_tokens)
+    kv_tokens = _check_sizes(q_tokens, kv_tokens)
     if width < 2:
         raise ArgumentError("`width` is too small for a picture", got=width, expected=">= 2")
     panels = _panels(mask, head)
     pictures = []
     for name, panel in panels:
-        cells = covered_cells(panel, q_tokens, kv_tokens, rows=max(1, width // 2), columns=width)
+        cells = coverage_cells(panel, q_tokens, kv_tokens, rows=max(1, width // 2), columns=width)
         lines = ["".join(SYMBOLS[row]) for row in cells]
         pictures.append("\n".join([name, *lines] if len(panels) > 1 else lines))
     return "\n".join(pictures)
 
 
 def summary(mask: AbstractMask) -> str:
-    """What `print(mask)` shows: the repr and a small picture at a telling scale."""
+    """Return the text of `print(mask)`: the repr and a small picture."""
     tokens = mask._extent()
     head = None if mask.heads is None else 0
     picture = ascii_picture(mask, tokens, width=32, head=head)
@@ -52,55 +51,55 @@ def summary(mask: AbstractMask) -> str:
     return f"{mask!r}\n{picture}\n{note}; # all, + some, . none"
 
 
-def covered_cells(
+def coverage_cells(
     mask: AbstractMask, q_tokens: int, kv_tokens: int, *, rows: int, columns: int
 ) -> Int8[np.ndarray, "rows columns"]:
-    """`Coverage` codes, none UNKNOWN, of a grid of at most `rows` x `columns` equal cells."""
+    """Return exact `Coverage` codes of a grid of at most `rows` x `columns` equal cells."""
     q_first, q_last = _cells(q_tokens, rows)
     kv_first, kv_last = _cells(kv_tokens, columns)
     codes = np.array(mask.coverage(q_first[:, None], q_last[:, None], kv_first, kv_last))
     for i in np.flatnonzero((codes == UNKNOWN).any(axis=1)):
         columns_left = np.flatnonzero(codes[i] == UNKNOWN)
         ends = kv_first[columns_left], kv_last[columns_left]
-        codes[i, columns_left] = _looked_at(mask, (q_first[i], q_last[i]), ends)
+        codes[i, columns_left] = _evaluate_cells(mask, (q_first[i], q_last[i]), ends)
     return codes
 
 
-def _looked_at(
+def _evaluate_cells(
     mask: AbstractMask, q_ends: tuple[Any, Any], kv_ends: tuple[np.ndarray, np.ndarray]
 ) -> Int8[np.ndarray, " cells"]:
-    """Exact codes of the cells of one row, by evaluating their tokens a few rows at a time."""
+    """Return exact codes of one row of cells by evaluating tokens in chunks of query rows."""
     kv = np.concatenate([np.arange(first, last + 1) for first, last in zip(*kv_ends, strict=True)])
     starts = np.cumsum(kv_ends[1] - kv_ends[0] + 1) - (kv_ends[1] - kv_ends[0] + 1)
-    step = max(1, PAIRS_AT_ONCE // kv.size)
-    none = np.ones(starts.size, bool)
-    every = np.ones(starts.size, bool)
+    step = max(1, MAX_CHUNK_PAIRS // kv.size)
+    empty = np.ones(starts.size, bool)
+    full = np.ones(starts.size, bool)
     for start in range(q_ends[0], q_ends[1] + 1, step):
         q = np.arange(start, min(start + step, q_ends[1] + 1))
         allowed = mask.allows(q[:, None], kv)
-        none &= ~np.logical_or.reduceat(allowed.any(axis=0), starts)
-        every &= np.logical_and.reduceat(allowed.all(axis=0), starts)
-    return codes_of(none, every)
+        empty &= ~np.logical_or.reduceat(allowed.any(axis=0), starts)
+        full &= np.logical_and.reduceat(allowed.all(axis=0), starts)
+    return to_codes(empty, full)
 
 
-def _cells(tokens: int, most: int) -> tuple[np.ndarray, np.ndarray]:
-    """First and last token of each of at most `most` cells."""
-    size = math.ceil(tokens / most)
+def _cells(tokens: int, limit: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the first and last token of each of at most `limit` cells."""
+    size = math.ceil(tokens / limit)
     first = np.arange(0, tokens, size)
     return first, np.minimum(first + size, tokens) - 1
 
 
-def _checked_sizes(q_tokens: int, kv_tokens: int | None) -> int:
+def _check_sizes(q_tokens: int, kv_tokens: int | None) -> int:
     kv_tokens = q_tokens if kv_tokens is None else kv_tokens
     if min(q_tokens, kv_tokens) < 1:
         raise ArgumentError(
-            "a picture needs tokens", got=f"{q_tokens=}, {kv_tokens=}", expected=">= 1"
+            "cannot draw zero tokens", got=f"{q_tokens=}, {kv_tokens=}", expected=">= 1"
         )
     return kv_tokens
 
 
 def _panels(mask: AbstractMask, head: int | None) -> list[tuple[str, AbstractMask]]:
-    """The head masks to show, each with its caption."""
+    """Return captions and masks of the heads to draw."""
     if head is not None:
         mask._check_head(head)
         return [(f"head {head}", mask.for_head(head))]
@@ -118,7 +117,7 @@ def draw_png(
     head: int | None = None,
 ) -> None:
     """See `AbstractMask.draw`."""
-    kv_tokens = _checked_sizes(q_tokens, kv_tokens)
+    kv_tokens = _check_sizes(q_tokens, kv_tokens)
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -126,11 +125,11 @@ def draw_png(
             "drawing a PNG needs matplotlib", fix="pip install xsake[viz]"
         ) from error
     panels = _panels(mask, head)
-    if len(panels) > MOST_PANELS:
+    if len(panels) > MAX_PANELS:
         raise ArgumentError(
             "too many heads for one picture",
             got=len(panels),
-            expected=f"at most {MOST_PANELS}",
+            expected=f"at most {MAX_PANELS}",
             fix="pass head=...",
         )
     columns = math.ceil(math.sqrt(len(panels)))
@@ -153,17 +152,17 @@ def draw_png(
 
 
 def _draw_panel(axes: Any, mask: AbstractMask, tokens: tuple[int, int], *, ticks: int) -> None:
-    """One head: paper where nothing is allowed, ink where all is, half-way for mixed cells."""
+    """Draw one head; the colour interpolates from PAPER (none allowed) to INK (all allowed)."""
     from matplotlib.colors import LinearSegmentedColormap
 
     q_tokens, kv_tokens = tokens
     axes.imshow(
-        covered_cells(mask, q_tokens, kv_tokens, rows=PNG_CELLS, columns=PNG_CELLS) / 2.0,
+        coverage_cells(mask, q_tokens, kv_tokens, rows=PNG_CELLS, columns=PNG_CELLS) / 2.0,
         cmap=LinearSegmentedColormap.from_list("mask", [PAPER, INK]),
         vmin=0.0,
         vmax=1.0,
         interpolation="nearest",
-        # Positions are the centres of their cells; query 0 is at the top.
+        # Positions are cell centres; query 0 is at the top.
         extent=(-0.5, kv_tokens - 0.5, q_tokens - 0.5, -0.5),
         aspect="equal" if 0.5 <= q_tokens / kv_tokens <= 2 else "auto",
     )
@@ -180,9 +179,9 @@ def _draw_panel(axes: Any, mask: AbstractMask, tokens: tuple[int, int], *, ticks
         spine.set_visible(False)
 
 
-def _ticks(tokens: int, most: int) -> list[int]:
-    """At most `most` positions, from 0, a power of two apart: where block borders lie."""
+def _ticks(tokens: int, limit: int) -> list[int]:
+    """Return at most `limit` tick positions from 0, a power of two apart."""
     step = 1
-    while step * most < tokens:
+    while step * limit < tokens:
         step *= 2
     return list(range(0, tokens, step))

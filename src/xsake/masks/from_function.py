@@ -1,4 +1,4 @@
-"""Owns the mask that is any function of positions."""
+"""Mask defined by a function of positions."""
 
 import dataclasses
 from collections.abc import Callable
@@ -9,22 +9,22 @@ from xsake.errors import MaskError
 from xsake.masks.arrays import Answer, Codes
 from xsake.masks.base import AbstractMask
 from xsake.masks.coverage import UNKNOWN, Rectangles
-from xsake.masks.structured import store_int
+from xsake.masks.parametric import store_int
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class FromFunction(AbstractMask):
-    """Whatever a function says; layouts must then evaluate every pair, so prefer other masks.
+    """Mask defined by a user function. Layouts evaluate every pair, so prefer other masks.
 
-    Two of these are equal if they hold the very same function object, so build the mask once
-    and keep it: a new lambda per call means a new layout and a new compilation per call.
+    Equality is identity of the function object. Build the mask once and reuse it: a new lambda
+    per call causes a new layout and a new compilation per call.
 
     Args:
         function: `f(q_pos, kv_pos) -> bool array`, or `f(q_pos, kv_pos, head)` if `heads` is
-            given. It gets NumPy or JAX arrays that broadcast together, must work elementwise
-            on both, and must depend on nothing else that changes.
-        heads: number of heads the function tells apart; None if there is no difference.
-        only_head: call the function with this head; what `for_head` gives.
+            given. It receives broadcastable NumPy or JAX arrays, must be elementwise on both,
+            and must be pure.
+        heads: number of heads with separate rules; None if all heads share one rule.
+        only_head: head passed to the function; set by `for_head`.
 
     Example:
         >>> print(FromFunction(lambda q, kv: (q + kv) % 2 == 0).to_ascii(3))
@@ -43,9 +43,9 @@ class FromFunction(AbstractMask):
                 "FromFunction needs a function", got=repr(self.function), expected="a callable"
             )
         if self.heads is not None:
-            store_int(self, "heads", least=1)
+            store_int(self, "heads", min_value=1)
         if self.only_head is not None:
-            store_int(self, "only_head", least=0)
+            store_int(self, "only_head", min_value=0)
 
     def for_head(self, head: int) -> AbstractMask:
         if self.heads is None:
@@ -61,7 +61,7 @@ class FromFunction(AbstractMask):
         allowed = xp.asarray(allowed)
         if allowed.dtype != bool:
             raise MaskError(
-                "the function of a FromFunction mask must answer with booleans",
+                "the function of a FromFunction mask must return booleans",
                 got=f"dtype {allowed.dtype} from {self!r}",
                 expected="dtype bool",
             )
@@ -71,7 +71,7 @@ class FromFunction(AbstractMask):
         return UNKNOWN
 
     def _identity(self) -> tuple[int, int | None, int | None]:
-        # The mask keeps its function alive, so no other object can take over the id.
+        # The mask holds a reference to its function, so the id stays unique.
         return id(self.function), self.heads, self.only_head
 
     def __eq__(self, other: object) -> bool:

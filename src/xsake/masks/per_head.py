@@ -1,4 +1,4 @@
-"""Owns the mask that gives each head its own rule, and evaluates many heads at once."""
+"""Per-head masks, evaluated for all heads of equal structure at once."""
 
 import dataclasses
 import functools
@@ -12,21 +12,21 @@ import numpy as np
 from xsake.errors import MaskError
 from xsake.masks.algebra import AbstractCombination, AbstractHeadList, Not
 from xsake.masks.arrays import UNBOUNDED, Answer, Codes, look_up
-from xsake.masks.bands import AbstractBand, Window
 from xsake.masks.base import AbstractMask
 from xsake.masks.coverage import Rectangles
-from xsake.masks.structured import AbstractStructured
+from xsake.masks.local import AbstractBand, Window
+from xsake.masks.parametric import AbstractParametric
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class PerHead(AbstractHeadList):
     """One mask per head.
 
-    Heads whose masks differ only in numbers (`Window(127, 0)` and `Window(1023, 0)`, say, in
-    whatever combination) are evaluated together, with the numbers looked up by head.
+    Heads whose masks differ only in parameters (`Window(127, 0)` and `Window(1023, 0)`) are
+    evaluated together, with the parameters indexed by head.
 
     Args:
-        members: the mask of each head, none of them with heads of its own.
+        members: the mask of each head, without per-head rules.
 
     Example:
         >>> from xsake.masks import Causal, Window
@@ -42,7 +42,7 @@ class PerHead(AbstractHeadList):
             raise MaskError(
                 "PerHead needs one mask per head",
                 got=repr(list(members)),
-                expected="at least one mask, none of them with heads of its own",
+                expected="at least one mask, none with per-head rules",
             )
         object.__setattr__(self, "members", members)
 
@@ -59,24 +59,24 @@ class PerHead(AbstractHeadList):
 
     @functools.cached_property
     def _families(self) -> "tuple[_Family, ...]":
-        simplest = [_simplest(member) for member in self.members]
-        kinds = dict.fromkeys(map(_skeleton, simplest))
-        return tuple(_Family.of(kind, simplest) for kind in kinds)
+        canonical = [_canonicalize(member) for member in self.members]
+        structures = dict.fromkeys(map(_structure, canonical))
+        return tuple(_Family.build(structure, canonical) for structure in structures)
 
     def _allows(self, xp: ModuleType, q: Any, kv: Any, head: Any) -> Answer:
         if xp is np and head.size == 1:
             return self.members[head.item()]._allows(xp, q, kv, None)
-        rules = (family.bound(xp, head) for family in self._families)
-        return self._selected(xp, head, [rule._allows(xp, q, kv, None) for rule in rules])
+        rules = (family.bind(xp, head) for family in self._families)
+        return self._select(xp, head, [rule._allows(xp, q, kv, None) for rule in rules])
 
     def _coverage(self, xp: ModuleType, area: Rectangles, head: Any) -> Codes:
         if xp is np and head.size == 1:
             return self.members[head.item()]._coverage(xp, area, None)
-        rules = (family.bound(xp, head) for family in self._families)
-        return self._selected(xp, head, [rule._coverage(xp, area, None) for rule in rules])
+        rules = (family.bind(xp, head) for family in self._families)
+        return self._select(xp, head, [rule._coverage(xp, area, None) for rule in rules])
 
-    def _selected(self, xp: ModuleType, head: Any, answers: list[Any]) -> Any:
-        """For each head the answer of its own family."""
+    def _select(self, xp: ModuleType, head: Any, answers: list[Any]) -> Any:
+        """Select the result of each head's family."""
         chosen = answers[0]
         for family, answer in zip(self._families[1:], answers[1:], strict=True):
             chosen = xp.where(look_up(xp, family.is_member, head), answer, chosen)
@@ -98,77 +98,76 @@ class PerHead(AbstractHeadList):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Family:
-    """Heads whose masks are equal up to numbers: one of the masks, and the numbers by head."""
+    """Heads whose masks are equal up to parameters: an example mask and parameters by head."""
 
     example: AbstractMask
-    numbers: tuple[int | np.ndarray, ...]  # a plain int where all heads of the family agree
+    params: tuple[int | np.ndarray, ...]  # an int if all heads of the family agree
     is_member: np.ndarray  # [heads] bool
 
     @classmethod
-    def of(cls, kind: Any, masks: Sequence[AbstractMask]) -> "_Family":
-        is_member = np.array([_skeleton(mask) == kind for mask in masks])
+    def build(cls, structure: Any, masks: Sequence[AbstractMask]) -> "_Family":
+        is_member = np.array([_structure(mask) == structure for mask in masks])
         example = masks[int(np.argmax(is_member))]
-        # Other heads get the example's numbers: what they compute here is never selected.
-        own = [mask if _skeleton(mask) == kind else example for mask in masks]
-        columns = zip(*map(_numbers, own), strict=True)
-        numbers = (
+        # Other heads take the example's parameters; their results are never selected.
+        members = [mask if _structure(mask) == structure else example for mask in masks]
+        columns = zip(*map(_collect_params, members), strict=True)
+        params = (
             column[0] if len(set(column)) == 1 else np.array(column, np.int32) for column in columns
         )
-        return cls(example, tuple(numbers), is_member)
+        return cls(example, tuple(params), is_member)
 
-    def bound(self, xp: ModuleType, head: Any) -> AbstractMask:
-        """The example with each head's own numbers in place of its own."""
-        looked_up = (
-            number if isinstance(number, int) else look_up(xp, number, head)
-            for number in self.numbers
+    def bind(self, xp: ModuleType, head: Any) -> AbstractMask:
+        """Return the example mask with each head's parameters."""
+        params = (
+            param if isinstance(param, int) else look_up(xp, param, head) for param in self.params
         )
-        return _bound(self.example, looked_up)
+        return _bind_params(self.example, params)
 
 
-class _Bound(AbstractMask):
-    """The formulas of a structured mask with numbers that are arrays; lives during one call."""
+class _BoundMask(AbstractMask):
+    """Parametric mask whose parameters are arrays; used during one evaluation."""
 
-    def __init__(self, kind: type[AbstractStructured], numbers: tuple[Any, ...]):
-        self.kind, self.numbers = kind, numbers
+    def __init__(self, mask_type: type[AbstractParametric], params: tuple[Any, ...]):
+        self.mask_type, self.params = mask_type, params
 
     def _allows(self, xp: ModuleType, q: Any, kv: Any, head: Any) -> Answer:
-        return self.kind._rule(xp, q, kv, *self.numbers)
+        return self.mask_type._rule(xp, q, kv, *self.params)
 
     def _coverage(self, xp: ModuleType, area: Rectangles, head: Any) -> Codes:
-        return self.kind._cover(xp, area, *self.numbers)
+        return self.mask_type._cover(xp, area, *self.params)
 
 
-def _simplest(mask: AbstractMask) -> AbstractMask:
-    """The same rule with every band a Window, so that more heads look alike."""
+def _canonicalize(mask: AbstractMask) -> AbstractMask:
+    """Return an equal mask with every band as a Window, so that more heads share a structure."""
     if isinstance(mask, AbstractBand):
-        return Window(*(None if limit == UNBOUNDED else limit for limit in mask._numbers()))
+        return Window(*(None if limit == UNBOUNDED else limit for limit in mask._params()))
     if isinstance(mask, AbstractCombination):
-        parts = tuple(_simplest(part) for part in mask._folded)
+        parts = tuple(_canonicalize(part) for part in mask._fused)
         return type(mask)(parts) if len(parts) > 1 else parts[0]
-    return Not(_simplest(mask.part)) if isinstance(mask, Not) else mask
+    return Not(_canonicalize(mask.part)) if isinstance(mask, Not) else mask
 
 
-def _skeleton(mask: AbstractMask) -> Any:
-    """What is left of a mask without its numbers; equal for masks of one family."""
-    if isinstance(mask, AbstractStructured):
+def _structure(mask: AbstractMask) -> Any:
+    """Return the mask without its parameters; equal for masks of one family."""
+    if isinstance(mask, AbstractParametric):
         return type(mask)
     if isinstance(mask, AbstractCombination):
-        return type(mask), *map(_skeleton, mask.parts)
-    return (Not, _skeleton(mask.part)) if isinstance(mask, Not) else mask
+        return type(mask), *map(_structure, mask.parts)
+    return (Not, _structure(mask.part)) if isinstance(mask, Not) else mask
 
 
-def _numbers(mask: AbstractMask) -> tuple[int, ...]:
-    """All numbers of a mask, in the order in which `_bound` puts them back."""
-    if isinstance(mask, AbstractStructured):
-        return mask._numbers()
+def _collect_params(mask: AbstractMask) -> tuple[int, ...]:
+    """Return all parameters of a mask, in the order of `_bind_params`."""
+    if isinstance(mask, AbstractParametric):
+        return mask._params()
     if isinstance(mask, AbstractCombination):
-        return tuple(itertools.chain.from_iterable(map(_numbers, mask.parts)))
-    return _numbers(mask.part) if isinstance(mask, Not) else ()
+        return tuple(itertools.chain.from_iterable(map(_collect_params, mask.parts)))
+    return _collect_params(mask.part) if isinstance(mask, Not) else ()
 
 
-def _bound(mask: AbstractMask, numbers: Iterator[Any]) -> AbstractMask:
-    if isinstance(mask, AbstractStructured):
-        return _Bound(type(mask), tuple(itertools.islice(numbers, len(mask._numbers()))))
+def _bind_params(mask: AbstractMask, params: Iterator[Any]) -> AbstractMask:
+    if isinstance(mask, AbstractParametric):
+        return _BoundMask(type(mask), tuple(itertools.islice(params, len(mask._params()))))
     if isinstance(mask, AbstractCombination):
-        return type(mask)(tuple(_bound(part, numbers) for part in mask.parts))
-    return Not(_bound(mask.part, numbers)) if isinstance(mask, Not) else mask
+        return type(mask)(tuple(_bind_params(part, params) for part in mask.parts))
+    return Not(_bind_params(mask.part, params)) if isinstance(mask, Not) else mask

@@ -1,12 +1,18 @@
-"""Language models that run on XSAKE attention: a Flax NNX decoder and its checkpoints."""
+"""Decoder language models (Flax NNX) on XSAKE attention, and their checkpoints."""
 
-from xsake.model.attend import Attend, Dense, LayerCall, Listed, Masked
-from xsake.model.cache import Cache
+from xsake.model.attend import (
+    AttentionFn,
+    DenseAttention,
+    LayerCall,
+    LayoutAttention,
+    MaskedAttention,
+)
+from xsake.model.cache import KVCache
 from xsake.model.config import DecoderConfig, LayerKind, NativeSparseSizes, Rope
 from xsake.model.decoder import Decoder
 from xsake.model.native_sparse import NativeSparse
 
 __all__ = [
-    "Attend", "Cache", "Decoder", "DecoderConfig", "Dense", "LayerCall", "LayerKind", "Listed",
-    "Masked", "NativeSparse", "NativeSparseSizes", "Rope",
+    "AttentionFn", "Decoder", "DecoderConfig", "DenseAttention", "KVCache", "LayerCall",
+    "LayerKind", "LayoutAttention", "MaskedAttention", "NativeSparse", "NativeSparseSizes", "Rope",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Attention as a value that a decoder is given: who looks at what in each layer, and how."""
+"""Attention functions that can be passed to a decoder."""
 
 import dataclasses
 from collections.abc import Callable
@@ -14,21 +14,21 @@ from xsake.masks import AbstractMask, Causal
 
 @dataclasses.dataclass(frozen=True)
 class LayerCall:
-    """What a layer tells its attention beside queries, keys and values."""
+    """Arguments of a layer's attention other than q, k and v."""
 
-    layer: int | Array  # a Python number only if the attention `needs_layer_number`
-    mask: AbstractMask  # the model's own rule; a pair it excludes must stay excluded
+    layer: int | Array  # a Python int only if the attention function has `needs_layer_number`
+    mask: AbstractMask  # the model's mask; excluded pairs must stay excluded
     scale: float
     softcap: float | None = None
     q_positions: Any = None  # [B, Tq]; None with kv_positions None: token i is at position i
     kv_positions: Any = None
-    segment_ids: Any = None  # [B, T] of queries and keys alike
-    native: Any = None  # gates and summaries of a layer of native sparse attention
+    segment_ids: Any = None  # [B, T] of both queries and keys
+    native: Any = None  # gates and compressors of native sparse attention
 
-    def through(self, operator: BlockSparseAttention, q, k, v, layout: BlockLayout | None = None):
-        """This call, computed by a configured `xsake.attention`, or as its layer was made to."""
+    def apply(self, operator: BlockSparseAttention, q, k, v, layout: BlockLayout | None = None):
+        """Compute the attention with `operator`, or the layer's native sparse attention."""
         if self.native is not None:
-            self._refuse(layout)
+            self._check_native(layout)
             return self.native(q, k, v, self, operator.mesh)
         return dataclasses.replace(operator, scale=self.scale)(
             q, k, v,
@@ -40,22 +40,22 @@ class LayerCall:
             q_segment_ids=self.segment_ids,
         ).out  # fmt: skip
 
-    def _refuse(self, layout: BlockLayout | None) -> None:
+    def _check_native(self, layout: BlockLayout | None) -> None:
         if layout is not None or self.mask != Causal():
-            raise _chooses_itself("attention by a mask, a layout or a plan")
+            raise _native_sparse_error("attention by a mask, a layout or a plan")
 
 
-Attend = Callable[
+AttentionFn = Callable[
     [Float[Array, "B Tq Hq D"], Float[Array, "B Tk Hk D"], Float[Array, "B Tk Hk D"], LayerCall],
     Float[Array, "B Tq Hq D"],
 ]
-"""Anything that computes a layer's attention. If it has a true attribute `needs_layer_number`,
-layers are unrolled and `LayerCall.layer` is a Python number; otherwise they are scanned."""
+"""Computes a layer's attention. If it has a true attribute `needs_layer_number`, layers are
+unrolled and `LayerCall.layer` is a Python int; otherwise layers are scanned."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Dense:
-    """Everything that the model's own rule lets a query see.
+class DenseAttention:
+    """Dense attention with the model's mask.
 
     Args:
         operator: block sizes, implementation, mesh.
@@ -64,30 +64,30 @@ class Dense:
     operator: BlockSparseAttention = BlockSparseAttention()
 
     def __call__(self, q, k, v, call: LayerCall):
-        return call.through(self.operator, q, k, v)
+        return call.apply(self.operator, q, k, v)
 
 
-def require_dense(attend: Attend) -> None:
-    """Raise unless a model with native sparse attention may do what it was made for."""
-    if not isinstance(attend, Dense):
-        raise _chooses_itself(f"attend={type(attend).__name__}(...)")
+def check_dense(attend: AttentionFn) -> None:
+    """Raise unless the attention function allows native sparse attention."""
+    if not isinstance(attend, DenseAttention):
+        raise _native_sparse_error(f"attend={type(attend).__name__}(...)")
 
 
-def _chooses_itself(got: str) -> ArgumentError:
+def _native_sparse_error(got: str) -> ArgumentError:
     return ArgumentError(
-        "a model with native sparse attention chooses its blocks itself",
+        "a model with native sparse attention selects its blocks itself",
         got=got,
-        expected="Dense(), which lets the model do what it was made for",
-        fix="pass no `attend`",
+        expected="DenseAttention()",
+        fix="omit `attend`",
     )
 
 
 @dataclasses.dataclass(frozen=True)
-class Masked:
-    """A mask on top of the model's own rule, the same in every layer.
+class MaskedAttention:
+    """Attention with an additional mask, the same in every layer.
 
     Args:
-        mask: who may see whom; `PerHead` gives query heads rules of their own.
+        mask: combined with the model's mask; `PerHead` sets one mask per query head.
         operator: block sizes, implementation, mesh.
     """
 
@@ -95,18 +95,18 @@ class Masked:
     operator: BlockSparseAttention = BlockSparseAttention()
 
     def __call__(self, q, k, v, call: LayerCall):
-        joint = dataclasses.replace(call, mask=call.mask & self.mask)
-        return joint.through(self.operator, q, k, v)
+        combined = dataclasses.replace(call, mask=call.mask & self.mask)
+        return combined.apply(self.operator, q, k, v)
 
 
 @dataclasses.dataclass(frozen=True)
-class Listed:
-    """Only listed blocks: one layout for all layers, or one for each; the model's rule holds too.
+class LayoutAttention:
+    """Attention to the blocks of a layout, combined with the model's mask.
 
-    A layout knows the lengths it was made for, so it serves calls of exactly these lengths.
+    A layout has fixed sequence lengths; calls must have exactly these lengths.
 
     Args:
-        layouts: one layout, or as many as the model has layers.
+        layouts: one layout for all layers, or one per layer.
         operator: implementation, mesh.
     """
 
@@ -115,21 +115,21 @@ class Listed:
 
     @property
     def needs_layer_number(self) -> bool:
-        """Layouts of their own are different programs, so layers cannot be scanned."""
+        """Whether layers have different layouts, so that they cannot be scanned."""
         return isinstance(self.layouts, tuple)
 
     def __call__(self, q, k, v, call: LayerCall):
-        return call.through(self.operator, q, k, v, self._of_layer(call.layer))
+        return call.apply(self.operator, q, k, v, self._layer_layout(call.layer))
 
-    def _of_layer(self, layer) -> BlockLayout:
+    def _layer_layout(self, layer) -> BlockLayout:
         if isinstance(self.layouts, BlockLayout):
             return self.layouts
-        assert isinstance(layer, int), "layers are unrolled for such attention"
+        assert isinstance(layer, int), "layers are unrolled for per-layer layouts"
         if layer >= len(self.layouts):
             raise ArgumentError(
                 "the model has more layers than there are layouts",
                 got=f"{len(self.layouts)} layouts, layer {layer}",
-                expected="one layout, or one for every layer",
-                fix="give one layout for all layers, or build the missing ones",
+                expected="one layout, or one per layer",
+                fix="pass one layout for all layers, or build the missing ones",
             )
         return self.layouts[layer]

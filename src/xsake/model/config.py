@@ -1,4 +1,4 @@
-"""What a decoder is made of: sizes, norms, positions and layer kinds, as one checked value."""
+"""Configuration of a decoder: sizes, norms, positions and layer kinds."""
 
 import math
 from typing import Annotated, Literal
@@ -14,42 +14,46 @@ Above0 = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class LinearScaling(Frozen):
-    """Every frequency divided by `factor`."""
+    """Linear RoPE scaling: all frequencies divided by `factor`."""
 
     kind: Literal["linear"] = "linear"
     factor: Above0
 
 
 class Llama3Scaling(Frozen):
-    """Long waves slowed by `factor`, short ones kept, a ramp between (Llama 3.1)."""
+    """Llama 3.1 RoPE scaling: long wavelengths scaled by `factor`, short ones kept."""
 
     kind: Literal["llama3"] = "llama3"
     factor: Above0
-    low_factor: Above0 = Field(description="waves longer than original_context / this are slowed")
-    high_factor: Above0 = Field(description="waves shorter than original_context / this are kept")
+    low_factor: Above0 = Field(description="wavelengths above original_context / this are scaled")
+    high_factor: Above0 = Field(description="wavelengths below original_context / this are kept")
     original_context: Size
 
     @model_validator(mode="after")
-    def _ordered(self) -> "Llama3Scaling":
+    def _check_order(self) -> "Llama3Scaling":
         if self.low_factor >= self.high_factor:
             raise ValueError(f"{self.low_factor=} must be below {self.high_factor=}")
         return self
 
 
 class YarnScaling(Frozen):
-    """Dimensions that turn often are kept, those that turn seldom slowed (YaRN)."""
+    """YaRN RoPE scaling: high frequencies are kept, low ones scaled."""
 
     kind: Literal["yarn"] = "yarn"
     factor: Above0
     original_context: Size
-    beta_fast: Above0 = Field(default=32.0, description="turns above which a dimension is kept")
-    beta_slow: Above0 = Field(default=1.0, description="turns below which a dimension is slowed")
+    beta_fast: Above0 = Field(default=32.0, description="rotations above which a dimension is kept")
+    beta_slow: Above0 = Field(
+        default=1.0, description="rotations below which a dimension is scaled"
+    )
     attention_factor: Above0 = Field(description="multiplies rotated queries and keys")
-    is_truncated: bool = Field(default=True, description="ramp ends at whole dimensions")
+    is_truncated: bool = Field(
+        default=True, description="round the ends of the ramp to whole dimensions"
+    )
 
 
 class Rope(Frozen):
-    """Rotary positions, half-split: dimension i turns with dimension i + D/2."""
+    """Rotary position embedding, half-split: dimension i is paired with dimension i + D/2."""
 
     base: Above0 = 10000.0
     scaling: LinearScaling | Llama3Scaling | YarnScaling | None = Field(
@@ -58,23 +62,24 @@ class Rope(Frozen):
 
 
 class LayerKind(Frozen):
-    """What may differ between the layers of one model."""
+    """Properties that may differ between the layers of a model."""
 
     window: Size | None = Field(
-        default=None, description="most recent tokens seen, the own one included; None: all"
+        default=None,
+        description="sliding window in tokens, including the query itself; None: full attention",
     )
     rope: Rope | None = None
 
     @property
     def mask(self) -> AbstractMask:
-        """Who may see whom in such a layer."""
+        """Mask of such a layer."""
         if self.window is None:
             return Causal()
         return Causal() & Window(left=self.window - 1, right=0)
 
 
 class NativeSparseSizes(Frozen):
-    """Sizes of native sparse attention: see `xsake.Blocks`, which has the same fields."""
+    """Sizes of native sparse attention, with the fields of `xsake.Blocks`."""
 
     length: Size = 32
     stride: Size = 16
@@ -85,7 +90,7 @@ class NativeSparseSizes(Frozen):
     window: Size = 512
 
     @model_validator(mode="after")
-    def _consistent(self) -> "NativeSparseSizes":
+    def _check_consistency(self) -> "NativeSparseSizes":
         Blocks(**self.model_dump())
         return self
 
@@ -106,17 +111,18 @@ class DecoderConfig(Frozen):
     q_heads: Size
     kv_heads: Size
     head_dim: Size
-    context: Size = Field(description="positions it was trained for")
+    context: Size = Field(description="maximum number of positions")
     kinds: tuple[LayerKind, ...] = (LayerKind(rope=Rope()),)
     kind_of_layer: tuple[Annotated[int, Field(ge=0)], ...] | None = Field(
-        default=None, description="index into `kinds`; None: all layers are of the first kind"
+        default=None,
+        description="index into `kinds` per layer; None: all layers have the first kind",
     )
     has_learned_positions: bool = False
     norm: Literal["rms", "layer"] = "rms"
     norm_epsilon: Above0 = 1e-5
     norm_offset: float = Field(default=0.0, description="added to norm weights (Gemma: 1)")
     has_qk_norm: bool = False
-    has_post_norms: bool = Field(default=False, description="norms after attention and MLP too")
+    has_post_norms: bool = Field(default=False, description="norms after attention and MLP as well")
     activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
     is_gated: bool = True
     is_tied: bool = True
@@ -128,45 +134,45 @@ class DecoderConfig(Frozen):
     attention_softcap: Above0 | None = None
     logit_softcap: Above0 | None = None
     native_sparse: NativeSparseSizes | None = Field(
-        default=None, description="layers attend by summaries, selected blocks and a window"
+        default=None, description="compressed, selected and sliding-window branches"
     )
 
     @model_validator(mode="after")
-    def _consistent(self) -> "DecoderConfig":
+    def _check_consistency(self) -> "DecoderConfig":
         if self.q_heads % self.kv_heads:
             raise ValueError(f"{self.q_heads=} must be a multiple of {self.kv_heads=}")
         if not self.kinds:
-            raise ValueError("kinds must name at least one kind of layer")
+            raise ValueError("kinds must not be empty")
         if self.kind_of_layer is not None and len(self.kind_of_layer) != self.layers:
             raise ValueError(f"{len(self.kind_of_layer)=} must be {self.layers=}")
         if any(kind >= len(self.kinds) for kind in self.layer_kinds):
-            raise ValueError(f"kind_of_layer names a kind beyond the {len(self.kinds)} there are")
+            raise ValueError(f"kind_of_layer has an index beyond the {len(self.kinds)} kinds")
         if self.head_dim % 2 and any(kind.rope for kind in self.kinds):
-            raise ValueError(f"rotary positions need an even {self.head_dim=}")
+            raise ValueError(f"rotary positions require an even {self.head_dim=}")
         if self.native_sparse is not None:
-            self._fits_native()
+            self._check_native()
         return self
 
-    def _fits_native(self) -> None:
+    def _check_native(self) -> None:
         others = self.attention_softcap, *(kind.window for kind in self.kinds)
         if any(x is not None for x in others) or self.has_qkv_bias or self.has_out_bias:
             raise ValueError(
-                "native sparse attention has windows of its own, and knows no softcap or biases"
+                "native sparse attention does not support windows of layers, softcap or biases"
             )
 
     @property
     def layer_kinds(self) -> tuple[int, ...]:
-        """The kind of every layer, as an index into `kinds`."""
+        """Index into `kinds` of every layer."""
         return (0,) * self.layers if self.kind_of_layer is None else self.kind_of_layer
 
     @property
     def scale(self) -> float:
-        """What products of queries and keys are multiplied with."""
+        """Scale of the attention scores."""
         return 1 / math.sqrt(self.head_dim) if self.query_scale is None else self.query_scale
 
     @classmethod
     def tiny(cls, **changes) -> "DecoderConfig":
-        """A Llama of 3 small layers, for tests and examples; any field may be changed."""
+        """Return a small Llama with 3 layers for tests and examples, with overrides."""
         sizes = {
             "vocab_size": 96, "width": 48, "mlp_width": 64, "layers": 3,
             "q_heads": 6, "kv_heads": 2, "head_dim": 8, "context": 256,

@@ -1,4 +1,4 @@
-"""The decoder: tokens in, logits out, layers scanned; which attention it runs is its caller's."""
+"""Decoder-only transformer with scanned layers and a pluggable attention function."""
 
 import dataclasses
 import functools
@@ -13,31 +13,31 @@ from jaxtyping import Array, Float, Int
 
 from xsake.attention import Branches
 from xsake.errors import ArgumentError
-from xsake.kernels.arguments import is_known
-from xsake.model.attend import Attend, Dense, LayerCall, require_dense
-from xsake.model.cache import AnyCache, Cache
+from xsake.kernels.validation import is_known
+from xsake.model.attend import AttentionFn, DenseAttention, LayerCall, check_dense
+from xsake.model.cache import AnyCache, KVCache
 from xsake.model.config import DecoderConfig
-from xsake.model.layers import Attention, Layer, Norm, parameter
+from xsake.model.layers import Attention, Layer, Norm, init_param
 from xsake.model.native_cache import NativeCache
 from xsake.model.native_sparse import NativeSparse
-from xsake.model.rope import rotate, turns
+from xsake.model.rope import cos_sin_tables, rotate
 
 Tokens = Int[Array | np.ndarray, "B T"]
 
 
-_Look = Callable[[Array, Array, Array, LayerCall, Any], tuple[Array, tuple[Any, Any]]]
-"""From rotated q and k, v, the layer's call and the cache to (seen, (cache, what to keep))."""
+_LayerAttention = Callable[[Array, Array, Array, LayerCall, Any], tuple[Array, tuple[Any, Any]]]
+"""Maps rotated q and k, v, the layer's call and the cache to (out, (cache, auxiliary output))."""
 
 
 class Decoder(nnx.Module):
     """A decoder-only language model of the Llama or the GPT-2 family.
 
     Args:
-        config: what it is made of.
-        rngs: draws the weights; loading a checkpoint replaces them.
-        compute_dtype: of activations; norms, softmax and logits are float32 whatever it is.
+        config: of the model.
+        rngs: for the initial weights.
+        compute_dtype: of activations; norms, softmax and logits are always float32.
         param_dtype: of the weights.
-        is_rematerialised: whether gradients compute a layer's inside again, not keep it.
+        remat: whether to rematerialize the activations of layers in the backward pass.
 
     Example:
         >>> import jax.numpy as jnp
@@ -55,20 +55,20 @@ class Decoder(nnx.Module):
         rngs: nnx.Rngs,
         compute_dtype=jnp.float32,
         param_dtype=jnp.float32,
-        is_rematerialised: bool = False,
+        remat: bool = False,
     ):
         self.config = config
         self.compute_dtype = jnp.dtype(compute_dtype)
-        self.is_rematerialised = is_rematerialised
+        self.remat = remat
         vocab, width = config.vocab_size, config.width
-        draw = functools.partial(parameter, rngs, dtype=param_dtype)
+        draw = functools.partial(init_param, rngs, dtype=param_dtype)
         self.embedding = draw(("vocab", "embed"), (vocab, width), fan_in=width)
         self.positions = (
             draw(("position", "embed"), (config.context, width), fan_in=width)
             if config.has_learned_positions
             else None
         )
-        self.layers = _stacked_layers(config, rngs, param_dtype)
+        self.layers = _make_layers(config, rngs, param_dtype)
         self.final_norm = Norm(config, width, "embed", param_dtype)
         self.head = (
             None if config.is_tied else draw(("embed", "vocab"), (width, vocab), fan_in=width)
@@ -78,18 +78,18 @@ class Decoder(nnx.Module):
         self,
         tokens: Tokens,
         *,
-        attend: Attend = Dense(),  # noqa: B008 (frozen)
+        attend: AttentionFn = DenseAttention(),  # noqa: B008 (frozen)
         positions: Int[Array, "B T"] | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
     ) -> Float[Array, "B T vocab"]:
-        """Logits of the token after each token.
+        """Return the logits of the next token at each position.
 
         Args:
-            tokens: [B, T] ids of the vocabulary. Others raise, and so do positions beyond the
-                `context` of a model with learned positions; while traced, they make logits NaN.
-            attend: how layers look at each other; the model's own mask holds in any case.
+            tokens: [B, T] token ids. Ids outside the vocabulary raise, and so do positions beyond
+                the `context` of a model with learned positions; if traced, logits become NaN.
+            attend: attention function; the model's mask always applies.
             positions: of the tokens, for embeddings and causality; None: 0, 1, 2...
-            segment_ids: tokens of different ids do not see each other; negative ids see nothing.
+            segment_ids: tokens attend only within their segment; negative ids attend to nothing.
 
         Returns:
             float32 [B, T, vocab].
@@ -101,184 +101,196 @@ class Decoder(nnx.Module):
         self,
         tokens: Tokens,
         *,
-        attend: Attend = Dense(),  # noqa: B008 (frozen)
+        attend: AttentionFn = DenseAttention(),  # noqa: B008 (frozen)
         positions: Int[Array, "B T"] | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
     ) -> Float[Array, "B T width"]:
-        """The last layer's output after the final norm: `logits` without the largest product."""
+        """Return the output of the last layer after the final norm."""
         tokens = jnp.asarray(tokens)
-        rules = {"q_positions": positions, "kv_positions": positions, "segment_ids": segment_ids}
+        overrides = {
+            "q_positions": positions,
+            "kv_positions": positions,
+            "segment_ids": segment_ids,
+        }
 
-        def look(q, k, v, call: LayerCall, cache):
-            return attend(q, k, v, dataclasses.replace(call, **rules)), (cache, None)
+        def layer_attention(q, k, v, call: LayerCall, cache):
+            return attend(q, k, v, dataclasses.replace(call, **overrides)), (cache, None)
 
-        return self._run(tokens, positions, attend, look)[0]
+        return self._run(tokens, positions, attend, layer_attention)[0]
 
     def observe(
         self,
         tokens: Tokens,
         watch: Callable[[Array, Array, Array, LayerCall], Any],
         *,
-        attend: Attend = Dense(),  # noqa: B008 (frozen)
+        attend: AttentionFn = DenseAttention(),  # noqa: B008 (frozen)
     ) -> Any:
-        """Read tokens, and return what `watch(q, k, v, call)` made of each layer, stacked.
+        """Run the model and return the results of `watch(q, k, v, call)`, stacked over layers.
 
         Args:
             tokens: [B, T] ids.
-            watch: from a layer's rotated queries and keys, its values and its call to arrays.
-            attend: how layers look at each other.
+            watch: hook, called with a layer's rotated q and k, v and its call; returns arrays.
+            attend: attention function.
         """
 
-        def look(q, k, v, call: LayerCall, cache):
+        def layer_attention(q, k, v, call: LayerCall, cache):
             return attend(q, k, v, call), (cache, watch(q, k, v, call))
 
-        return self._run(jnp.asarray(tokens), None, attend, look)[2]
+        return self._run(jnp.asarray(tokens), None, attend, layer_attention)[2]
 
     def logits(self, hidden: Float[Array, "*rest width"]) -> Float[Array, "*rest vocab"]:
-        """float32 logits of hidden states."""
-        # The embedding is read as it lies: transposing it first triples the time of a float32 step
-        # on a CPU (49152 x 576: 56 ms against 18).
+        """Return float32 logits of hidden states."""
+        # No explicit transpose of the embedding: it triples the time of a float32 step on a CPU
+        # (49152 x 576: 56 ms instead of 18 ms).
         if self.head is None:
             weight, axes = self.embedding[...], "...e,ve->...v"
         else:
             weight, axes = self.head[...], "...e,ev->...v"
         weight = weight.astype(hidden.dtype)
-        found = jnp.einsum(axes, hidden, weight, preferred_element_type=jnp.float32)
+        logits = jnp.einsum(axes, hidden, weight, preferred_element_type=jnp.float32)
         cap = self.config.logit_softcap
-        return found if cap is None else cap * jnp.tanh(found / cap)
+        return logits if cap is None else cap * jnp.tanh(logits / cap)
 
     def prefill(
         self,
         tokens: Tokens,
         lengths: Int[Array | np.ndarray, " B"],
         *,
-        room: int,
-        attend: Attend = Dense(),  # noqa: B008 (frozen)
+        capacity: int,
+        attend: AttentionFn = DenseAttention(),  # noqa: B008 (frozen)
     ) -> tuple[Float[Array, "B T width"], AnyCache]:
-        """Read prompts: hidden states of every token, and a cache to go on from.
+        """Process prompts; return hidden states of every token and a cache for decoding.
 
         Args:
-            tokens: [B, T], each prompt at the start of its row; what follows it is padding.
-            lengths: tokens of each prompt, at least 1.
-            room: tokens that the cache can hold, at least T.
-            attend: how layers look at each other.
+            tokens: [B, T], right-padded prompts.
+            lengths: length of each prompt, at least 1.
+            capacity: of the cache in tokens, at least T.
+            attend: attention function.
         """
         tokens = jnp.asarray(tokens)
 
-        def look(q, k, v, call: LayerCall, cache):
-            # Padding comes after the prompt, so causality hides it from the prompt's tokens.
-            kept = (k, v) if call.native is None else call.native.kept(k, v, lengths, room)
-            return attend(q, k, v, call), (cache, kept)
+        def layer_attention(q, k, v, call: LayerCall, cache):
+            # Padding follows the prompt, so the causal mask hides it.
+            native = call.native
+            kv = (k, v) if native is None else native.make_state(k, v, lengths, capacity)
+            return attend(q, k, v, call), (cache, kv)
 
         lengths = jnp.asarray(lengths)
-        hidden, _, kept = self._run(tokens, None, attend, look)
+        hidden, _, kv = self._run(tokens, None, attend, layer_attention)
         if self.config.native_sparse is not None:
-            return hidden, NativeCache(kept, lengths.astype(jnp.int32))
-        keys, values = kept
-        return hidden, Cache.holding(keys, values, lengths, room)
+            return hidden, NativeCache(kv, lengths.astype(jnp.int32))
+        keys, values = kv
+        return hidden, KVCache.from_prefill(keys, values, lengths, capacity)
 
     def extend(
         self,
         tokens: Tokens,
         cache: AnyCache,
         *,
-        attend: Attend = Dense(),  # noqa: B008 (frozen)
+        attend: AttentionFn = DenseAttention(),  # noqa: B008 (frozen)
     ) -> tuple[Float[Array, "B T width"], AnyCache]:
-        """Read more tokens, each row from where its cache ends; T = 1 is a decode step.
+        """Append tokens to each row; T = 1 is a decode step.
 
         Args:
             tokens: [B, T].
-            cache: from `prefill` or `extend`; it must have room for T more.
-            attend: how layers look at each other.
+            cache: from `prefill` or `extend`, with space for T more tokens.
+            attend: attention function.
         """
         tokens = jnp.asarray(tokens)
         if isinstance(cache, NativeCache):
             return self._extend_native(tokens, cache, attend)
-        positions = cache.lengths[:, None] + _counted(tokens)
-        rules = {"q_positions": positions, "kv_positions": cache.positions}
+        positions = cache.lengths[:, None] + _token_positions(tokens)
+        overrides = {"q_positions": positions, "kv_positions": cache.positions}
 
-        def look(q, k, v, call: LayerCall, cache: Cache):
-            cache = cache.with_layer(call.layer, positions, k, v)
-            known = cache.of_layer(call.layer)
-            return attend(q, *known, dataclasses.replace(call, **rules)), (cache, None)
+        def layer_attention(q, k, v, call: LayerCall, cache: KVCache):
+            cache = cache.set_layer(call.layer, positions, k, v)
+            kv = cache.get_layer(call.layer)
+            return attend(q, *kv, dataclasses.replace(call, **overrides)), (cache, None)
 
-        hidden, longer, _ = self._run(tokens, positions, attend, look, cache)
-        return hidden, longer.longer_by(tokens.shape[1])
+        hidden, cache, _ = self._run(tokens, positions, attend, layer_attention, cache)
+        return hidden, cache.advance(tokens.shape[1])
 
-    def _extend_native(self, tokens, cache: NativeCache, attend: Attend):
-        """As `extend`, token by token: each may complete a summary that the next one sees."""
-        require_dense(attend)
+    def _extend_native(self, tokens, cache: NativeCache, attend: AttentionFn):
+        """Extend token by token: each token may complete a summary that the next one attends to."""
+        check_dense(attend)
 
-        def look(q, k, v, call: LayerCall, cache: NativeCache):
+        def layer_attention(q, k, v, call: LayerCall, cache: NativeCache):
             assert call.native is not None
-            state, at = cache.of_layer(call.layer), cache.lengths
-            seen, state = call.native.step(q, k, v, state, at, scale=call.scale)
-            return seen, (cache.with_layer(call.layer, state), None)
+            state, position = cache.get_layer(call.layer), cache.lengths
+            out, state = call.native.step(q, k, v, state, position, scale=call.scale)
+            return out, (cache.set_layer(call.layer, state), None)
 
-        def one(cache, token):
-            at = cache.lengths[:, None]
-            hidden, longer, _ = self._run(token[:, None], at, attend, look, cache)
-            return longer.longer_by(1), hidden[:, 0]
+        def decode_step(cache, token):
+            position = cache.lengths[:, None]
+            hidden, cache, _ = self._run(token[:, None], position, attend, layer_attention, cache)
+            return cache.advance(1), hidden[:, 0]
 
-        longer, hidden = jax.lax.scan(one, cache, tokens.T)
-        return jnp.moveaxis(hidden, 0, 1), longer
+        cache, hidden = jax.lax.scan(decode_step, cache, tokens.T)
+        return jnp.moveaxis(hidden, 0, 1), cache
 
-    def _run(self, tokens, positions, attend: Attend, look: _Look, cache: Any = None):
-        """Embedding, all layers, final norm: (hidden, cache, what `look` kept, by layer)."""
+    def _run(
+        self, tokens, positions, attend: AttentionFn, layer_attention: _LayerAttention,
+        cache: Any = None,
+    ):  # fmt: skip
+        """Run embedding, layers and final norm; return (hidden, cache, auxiliary outputs)."""
         config = self.config
         _check_range("token ids", tokens, config.vocab_size, "the vocabulary")
         if self.positions is not None:
-            given = np.arange(tokens.shape[1]) if positions is None else positions
-            _check_range("positions", given, config.context, "the learned positions")
-        positions = _counted(tokens) if positions is None else positions
-        angles = turns(tuple(kind.rope for kind in config.kinds), config.head_dim, positions)
+            indices = np.arange(tokens.shape[1]) if positions is None else positions
+            _check_range("positions", indices, config.context, "the learned positions")
+        positions = _token_positions(tokens) if positions is None else positions
+        tables = cos_sin_tables(
+            tuple(kind.rope for kind in config.kinds), config.head_dim, positions
+        )
         graph, weights = nnx.split(self.layers)
 
         def step(carry, item):
             x, cache = carry
             weights, number, kind = item
 
-            def look_rotated(q, k, v, native=None):
+            def rotate_and_attend(q, k, v, native=None):
                 if native is not None:
                     layer, gates = native
-                    native = layer.native(gates, functools.partial(self._turned, kind))
+                    native = layer.make_call(gates, functools.partial(self._rotate_summaries, kind))
                 if any(kind.rope for kind in config.kinds):
-                    q, k = rotate(q, angles[kind]), _rotated_keys(k, angles[kind])
-                return _by_kind(config, kind, (number, native), look, (q, k, v, cache))
+                    q, k = rotate(q, tables[kind]), _rotate_keys(k, tables[kind])
+                return _switch_kind(
+                    config, kind, (number, native), layer_attention, (q, k, v, cache)
+                )
 
-            x, (cache, kept) = nnx.merge(graph, weights)(x, look_rotated)
-            return (x, cache), kept
+            x, (cache, aux) = nnx.merge(graph, weights)(x, rotate_and_attend)
+            return (x, cache), aux
 
-        if self.is_rematerialised:
+        if self.remat:
             step = jax.checkpoint(step)
         kinds = np.asarray(config.layer_kinds, np.int32)
-        start = (self._embedded(tokens, positions), cache)
+        start = (self._embed(tokens, positions), cache)
         if getattr(attend, "needs_layer_number", False):
-            (x, cache), kept = _unrolled(step, start, weights, kinds.tolist())
+            (x, cache), aux = _unroll(step, start, weights, kinds.tolist())
         else:
             layers = (weights, jnp.arange(config.layers), kinds)
-            (x, cache), kept = jax.lax.scan(step, start, layers)
-        return self.final_norm(x), cache, kept
+            (x, cache), aux = jax.lax.scan(step, start, layers)
+        return self.final_norm(x), cache, aux
 
-    def _turned(self, kind, x, positions):
-        """Summaries of keys, rotated by the positions of their first tokens."""
+    def _rotate_summaries(self, kind, x, positions):
+        """Rotate compressed keys by the positions of their first tokens."""
         kinds = self.config.kinds
         if not any(kind.rope for kind in kinds):
             return x
         ropes = tuple(kind.rope for kind in kinds)
-        return rotate(x, turns(ropes, self.config.head_dim, positions)[kind])
+        return rotate(x, cos_sin_tables(ropes, self.config.head_dim, positions)[kind])
 
-    def _embedded(self, tokens, positions):
-        x = _take(self.embedding[...], tokens, self.compute_dtype)
+    def _embed(self, tokens, positions):
+        x = _gather_rows(self.embedding[...], tokens, self.compute_dtype)
         x = x * jnp.asarray(self.config.embedding_scale, x.dtype)
         if self.positions is not None:
-            learned = _take(self.positions[...], positions, x.dtype)
+            learned = _gather_rows(self.positions[...], positions, x.dtype)
             x = x + jnp.broadcast_to(learned, x.shape)
         return x
 
 
-def _stacked_layers(config: DecoderConfig, rngs: nnx.Rngs, dtype) -> Layer:
-    """All layers as one, with a leading axis `layer` on every parameter."""
+def _make_layers(config: DecoderConfig, rngs: nnx.Rngs, dtype) -> Layer:
+    """Create all layers, stacked along a leading axis `layer` of every parameter."""
     attention = Attention if config.native_sparse is None else NativeSparse
     make = nnx.vmap(
         lambda rngs: Layer(config, rngs, dtype, attention),
@@ -289,52 +301,52 @@ def _stacked_layers(config: DecoderConfig, rngs: nnx.Rngs, dtype) -> Layer:
 
 
 def _check_range(name: str, values, size: int, what: str) -> None:
-    """Refuse rows that a table does not have, where values are known; traced ones read NaN."""
-    known = np.asarray(values) if is_known(values) else np.zeros(1, np.int32)
-    if known.size and (known.min() < 0 or known.max() >= size):
+    """Raise for out-of-range indices with static values; traced ones read NaN."""
+    static = np.asarray(values) if is_known(values) else np.zeros(1, np.int32)
+    if static.size and (static.min() < 0 or static.max() >= size):
         raise ArgumentError(
             f"{name} are outside {what}",
-            got=f"{known.min()} to {known.max()}",
+            got=f"{static.min()} to {static.max()}",
             expected=f"0 to {size - 1}",
-            fix="tokenize with the vocabulary of this model, and read no more than its context",
+            fix="use the tokenizer of this model, and at most its context length",
         )
 
 
-def _take(table, index, dtype) -> Array:
-    """Rows of a table; NaN for a row that it does not have, a negative one included."""
+def _gather_rows(table, index, dtype) -> Array:
+    """Gather rows of a table; out-of-range and negative indices read NaN."""
     return jnp.take(table, jnp.where(index < 0, table.shape[0], index), axis=0).astype(dtype)
 
 
-def _counted(tokens) -> Array:
+def _token_positions(tokens) -> Array:
     return jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
 
 
-def _rotated_keys(k, angles):
-    """Keys by position; those to be compressed wait until they are summaries."""
+def _rotate_keys(k, tables):
+    """Rotate keys; those of the compressed branch are rotated after compression."""
     if not isinstance(k, Branches):
-        return rotate(k, angles)
-    return Branches(k.compressed, rotate(k.selected, angles), rotate(k.window, angles))
+        return rotate(k, tables)
+    return Branches(k.compressed, rotate(k.selected, tables), rotate(k.window, tables))
 
 
-def _by_kind(config: DecoderConfig, kind, known, look, arguments):
-    """`look` under the rule of the layer's kind, which is known only at run time in a scan."""
+def _switch_kind(config: DecoderConfig, kind, layer, layer_attention, arguments):
+    """Call `layer_attention` with the mask of the layer's kind, which is traced in a scan."""
 
     def branch(index: int):
         mask, cap = config.kinds[index].mask, config.attention_softcap
-        number, native = known
+        number, native = layer
         call = LayerCall(layer=number, mask=mask, scale=config.scale, softcap=cap, native=native)
-        return lambda q, k, v, cache: look(q, k, v, call, cache)
+        return lambda q, k, v, cache: layer_attention(q, k, v, call, cache)
 
     if len(config.kinds) == 1 or isinstance(kind, int):
         return branch(0 if len(config.kinds) == 1 else kind)(*arguments)
     return jax.lax.switch(kind, [branch(i) for i in range(len(config.kinds))], *arguments)
 
 
-def _unrolled(step, carry, weights, kinds: list[int]):
-    """`lax.scan` over the layers as a Python loop, so that each knows its number."""
-    kept = []
+def _unroll(step, carry, weights, kinds: list[int]):
+    """Run `lax.scan` over the layers as a Python loop, so that layer numbers are static."""
+    outputs = []
     for number, kind in enumerate(kinds):
-        own = jax.tree.map(lambda x, number=number: x[number], weights)
-        carry, found = step(carry, (own, number, kind))
-        kept.append(found)
-    return carry, jax.tree.map(lambda *x: jnp.stack(x), *kept)
+        layer = jax.tree.map(lambda x, number=number: x[number], weights)
+        carry, aux = step(carry, (layer, number, kind))
+        outputs.append(aux)
+    return carry, jax.tree.map(lambda *x: jnp.stack(x), *outputs)

@@ -1,4 +1,4 @@
-"""Text that goes on: prompts of any lengths read at once, then one token per row and step."""
+"""Batched autoregressive generation."""
 
 import dataclasses
 import functools
@@ -13,25 +13,25 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from xsake.errors import ArgumentError
-from xsake.model.attend import Attend, Dense, Listed
+from xsake.model.attend import AttentionFn, DenseAttention, LayoutAttention
 from xsake.model.cache import AnyCache
 from xsake.model.decoder import Decoder
-from xsake.model.sampling import Sampling, pick
+from xsake.model.sampling import SamplingParams, sample_tokens
 
 OnTokens = Callable[[tuple[int | None, ...]], None]
-"""Is told the new token of every row at every step; None for rows that have ended."""
+"""Callback with the new token of every row at every step; None for finished rows."""
 
-Finish = Literal["end", "length"]
+FinishReason = Literal["end", "length"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GenerationOptions(Sampling):
-    """How far to go on, and how tokens are picked.
+class GenerationOptions(SamplingParams):
+    """Length limit, seed and sampling parameters.
 
     Args:
-        max_new_tokens: most tokens added to a row.
-        seed: of the draws; the same seed gives the same draws.
-        end_ids: tokens that end a row; they are not part of what it generated.
+        max_new_tokens: maximum number of new tokens per row.
+        seed: of sampling.
+        end_ids: tokens that end a row; not included in its output.
     """
 
     max_new_tokens: int = 128
@@ -42,50 +42,50 @@ class GenerationOptions(Sampling):
         super().__post_init__()
         if self.max_new_tokens < 1:
             raise ArgumentError(
-                "there is nothing to generate",
+                "max_new_tokens is out of range",
                 got=f"max_new_tokens={self.max_new_tokens}",
                 expected="1 or more",
-                fix="to read prompts without going on, call the model",
+                fix="to score prompts without generation, call the model",
             )
         if not 0 <= self.seed < 2**31:
             raise ArgumentError(
                 "the seed is out of range",
                 got=f"seed={self.seed}",
                 expected="0 to 2**31 - 1",
-                fix="give a number in that range",
+                fix="use a seed in that range",
             )
 
     @property
-    def sampling(self) -> Sampling:
-        """The rules alone, which are compiled into the program that picks tokens."""
-        fields = dataclasses.fields(Sampling)
-        return Sampling(**{field.name: getattr(self, field.name) for field in fields})
+    def sampling(self) -> SamplingParams:
+        """Sampling parameters, which are static in the compiled sampler."""
+        fields = dataclasses.fields(SamplingParams)
+        return SamplingParams(**{field.name: getattr(self, field.name) for field in fields})
 
 
 @dataclasses.dataclass(frozen=True)
 class Continuation:
-    """What one row generated.
+    """Output of one row.
 
     Args:
-        tokens: without the one that ended it.
-        logprobs: the model's own log-probability of each token, before any sampling rule.
-        finish: "end" if an end token came, "length" if `max_new_tokens` did.
+        tokens: without the end token.
+        logprobs: log-probability of each token before temperature and filters.
+        finish: "end" after an end token, "length" after `max_new_tokens`.
     """
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
-    finish: Finish
+    finish: FinishReason
 
 
 @dataclasses.dataclass(frozen=True)
-class Timing:
-    """Where the time went; compiling is apart, so that the rates are those of later calls too.
+class GenerationTiming:
+    """Timing of a generation; compilation is separate.
 
     Args:
-        prompt_tokens: of all rows, padding not counted.
-        compile_seconds: near 0 if shapes, attention and rules were met before.
-        prefill_seconds: until the first token of every row was there.
-        decode_tokens: all later tokens of rows that had not ended.
+        prompt_tokens: of all rows, without padding.
+        compile_seconds: near 0 if shapes, attention and sampling are cached.
+        prefill_seconds: until the first token of every row.
+        decode_tokens: all later tokens of unfinished rows.
         decode_seconds: for these.
     """
 
@@ -97,16 +97,16 @@ class Timing:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """New tokens of all rows together; None if there was no step after the first token."""
+        """Decoding throughput over all rows; None if there was no step after the first token."""
         return self.decode_tokens / self.decode_seconds if self.decode_tokens else None
 
 
 @dataclasses.dataclass(frozen=True)
-class Generated:
-    """What a batch generated, in the order of its prompts."""
+class GenerationResult:
+    """Outputs in the order of the prompts, and timing."""
 
     rows: tuple[Continuation, ...]
-    timing: Timing
+    timing: GenerationTiming
 
 
 def generate(
@@ -114,30 +114,29 @@ def generate(
     prompts: Sequence[Sequence[int] | Int[np.ndarray, " n"]],
     options: GenerationOptions = GenerationOptions(),  # noqa: B008 (frozen)
     *,
-    attend: Attend = Dense(),  # noqa: B008 (frozen)
-    decode_attend: Attend | None = None,
+    attend: AttentionFn = DenseAttention(),  # noqa: B008 (frozen)
+    decode_attend: AttentionFn | None = None,
     on_tokens: OnTokens | None = None,
-) -> Generated:
-    """Let the model go on from a batch of prompts.
+) -> GenerationResult:
+    """Generate tokens for a batch of prompts.
 
-    A row's tokens depend on its own prompt, its place in the batch and the options, not on the
-    other rows, up to float rounding: a batch of another size may be summed in another order, so
-    tokens whose chances are equal to the last digits can swap. Greedy rows do not depend on
-    their place either.
+    The tokens of a row depend on its prompt, its index in the batch and the options, not on other
+    rows, up to rounding: another batch size may change the summation order and swap tokens of
+    nearly equal probability. Greedy decoding does not depend on the index.
 
-    Prompts and cache are padded to one of few sizes (`padded_length`), so that other prompts of
-    about the same length, or a few more tokens, do not compile again. Another number of rows does.
+    Prompts and cache are padded to one of few sizes (`padded_length`), so that prompts of similar
+    length do not recompile. Another number of rows does.
 
     Args:
         model: any decoder.
         prompts: token ids of each row, at least one each.
-        options: how far, and by which rules.
-        attend: attention while prompts are read.
-        decode_attend: attention of single tokens; None: as for prompts.
+        options: length limit and sampling.
+        attend: attention function for prefill.
+        decode_attend: attention function for decoding; None: as for prefill.
         on_tokens: called at every step.
 
     Returns:
-        Tokens, log-probabilities, why rows ended, and timing.
+        Tokens, log-probabilities, finish reasons and timing.
 
     Example:
         >>> from flax import nnx
@@ -145,45 +144,45 @@ def generate(
         >>> from xsake.model.generate import GenerationOptions, generate
         >>> model = Decoder(DecoderConfig.tiny(), rngs=nnx.Rngs(0))
         >>> options = GenerationOptions(max_new_tokens=4, temperature=0)
-        >>> found = generate(model, [[1, 2, 3], [4]], options)
-        >>> [(len(row.tokens), row.finish) for row in found.rows]
+        >>> result = generate(model, [[1, 2, 3], [4]], options)
+        >>> [(len(row.tokens), row.finish) for row in result.rows]
         [(4, 'length'), (4, 'length')]
     """
-    tokens, lengths = _padded(prompts, model, options)
-    room = padded_length(int(lengths.max()) + options.max_new_tokens, model.config.context)
-    attends = attend, _decoding(attend, decode_attend)
-    engine = _Engine(model, attends, options, room=room)
-    started = first_at = engine.clock()
-    logits, cache = engine.prefill(tokens, lengths)
-    seen = _seen(prompts, model, options)
-    rows = _Rows(len(prompts), options.end_ids)
+    tokens, lengths = _pad_prompts(prompts, model, options)
+    capacity = padded_length(int(lengths.max()) + options.max_new_tokens, model.config.context)
+    attends = attend, _select_decode_attention(attend, decode_attend)
+    programs = _CompiledPrograms(model, attends, options, capacity=capacity)
+    started = first_at = programs.clock()
+    logits, cache = programs.prefill(tokens, lengths)
+    seen = _mark_seen(prompts, model, options)
+    rows = _BatchState(len(prompts), options.end_ids)
     for step in range(options.max_new_tokens):
-        picked, logprobs, seen = engine.pick(logits, step, seen)
-        new = rows.add(np.asarray(picked), np.asarray(logprobs))
-        first_at = engine.clock() if step == 0 else first_at
+        sampled, logprobs, seen = programs.sample(logits, step, seen)
+        new = rows.add(np.asarray(sampled), np.asarray(logprobs))
+        first_at = programs.clock() if step == 0 else first_at
         if on_tokens is not None:
             on_tokens(new)
-        if not rows.growing.any() or step == options.max_new_tokens - 1:
+        if not rows.is_active.any() or step == options.max_new_tokens - 1:
             break
-        logits, cache = engine.extend(picked, cache, rows.growing)
-    timing = Timing(
+        logits, cache = programs.extend(sampled, cache, rows.is_active)
+    timing = GenerationTiming(
         prompt_tokens=int(lengths.sum()),
-        compile_seconds=engine.compile_seconds,
+        compile_seconds=programs.compile_seconds,
         prefill_seconds=first_at - started,
-        decode_tokens=rows.picked - len(prompts),
-        decode_seconds=engine.clock() - first_at,
+        decode_tokens=rows.num_sampled - len(prompts),
+        decode_seconds=programs.clock() - first_at,
     )
-    return Generated(rows.continuations(), timing)
+    return GenerationResult(rows.continuations(), timing)
 
 
 def padded_length(tokens: int, context: int) -> int:
-    """`tokens` rounded up to one of few sizes: at most a quarter more, or to a multiple of 64.
+    """Round `tokens` up to one of few sizes: at most a quarter more, or to a multiple of 64.
 
-    A block layout for reading prompts (`Listed`) must be built for this many tokens.
+    The block layout of `LayoutAttention` for prefill must have this length.
 
     Args:
-        tokens: of the longest row.
-        context: of the model; never exceeded.
+        tokens: length of the longest row.
+        context: of the model; upper limit.
 
     Example:
         >>> [padded_length(tokens, 8192) for tokens in (1, 65, 1000, 1100, 8000)]
@@ -193,52 +192,54 @@ def padded_length(tokens: int, context: int) -> int:
     return min(-(-tokens // unit) * unit, context)
 
 
-def _padded(prompts, model: Decoder, options: GenerationOptions) -> tuple[np.ndarray, np.ndarray]:
-    """([B, T] with each prompt at the start of its row, [B] lengths), after all checks."""
+def _pad_prompts(
+    prompts, model: Decoder, options: GenerationOptions
+) -> tuple[np.ndarray, np.ndarray]:
+    """Validate and right-pad prompts; return ([B, T] tokens, [B] lengths)."""
     lengths = np.asarray([len(prompt) for prompt in prompts], np.int32)
     if lengths.size == 0 or lengths.min() == 0:
         raise ArgumentError(
-            "every prompt needs a token to start from",
+            "empty prompt",
             got=f"prompts of {lengths.tolist()} tokens"[:200],
             expected="at least one prompt, and at least one token in each",
-            fix="start an empty text with the token that opens texts, as the model was trained",
+            fix="start an empty prompt with the BOS token of the model",
         )
     context, vocab = model.config.context, model.config.vocab_size
     longest = int(lengths.max())
     if longest + options.max_new_tokens > context:
         raise ArgumentError(
-            "the text would become longer than what the model was made for",
+            "prompt and new tokens exceed the context of the model",
             got=f"{longest} prompt tokens + max_new_tokens={options.max_new_tokens}",
             expected=f"at most {context} together",
-            fix="shorten the longest prompt, or lower max_new_tokens",
+            fix="shorten the longest prompt, or reduce max_new_tokens",
         )
     tokens = np.zeros((len(prompts), padded_length(longest, context)), np.int32)
     for row, prompt in enumerate(prompts):
         ids = np.asarray(prompt)
         if not np.issubdtype(ids.dtype, np.integer) or ids.min() < 0 or ids.max() >= vocab:
             raise ArgumentError(
-                f"prompt {row} has ids that the model does not know",
+                f"prompt {row} has token ids outside the vocabulary",
                 got=f"{ids.dtype} from {ids.min()} to {ids.max()}",
                 expected=f"integers from 0 to {vocab - 1}",
-                fix="use the tokenizer that belongs to the model",
+                fix="use the tokenizer of the model",
             )
         tokens[row, : len(ids)] = ids
     return tokens, lengths
 
 
-def _decoding(attend: Attend, decode_attend: Attend | None) -> Attend:
-    if decode_attend is None and isinstance(attend, Listed):
+def _select_decode_attention(attend: AttentionFn, decode_attend: AttentionFn | None) -> AttentionFn:
+    if decode_attend is None and isinstance(attend, LayoutAttention):
         raise ArgumentError(
-            "a layout serves calls of one length, so single tokens need attention of their own",
-            got="attend=Listed(...), decode_attend=None",
+            "a layout has a fixed length, so decoding needs another attention function",
+            got="attend=LayoutAttention(...), decode_attend=None",
             expected="decode_attend",
-            fix="decode_attend=Dense(), or Masked(...) with the mask that the layout stands for",
+            fix="decode_attend=DenseAttention(), or MaskedAttention(mask of the layout)",
         )
     return attend if decode_attend is None else decode_attend
 
 
-def _seen(prompts, model: Decoder, options: GenerationOptions) -> Array | None:
-    """bool [B, vocab]: what each prompt holds, if anybody wants to know."""
+def _mark_seen(prompts, model: Decoder, options: GenerationOptions) -> Array | None:
+    """Return bool [B, vocab] of the tokens in each prompt; None without a repetition penalty."""
     if options.repetition_penalty is None:
         return None
     seen = np.zeros((len(prompts), model.config.vocab_size), bool)
@@ -247,114 +248,121 @@ def _seen(prompts, model: Decoder, options: GenerationOptions) -> Array | None:
     return jnp.asarray(seen)
 
 
-class _Rows:
-    """The tokens that rows have so far, and which rows still grow."""
+class _BatchState:
+    """Generated tokens of all rows, and which rows are active."""
 
     def __init__(self, number: int, end_ids: tuple[int, ...]):
-        self.growing = np.ones(number, bool)
-        self.picked = 0  # end tokens included: they were computed like any other
+        self.is_active = np.ones(number, bool)
+        self.num_sampled = 0  # end tokens included
         self._end_ids = frozenset(end_ids)
         self._tokens: list[list[int]] = [[] for _ in range(number)]
         self._logprobs: list[list[float]] = [[] for _ in range(number)]
 
     def add(self, tokens: np.ndarray, logprobs: np.ndarray) -> tuple[int | None, ...]:
-        """Take a step's tokens [B]; returns those that rows grew by."""
-        self.picked += int(self.growing.sum())
+        """Add the tokens [B] of a step; return the new token of each row or None."""
+        self.num_sampled += int(self.is_active.sum())
         is_end = np.asarray([int(token) in self._end_ids for token in tokens])
-        self.growing = self.growing & ~is_end
-        for row in np.flatnonzero(self.growing):
+        self.is_active = self.is_active & ~is_end
+        for row in np.flatnonzero(self.is_active):
             self._tokens[row].append(int(tokens[row]))
             self._logprobs[row].append(float(logprobs[row]))
         return tuple(
-            int(token) if grows else None for token, grows in zip(tokens, self.growing, strict=True)
+            int(token) if is_row_active else None
+            for token, is_row_active in zip(tokens, self.is_active, strict=True)
         )
 
     def continuations(self) -> tuple[Continuation, ...]:
-        """What every row generated."""
+        """Return the output of every row."""
         return tuple(
-            Continuation(tuple(tokens), tuple(logprobs), "length" if grows else "end")
-            for tokens, logprobs, grows in zip(
-                self._tokens, self._logprobs, self.growing, strict=True
+            Continuation(tuple(tokens), tuple(logprobs), "length" if is_row_active else "end")
+            for tokens, logprobs, is_row_active in zip(
+                self._tokens, self._logprobs, self.is_active, strict=True
             )
         )
 
 
-class _Engine:
-    """The three programs of a generation; keeps count of the time that compiling them takes."""
+class _CompiledPrograms:
+    """Compiled prefill, sampling and decode programs; measures compilation time."""
 
     def __init__(
         self,
         model: Decoder,
-        attends: tuple[Attend, Attend],
+        attends: tuple[AttentionFn, AttentionFn],
         options: GenerationOptions,
         *,
-        room: int,
+        capacity: int,
     ):
         graph, self._weights = nnx.split(model)
         self._key = jax.random.key(options.seed)
         self._settings: dict[Any, dict[str, Any]] = {
-            _prefill: {"graph": graph, "attend": attends[0], "room": room},
-            _pick: {"sampling": options.sampling},
+            _prefill: {"graph": graph, "attend": attends[0], "capacity": capacity},
+            _sample: {"sampling": options.sampling},
             _extend: {"graph": graph, "attend": attends[1]},
         }
         self._compiled: dict[Any, Any] = {}
         self.compile_seconds = 0.0
 
     def clock(self) -> float:
-        """Seconds that stand still while something compiles."""
+        """Return a time in seconds that excludes compilation."""
         return time.perf_counter() - self.compile_seconds
 
     def prefill(self, tokens, lengths) -> tuple[Array, AnyCache]:
         return self._run(_prefill, self._weights, jnp.asarray(tokens), jnp.asarray(lengths))
 
-    def pick(self, logits, step: int, seen) -> tuple[Array, Array, Array | None]:
-        return self._run(_pick, logits, self._key, jnp.int32(step), seen)
+    def sample(self, logits, step: int, seen) -> tuple[Array, Array, Array | None]:
+        return self._run(_sample, logits, self._key, jnp.int32(step), seen)
 
-    def extend(self, tokens, cache: AnyCache, growing) -> tuple[Array, AnyCache]:
-        return self._run(_extend, self._weights, tokens, cache, jnp.asarray(growing))
+    def extend(self, tokens, cache: AnyCache, is_active) -> tuple[Array, AnyCache]:
+        return self._run(_extend, self._weights, tokens, cache, jnp.asarray(is_active))
 
     def _run(self, program, *arguments):
         if program not in self._compiled:
             started = time.perf_counter()
-            # jit remembers what it lowered and compiled, so only the first generation pays.
+            # jit caches the compiled program for later generations.
             lowered = program.lower(*arguments, **self._settings[program])
             self._compiled[program] = lowered.compile()
             self.compile_seconds += time.perf_counter() - started
         return self._compiled[program](*arguments)
 
 
-@functools.partial(jax.jit, static_argnames=("graph", "attend", "room"))
+@functools.partial(jax.jit, static_argnames=("graph", "attend", "capacity"))
 def _prefill(
-    weights, tokens: Int[Array, "B T"], lengths: Int[Array, " B"], *, graph, attend, room: int
+    weights, tokens: Int[Array, "B T"], lengths: Int[Array, " B"], *, graph, attend, capacity: int
 ) -> tuple[Float[Array, "B vocab"], AnyCache]:
-    """Logits after the last token of each prompt, and the cache."""
+    """Return the logits after the last token of each prompt, and the cache."""
     model = nnx.merge(graph, weights)
-    hidden, cache = model.prefill(tokens, lengths, room=room, attend=attend)
+    hidden, cache = model.prefill(tokens, lengths, capacity=capacity, attend=attend)
     return model.logits(hidden[jnp.arange(tokens.shape[0]), lengths - 1]), cache
 
 
 @functools.partial(jax.jit, static_argnames=("graph", "attend"), donate_argnames=("cache",))
 def _extend(
-    weights, tokens: Int[Array, " B"], cache: AnyCache, growing: Bool[Array, " B"], *, graph, attend
+    weights,
+    tokens: Int[Array, " B"],
+    cache: AnyCache,
+    is_active: Bool[Array, " B"],
+    *,
+    graph,
+    attend,
 ) -> tuple[Float[Array, "B vocab"], AnyCache]:
-    """Logits after one more token in each row; a row that has ended stays as long as it is."""
+    """Append a token to each active row; return logits and cache."""
     model = nnx.merge(graph, weights)
-    hidden, longer = model.extend(tokens[:, None], cache, attend=attend)
-    lengths = jnp.where(growing, longer.lengths, cache.lengths)
-    return model.logits(hidden[:, 0]), dataclasses.replace(longer, lengths=lengths)
+    hidden, extended = model.extend(tokens[:, None], cache, attend=attend)
+    lengths = jnp.where(is_active, extended.lengths, cache.lengths)
+    return model.logits(hidden[:, 0]), dataclasses.replace(extended, lengths=lengths)
 
 
 @functools.partial(jax.jit, static_argnames=("sampling",))
-def _pick(
+def _sample(
     logits: Float[Array, "B vocab"],
     key: Key[Array, ""],
     step: Int[Array, ""],
     seen: Bool[Array, "B vocab"] | None,
     *,
-    sampling: Sampling,
+    sampling: SamplingParams,
 ) -> tuple[Int[Array, " B"], Float[Array, " B"], Bool[Array, "B vocab"] | None]:
-    """(tokens, their log-probabilities, the tokens seen by then)."""
-    tokens = pick(logits, sampling, key=key, step=step, seen=seen)
+    """Return tokens, their log-probabilities, and the updated `seen`."""
+    tokens = sample_tokens(logits, sampling, key=key, step=step, seen=seen)
     rows = jnp.arange(tokens.shape[0])
     logprobs = jax.nn.log_softmax(logits, axis=-1)[rows, tokens]
     return tokens, logprobs, None if seen is None else seen.at[rows, tokens].set(True)

@@ -1,4 +1,4 @@
-"""What decoding with native sparse attention keeps: blocks, summaries, a window and a run."""
+"""Decoding state of native sparse attention: keys, summaries, a window and the current run."""
 
 import dataclasses
 from typing import Any
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from xsake.attention import Blocks, Branches
-from xsake.kernels.pooled.compress import summaries_of
+from xsake.kernels.compressed.summaries import num_summaries
 from xsake.layout.pytree import register_layout
 
 _ARRAYS = (
@@ -20,112 +20,112 @@ _ARRAYS = (
 @register_layout(leaves=_ARRAYS, static=())
 @dataclasses.dataclass(frozen=True)
 class NativeState:
-    """One layer's memory: all keys that may be selected, and rings of the most recent ones.
+    """State of one layer: all selectable keys, and ring buffers of the most recent ones.
 
-    Slot i of `keys` holds position i, slot i of the summaries summary i; slot s of a ring holds
-    the latest position that is s modulo its size.
+    Slot i of `keys` holds position i, slot i of the summaries summary i; slot s of a ring buffer
+    holds the latest position that is s modulo its size.
     """
 
-    keys: Float[Array, "B room Hk D"]
-    values: Float[Array, "B room Hk D"]
+    keys: Float[Array, "B capacity Hk D"]
+    values: Float[Array, "B capacity Hk D"]
     window_keys: Float[Array, "B window Hk D"]
     window_values: Float[Array, "B window Hk D"]
     summary_keys: Float[Array, "B Nc Hk D"]
     summary_values: Float[Array, "B Nc Hk D"]
-    run_keys: Float[Array, "B length Hk D"]  # of the branch that is compressed
+    run_keys: Float[Array, "B length Hk D"]  # of the compressed branch
     run_values: Float[Array, "B length Hk D"]
 
     @classmethod
-    def holding(
+    def from_prefill(
         cls, k: Branches, v: Branches, summaries: tuple[Array, Array], lengths, blocks: Blocks,
-        room: int,
+        capacity: int,
     ) -> "NativeState":  # fmt: skip
-        """Room for `room` tokens that starts with texts of these lengths."""
+        """Create a state for `capacity` tokens from the keys and values of a prefill."""
 
-        def padded(x, size):
+        def pad(x, size):
             return jnp.pad(x, ((0, 0), (0, size - x.shape[1]), (0, 0), (0, 0)))
 
         def ring(x, size):
             slot = _ring_positions(lengths - 1, size)
             return jnp.take_along_axis(x, jnp.maximum(slot, 0)[:, :, None, None], axis=1)
 
-        number = summaries_of(room, blocks.length, blocks.stride)
+        number = num_summaries(capacity, blocks.length, blocks.stride)
         return cls(
-            padded(k.selected, room),
-            padded(v.selected, room),
+            pad(k.selected, capacity),
+            pad(v.selected, capacity),
             ring(k.window, blocks.window),
             ring(v.window, blocks.window),
-            padded(summaries[0], number),
-            padded(summaries[1], number),
+            pad(summaries[0], number),
+            pad(summaries[1], number),
             ring(k.compressed, blocks.length),
             ring(v.compressed, blocks.length),
         )
 
-    def with_token(self, k: Branches, v: Branches, position: Int[Array, " B"], blocks: Blocks,
+    def append(self, k: Branches, v: Branches, position: Int[Array, " B"], blocks: Blocks,
                    compress: tuple) -> "NativeState":  # fmt: skip
-        """One more token in every row; a summary is added whenever its run becomes whole."""
+        """Append a token to every row; add a summary when its run is complete."""
         rows = jnp.arange(position.shape[0])
-        put = lambda old, slot, new: old.at[rows, slot].set(new[:, 0], mode="drop")
+        write = lambda old, slot, new: old.at[rows, slot].set(new[:, 0], mode="drop")
         length, window = blocks.length, position % blocks.window
         run = [
-            put(old, position % length, new)
+            write(old, position % length, new)
             for old, new in ((self.run_keys, k.compressed), (self.run_values, v.compressed))
         ]
         order = (position[:, None] + 1 + jnp.arange(length)[None]) % length  # oldest first
         begin = position + 1 - length
-        is_whole = (begin >= 0) & (begin % blocks.stride == 0)
-        slot = jnp.where(is_whole, begin // blocks.stride, self.summary_keys.shape[1])
-        made = [
+        is_complete = (begin >= 0) & (begin % blocks.stride == 0)
+        slot = jnp.where(is_complete, begin // blocks.stride, self.summary_keys.shape[1])
+        summaries = [
             function(
                 jnp.take_along_axis(x, order[:, :, None, None], axis=1)[:, None], begin[:, None]
             )
             for x, function in zip(run, compress, strict=True)
         ]
         return NativeState(
-            put(self.keys, position, k.selected),
-            put(self.values, position, v.selected),
-            put(self.window_keys, window, k.window),
-            put(self.window_values, window, v.window),
-            put(self.summary_keys, slot, made[0]),
-            put(self.summary_values, slot, made[1]),
+            write(self.keys, position, k.selected),
+            write(self.values, position, v.selected),
+            write(self.window_keys, window, k.window),
+            write(self.window_values, window, v.window),
+            write(self.summary_keys, slot, summaries[0]),
+            write(self.summary_values, slot, summaries[1]),
             run[0],
             run[1],
         )
 
     def window_positions(self, position: Int[Array, " B"]) -> Int[Array, "B window"]:
-        """What is in each slot of the window's ring; a slot that is not filled is in the future."""
-        found = _ring_positions(position, self.window_keys.shape[1])
-        return jnp.where(found < 0, position[:, None] + 1, found)
+        """Return the position of each slot of the window; empty slots get a future position."""
+        positions = _ring_positions(position, self.window_keys.shape[1])
+        return jnp.where(positions < 0, position[:, None] + 1, positions)
 
 
 @register_layout(leaves=("layers", "lengths"), static=())
 @dataclasses.dataclass(frozen=True)
 class NativeCache:
-    """The states of all layers, stacked, for a batch of rows of different lengths."""
+    """Stacked states of all layers for a batch of rows of different lengths."""
 
-    layers: Any  # a NativeState whose arrays have a leading axis of layers
+    layers: Any  # a NativeState with a leading layer axis
     lengths: Int[Array, " B"]
 
     @property
-    def room(self) -> int:
-        """Tokens it can hold."""
+    def capacity(self) -> int:
+        """Maximum number of tokens."""
         return self.layers.keys.shape[2]
 
-    def of_layer(self, layer) -> NativeState:
-        """The state of one layer."""
+    def get_layer(self, layer) -> NativeState:
+        """Return the state of one layer."""
         return jax.tree.map(lambda x: x[layer], self.layers)
 
-    def with_layer(self, layer, state: NativeState) -> "NativeCache":
-        """The same with another state of one layer."""
-        put = lambda old, new: old.at[layer].set(new)
-        return dataclasses.replace(self, layers=jax.tree.map(put, self.layers, state))
+    def set_layer(self, layer, state: NativeState) -> "NativeCache":
+        """Return the cache with a new state of one layer."""
+        write = lambda old, new: old.at[layer].set(new)
+        return dataclasses.replace(self, layers=jax.tree.map(write, self.layers, state))
 
-    def longer_by(self, tokens: int) -> "NativeCache":
-        """The same, with so many more tokens in every row."""
+    def advance(self, tokens: int) -> "NativeCache":
+        """Return the cache with the length of every row increased by `tokens`."""
         return dataclasses.replace(self, lengths=self.lengths + tokens)
 
 
 def _ring_positions(last: Int[Array, " B"], size: int) -> Int[Array, "B size"]:
-    """The latest position up to `last` in every slot of a ring; negative where there is none."""
+    """Return the latest position up to `last` in every slot of a ring; negative if empty."""
     last = last[:, None]
     return last - (last - jnp.arange(size)[None]) % size

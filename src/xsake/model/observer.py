@@ -1,4 +1,4 @@
-"""Lets a decoder read while somebody watches its layers, on one device or a document on each."""
+"""Run a decoder with per-layer hooks, on one device or data-parallel."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -10,18 +10,18 @@ from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from xsake.model.attend import Attend, Dense
+from xsake.model.attend import AttentionFn, DenseAttention
 from xsake.model.decoder import Decoder
 
-CHUNK = 256  # tokens whose logits exist at once
+CHUNK = 256  # tokens per chunk of logits
 _WEIGHTS, _BATCH, _BY_LAYER = PartitionSpec(), PartitionSpec("data"), PartitionSpec(None, "data")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Tapped:
-    """Attention whose output goes through `tap(out, q, k, v, call, zeros)`."""
+class PerturbedAttention:
+    """Attention whose output is replaced by `tap(out, q, k, v, call, zeros)`."""
 
-    attend: Attend
+    attend: AttentionFn
     tap: Callable[..., Any]
     zeros: Any
 
@@ -30,14 +30,14 @@ class Tapped:
 
 
 class Observer:
-    """`observer(tokens, watch)`: what `watch` made of each layer, stacked over the layers.
+    """`observer(tokens, watch)` returns the results of the hook `watch`, stacked over layers.
 
-    Every new `watch` is compiled once; the weights are arguments of what is compiled.
+    Every new `watch` is compiled once, with the weights as arguments.
 
     Args:
         model: the decoder.
-        devices: the batch is cut over them, so that each reads its own documents.
-        attend: how layers look at each other.
+        devices: data-parallel devices for the batch.
+        attend: attention function.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Observer:
         model: Decoder,
         *,
         devices: Sequence[jax.Device] | None = None,
-        attend: Attend = Dense(),  # noqa: B008 (frozen)
+        attend: AttentionFn = DenseAttention(),  # noqa: B008 (frozen)
     ):
         self._graph, self._weights = nnx.split(model)
         self._devices = None if devices is None else tuple(devices)
@@ -58,36 +58,36 @@ class Observer:
             return model.observe(tokens, watch, attend=self._attend)
 
         if watch not in self._compiled:
-            self._compiled[watch] = self._shared(run, (_WEIGHTS, _BATCH))
+            self._compiled[watch] = self._compile(run, (_WEIGHTS, _BATCH))
         return self._compiled[watch](self._weights, tokens)
 
-    def slopes(
+    def grads(
         self, tokens: Int[Array, "B T"], seeds: Int[Array, " B"], tap: Callable, zeros: Any
     ) -> Any:
-        """The gradient by `zeros` of the log-probability of tokens that the model itself draws.
+        """Return the gradient by `zeros` of the log-probability of tokens sampled from the model.
 
         Args:
-            tokens: that the model reads; after each of them it draws one.
-            seeds: of the draws, one for each document.
-            tap: `tap(out, q, k, v, call, zeros)`, what layers go on with instead of `out`.
-            zeros: [layers, B, ...] arrays.
+            tokens: inputs; one token is sampled at each position.
+            seeds: sampling seeds, one per document.
+            tap: `tap(out, q, k, v, call, zeros)` replaces the attention output `out`.
+            zeros: [layers, B, ...] perturbations.
         """
 
         def log_probability(zeros, weights, tokens, seeds):
             model = nnx.merge(self._graph, weights)
-            model.is_rematerialised = True  # memory: the activations of one layer, not of all
-            hidden = model.hidden(tokens, attend=Tapped(self._attend, tap, zeros))
-            return jax.vmap(lambda x, seed: _drawn(model, x, seed))(hidden, seeds).sum()
+            model.remat = True  # keeps the activations of one layer only
+            hidden = model.hidden(tokens, attend=PerturbedAttention(self._attend, tap, zeros))
+            return jax.vmap(lambda x, seed: _sampled_log_prob(model, x, seed))(hidden, seeds).sum()
 
         def run(weights, tokens, seeds, zeros):
             return jax.grad(log_probability)(zeros, weights, tokens, seeds)
 
         if tap not in self._compiled:
-            self._compiled[tap] = self._shared(run, (_WEIGHTS, _BATCH, _BATCH, _BY_LAYER))
+            self._compiled[tap] = self._compile(run, (_WEIGHTS, _BATCH, _BATCH, _BY_LAYER))
         return self._compiled[tap](self._weights, tokens, seeds, zeros)
 
-    def _shared(self, run: Callable, specs: tuple[PartitionSpec, ...]) -> Callable:
-        """Compiled; each device runs its own documents."""
+    def _compile(self, run: Callable, specs: tuple[PartitionSpec, ...]) -> Callable:
+        """Compile a function; each device runs its share of the batch."""
         if self._devices is None:
             return jax.jit(run)
         mesh = Mesh(self._devices, ("data",))
@@ -96,20 +96,20 @@ class Observer:
         )
 
 
-def _drawn(model: Decoder, hidden: Float[Array, "T width"], seed) -> Float[Array, ""]:
-    """Log-probability of tokens drawn from the logits of hidden states, some at a time."""
+def _sampled_log_prob(model: Decoder, hidden: Float[Array, "T width"], seed) -> Float[Array, ""]:
+    """Return the log-probability of tokens sampled from hidden states, computed in chunks."""
     chunks = -(-hidden.shape[0] // CHUNK)
-    short = chunks * CHUNK - hidden.shape[0]
-    parts = jnp.pad(hidden, ((0, short), (0, 0))).reshape(chunks, CHUNK, -1)
-    is_there = jnp.arange(chunks * CHUNK).reshape(chunks, CHUNK) < hidden.shape[0]
+    padding = chunks * CHUNK - hidden.shape[0]
+    parts = jnp.pad(hidden, ((0, padding), (0, 0))).reshape(chunks, CHUNK, -1)
+    is_valid = jnp.arange(chunks * CHUNK).reshape(chunks, CHUNK) < hidden.shape[0]
 
     @jax.checkpoint
-    def of_part(part):
-        hidden, key, is_there = part
+    def chunk_log_prob(part):
+        hidden, key, is_valid = part
         logits = model.logits(hidden)
-        drawn = jax.random.categorical(key, jax.lax.stop_gradient(logits))
-        found = jnp.take_along_axis(jax.nn.log_softmax(logits), drawn[:, None], axis=-1)[:, 0]
-        return jnp.where(is_there, found, 0).sum()
+        sampled = jax.random.categorical(key, jax.lax.stop_gradient(logits))
+        log_probs = jnp.take_along_axis(jax.nn.log_softmax(logits), sampled[:, None], axis=-1)[:, 0]
+        return jnp.where(is_valid, log_probs, 0).sum()
 
     keys = jax.random.split(jax.random.key(seed), chunks)
-    return jax.lax.map(of_part, (parts, keys, is_there)).sum()
+    return jax.lax.map(chunk_log_prob, (parts, keys, is_valid)).sum()

@@ -1,4 +1,4 @@
-"""Rotary positions: frequencies with their scalings, and the rotation itself."""
+"""Rotary position embeddings: scaled frequencies and the rotation."""
 
 import math
 
@@ -10,7 +10,7 @@ from xsake.model.config import LinearScaling, Llama3Scaling, Rope, YarnScaling
 
 
 def frequencies(rope: Rope, head_dim: int) -> tuple[np.ndarray, float]:
-    """Radians per position of each pair of dimensions [D/2], and the factor on rotated vectors."""
+    """Return radians per position of each pair of dimensions [D/2], and the attention factor."""
     exponents = np.arange(0, head_dim, 2, dtype=np.float64) / head_dim
     plain = rope.base**-exponents
     match rope.scaling:
@@ -22,59 +22,59 @@ def frequencies(rope: Rope, head_dim: int) -> tuple[np.ndarray, float]:
             return _llama3(plain, scaling), 1.0
         case YarnScaling() as scaling:
             return _yarn(plain, rope.base, head_dim, scaling), scaling.attention_factor
-    raise AssertionError(f"no such scaling: {rope.scaling!r}")
+    raise AssertionError(f"unknown scaling: {rope.scaling!r}")
 
 
 def _llama3(plain: np.ndarray, scaling: Llama3Scaling) -> np.ndarray:
-    turns = scaling.original_context * plain / (2 * math.pi)
-    # 1 where a wave is short enough to be kept, 0 where it is slowed by the whole factor.
-    kept = (turns - scaling.low_factor) / (scaling.high_factor - scaling.low_factor)
+    rotations = scaling.original_context * plain / (2 * math.pi)
+    # 1: short wavelength, kept. 0: long wavelength, divided by the whole factor.
+    kept = (rotations - scaling.low_factor) / (scaling.high_factor - scaling.low_factor)
     kept = np.clip(kept, 0, 1)
     return kept * plain + (1 - kept) * plain / scaling.factor
 
 
 def _yarn(plain: np.ndarray, base: float, head_dim: int, scaling: YarnScaling) -> np.ndarray:
-    def pair_that_turns(turns: float) -> float:
-        """The (fractional) pair of dimensions that makes so many turns in the old context."""
-        wave = scaling.original_context / (turns * 2 * math.pi)
+    def find_pair(rotations: float) -> float:
+        """Return the (fractional) pair of dimensions with this number of rotations per context."""
+        wave = scaling.original_context / (rotations * 2 * math.pi)
         return head_dim * math.log(wave) / (2 * math.log(base))
 
-    low, high = pair_that_turns(scaling.beta_fast), pair_that_turns(scaling.beta_slow)
+    low, high = find_pair(scaling.beta_fast), find_pair(scaling.beta_slow)
     if scaling.is_truncated:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
     if low == high:
         high += 0.001  # a step instead of a ramp
-    slowed = np.clip((np.arange(head_dim // 2) - low) / (high - low), 0, 1)
-    return slowed * plain / scaling.factor + (1 - slowed) * plain
+    ramp = np.clip((np.arange(head_dim // 2) - low) / (high - low), 0, 1)
+    return ramp * plain / scaling.factor + (1 - ramp) * plain
 
 
 def yarn_attention_factor(factor: float) -> float:
-    """The factor YaRN gives rotated vectors unless a model states its own."""
+    """Return YaRN's default attention factor."""
     return 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
 
 
-def turns(
+def cos_sin_tables(
     ropes: tuple[Rope | None, ...], head_dim: int, positions: Int[Array, "B T"]
 ) -> Float[Array, "kinds 2 B T half"]:
-    """Cosines and sines for every kind of layer; a kind without rotation turns by nothing."""
-    found = []
+    """Return cosines and sines for every kind of layer; the identity for kinds without RoPE."""
+    tables = []
     for rope in ropes:
         if rope is None:
-            still = jnp.ones((*positions.shape, head_dim // 2), jnp.float32)
-            found.append(jnp.stack([still, jnp.zeros_like(still)]))
+            ones = jnp.ones((*positions.shape, head_dim // 2), jnp.float32)
+            tables.append(jnp.stack([ones, jnp.zeros_like(ones)]))
             continue
         rates, factor = frequencies(rope, head_dim)
         angles = positions.astype(jnp.float32)[..., None] * jnp.float32(rates)[None, None]
-        found.append(jnp.stack([jnp.cos(angles), jnp.sin(angles)]) * factor)
-    return jnp.stack(found)
+        tables.append(jnp.stack([jnp.cos(angles), jnp.sin(angles)]) * factor)
+    return jnp.stack(tables)
 
 
 def rotate(
     x: Float[Array, "B T H D"], cos_sin: Float[Array, "2 #B T half"]
 ) -> Float[Array, "B T H D"]:
-    """`x` turned by its positions, computed in float32, in the dtype of `x`."""
+    """Rotate `x` by its positions; computed in float32, returned in the dtype of `x`."""
     cos, sin = cos_sin[0][:, :, None], cos_sin[1][:, :, None]
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return turned.astype(x.dtype)
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return rotated.astype(x.dtype)

@@ -1,28 +1,28 @@
-"""The logical axes of parameters, and rules for them: what a loader puts where on a mesh."""
+"""Logical axes of parameters and sharding rules for them."""
 
 from jax.sharding import Mesh
 
 from xsake.errors import ArgumentError
-from xsake.placement import Rules, require_mesh_axes
+from xsake.sharding import ShardingRules, check_mesh_axes
 
 LOGICAL_AXES = (
     "layer", "vocab", "position", "embed", "q_heads", "kv_heads", "head_dim", "mlp",
     "branch", "run", "summary",
 )  # fmt: skip
 
-TENSOR_PARALLEL: Rules = {
+TENSOR_PARALLEL: ShardingRules = {
     "vocab": "tensor", "q_heads": "tensor", "kv_heads": "tensor", "mlp": "tensor",
 }  # fmt: skip
 
 
-def check_rules(mesh: Mesh, rules: Rules) -> None:
-    """Raise unless every rule is about axes that exist."""
+def check_rules(mesh: Mesh, rules: ShardingRules) -> None:
+    """Raise ArgumentError if a rule has an unknown logical or mesh axis."""
     for logical in rules:
         if logical not in LOGICAL_AXES:
             raise ArgumentError(
-                "a sharding rule is about an axis that no parameter has",
+                "a sharding rule has an unknown logical axis",
                 got=repr(logical),
                 expected="one of " + ", ".join(LOGICAL_AXES),
                 fix="rename the rule",
             )
-        require_mesh_axes(logical, rules, mesh)
+        check_mesh_axes(logical, rules, mesh)

@@ -1,4 +1,4 @@
-"""Text to token ids and back by a checkpoint's own tokenizer.json, all at once or as it comes."""
+"""Tokenizer of a checkpoint (tokenizer.json), with streaming decoding."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -9,21 +9,21 @@ import numpy as np
 from jaxtyping import Int
 
 from xsake.errors import CheckpointError, MissingExtraError
-from xsake.model.huggingface.files import Folder, parse_object
+from xsake.model.huggingface.files import CheckpointFolder, parse_object
 from xsake.model.tokenizer_file import (
     MAX_VALUES,
     TOKENIZER,
+    invalid_tokenizer,
     library_errors,
-    require_sound,
-    unsound,
+    validate_tokenizer,
 )
 
 MAX_TOKENIZER_BYTES, MAX_SETTINGS_BYTES = 2**27, 2**24
 
-# Three files may name the end: models of one text and models of many turns differ in which do.
-_IDS_IN = ("config.json", "generation_config.json")
-_WORDS_IN = "tokenizer_config.json"
-_UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+# Any of three files may define end tokens.
+_ID_FILES = ("config.json", "generation_config.json")
+_TOKEN_FILE = "tokenizer_config.json"
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Tokenizer:
 
     Args:
         inner: a `tokenizers.Tokenizer`.
-        end_ids: tokens after which there is nothing more, ascending.
+        end_ids: end tokens, ascending.
     """
 
     inner: Any
@@ -40,129 +40,130 @@ class Tokenizer:
 
     @classmethod
     def load(cls, directory: str | Path) -> "Tokenizer":
-        """The tokenizer in a checkpoint's directory.
+        """Load the tokenizer of a checkpoint.
 
         Args:
             directory: has tokenizer.json; config.json, generation_config.json and
-                tokenizer_config.json may name the tokens that end a text.
+                tokenizer_config.json may define end tokens.
 
         Returns:
-            A tokenizer that neither truncates nor pads, whatever the file asks for.
+            A tokenizer without truncation and padding.
         """
-        tokenizers = _package()
-        folder = Folder.at(directory)
+        tokenizers = _import_tokenizers()
+        folder = CheckpointFolder.open(directory)
         path = folder.file(TOKENIZER)
         if path.stat().st_size > MAX_TOKENIZER_BYTES:
-            raise unsound(f"{path.stat().st_size} bytes, at most {MAX_TOKENIZER_BYTES} are read")
+            raise invalid_tokenizer(
+                f"{path.stat().st_size} bytes, at most {MAX_TOKENIZER_BYTES} are supported"
+            )
         content = path.read_bytes()
         try:
             document = parse_object(
                 content, TOKENIZER, max_bytes=MAX_TOKENIZER_BYTES, max_values=MAX_VALUES
             )
         except CheckpointError as broken:
-            raise unsound(str(broken.got)) from broken
-        require_sound(document, tokenizers.Regex)
+            raise invalid_tokenizer(str(broken.got)) from broken
+        validate_tokenizer(document, tokenizers.Regex)
         with library_errors():
             inner = tokenizers.Tokenizer.from_buffer(content)
         inner.no_truncation()
         inner.no_padding()
-        return cls(inner, _end_ids(folder, inner))
+        return cls(inner, _find_end_ids(folder, inner))
 
     @property
     def vocab_size(self) -> int:
-        """Tokens it knows, special ones included; a model's table may be longer."""
+        """Number of tokens, special ones included; a model's embedding may be larger."""
         return self.inner.get_vocab_size(with_added_tokens=True)
 
-    def encode(self, text: str, *, adds_special: bool = False) -> Int[np.ndarray, " n"]:
-        """The tokens of a text, int32.
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> Int[np.ndarray, " n"]:
+        """Return the tokens of a text, int32.
 
         Args:
-            text: where it spells a special token, it means that token.
-            adds_special: whether to put around it what the file says belongs there, such as a
-                token that opens every text.
+            text: special tokens in it are parsed.
+            add_special_tokens: whether to add the special tokens of the file, such as BOS.
         """
         with library_errors():
-            found = self.inner.encode(text, add_special_tokens=adds_special)
-        return np.asarray(found.ids, np.int32)
+            encoding = self.inner.encode(text, add_special_tokens=add_special_tokens)
+        return np.asarray(encoding.ids, np.int32)
 
-    def decode(self, ids: Iterable[int] | np.ndarray, *, shows_special: bool = False) -> str:
-        """The text of tokens; bytes that are no UTF-8 become U+FFFD.
+    def decode(self, ids: Iterable[int] | np.ndarray, *, keep_special_tokens: bool = False) -> str:
+        """Return the text of tokens; invalid UTF-8 becomes U+FFFD.
 
         Args:
             ids: token ids.
-            shows_special: whether special tokens are spelled out; they leave nothing otherwise.
+            keep_special_tokens: whether special tokens are included in the text.
         """
         plain = [int(token) for token in ids]
         with library_errors():
-            return self.inner.decode(plain, skip_special_tokens=not shows_special)
+            return self.inner.decode(plain, skip_special_tokens=not keep_special_tokens)
 
-    def streaming(self) -> "TextStream":
-        """A decoder that is given one token after the other."""
+    def stream(self) -> "TextStream":
+        """Return a streaming decoder."""
         return TextStream(self)
 
 
 class TextStream:
-    """Text that grows token by token; half a character waits until the rest of it has come.
+    """Streaming decoder; incomplete characters are held back.
 
     Args:
-        tokenizer: decodes.
+        tokenizer: used for decoding.
     """
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
-        # How a token reads may depend on what stands before it (a leading space, say), so new
-        # tokens are decoded together with those that made the last piece of text.
-        self._shown: list[int] = []
+        # The text of a token may depend on earlier ones (such as a leading space), so new tokens
+        # are decoded together with those of the last emitted text.
+        self._emitted: list[int] = []
         self._pending: list[int] = []
 
     def push(self, token: int | np.integer) -> str:
-        """What can be shown now that this token is there; often a word, sometimes nothing."""
+        """Add a token and return the new text, which may be empty."""
         self._pending.append(int(token))
         return self._new_text(is_last=False)
 
     def finish(self) -> str:
-        """What was held back, complete or not."""
+        """Return the text that was held back, complete or not."""
         return self._new_text(is_last=True)
 
     def _new_text(self, *, is_last: bool) -> str:
         decode = self._tokenizer.decode
-        text = decode(self._shown + self._pending)
-        if text.endswith(_UNFINISHED) and not is_last:
+        text = decode(self._emitted + self._pending)
+        if text.endswith(_INCOMPLETE) and not is_last:
             return ""
-        new = text[len(decode(self._shown)) :]
-        self._shown = self._pending if new else self._shown + self._pending
+        new = text[len(decode(self._emitted)) :]
+        self._emitted = self._pending if new else self._emitted + self._pending
         self._pending = []
         return new
 
 
-def _package() -> Any:
+def _import_tokenizers() -> Any:
     try:
         import tokenizers
     except ModuleNotFoundError as missing:
         raise MissingExtraError(
-            "reading tokenizer.json needs the package tokenizers",
+            "tokenizer.json requires the package tokenizers",
             fix='pip install "xsake[model]"',
         ) from missing
     return tokenizers
 
 
-def _end_ids(folder: Folder, inner: Any) -> tuple[int, ...]:
-    found: set[int] = set()
-    for name in _IDS_IN:
+def _find_end_ids(folder: CheckpointFolder, inner: Any) -> tuple[int, ...]:
+    ids: set[int] = set()
+    for name in _ID_FILES:
         if folder.has(name):
             settings = folder.json(name, max_bytes=MAX_SETTINGS_BYTES)
-            found |= _ids(name, settings.get("eos_token_id"))
-    if folder.has(_WORDS_IN):
-        word = folder.json(_WORDS_IN, max_bytes=MAX_SETTINGS_BYTES).get("eos_token")
-        found |= _id_of(inner, word.get("content") if isinstance(word, dict) else word)
-    return tuple(sorted(found))
+            ids |= _parse_ids(name, settings.get("eos_token_id"))
+    if folder.has(_TOKEN_FILE):
+        token = folder.json(_TOKEN_FILE, max_bytes=MAX_SETTINGS_BYTES).get("eos_token")
+        ids |= _token_to_ids(inner, token.get("content") if isinstance(token, dict) else token)
+    return tuple(sorted(ids))
 
 
-def _ids(name: str, value: Any) -> set[int]:
+def _parse_ids(name: str, value: Any) -> set[int]:
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if not all(type(one) is int and 0 <= one < 2**31 for one in ids):
         raise CheckpointError(
-            f"{name} does not say properly which tokens end a text",
+            f"{name} has an invalid eos_token_id",
             got=f"eos_token_id: {value!r}"[:200],
             expected="a token id, a list of them, or null",
             fix=f"correct eos_token_id in {name}",
@@ -170,15 +171,15 @@ def _ids(name: str, value: Any) -> set[int]:
     return set(ids)
 
 
-def _id_of(inner: Any, word: Any) -> set[int]:
-    if word is None:
+def _token_to_ids(inner: Any, token: Any) -> set[int]:
+    if token is None:
         return set()
-    known = inner.token_to_id(word) if isinstance(word, str) else None
-    if known is None:
+    token_id = inner.token_to_id(token) if isinstance(token, str) else None
+    if token_id is None:
         raise CheckpointError(
-            f"{_WORDS_IN} ends texts with a token that {TOKENIZER} does not have",
-            got=f"eos_token: {word!r}"[:200],
-            expected="one of its tokens, or null",
+            f"eos_token of {_TOKEN_FILE} is not in {TOKENIZER}",
+            got=f"eos_token: {token!r}"[:200],
+            expected="a token of the vocabulary, or null",
             fix="take both files from the same version of the model",
         )
-    return {known}
+    return {token_id}

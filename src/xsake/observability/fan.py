@@ -1,4 +1,4 @@
-"""Tells trackers what a run found, each from a thread of its own that the run never waits for."""
+"""Asynchronous trackers: one thread per tracker; the run never waits for them."""
 
 import logging
 import queue
@@ -7,93 +7,94 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from xsake.observability.metrics import flat
-from xsake.observability.tracker import MakeTracker
+from xsake.observability.metrics import flatten_metrics
+from xsake.observability.tracker import TrackerFactory
 
 FINISH_SECONDS = 5.0
-PAUSE_SECONDS = 1.0
-"""Between two looks at what waits: a tracker that woke with every step would take turns with it."""
-_MOST_WAITING = 4096  # lines of a slow tracker; older ones are dropped
-_MOST_FAILURES = 3  # in a row, then a tracker is left alone
+INTERVAL_SECONDS = 1.0
+"""Interval of the worker threads; a wake-up per step would compete with the training thread."""
+_MAX_QUEUED = 4096  # records; the oldest are dropped
+_MAX_FAILURES = 3  # in a row; the tracker is then disabled
 _LOG = logging.getLogger(__name__)
 
-_Told = tuple[int, Mapping[str, Any]]
+_Record = tuple[int, Mapping[str, Any]]
 
 
-class Fan:
-    """Hands lines to trackers; returns at once, whatever they do.
+class AsyncTrackers:
+    """Log records to trackers without blocking.
 
-    A tracker that is slow loses its oldest waiting lines, one that raises again and again is left
-    alone, and one that hangs at the end is left behind. What is lost is counted, and the metrics
-    file of the run has it anyway.
+    A slow tracker loses its oldest queued records, one that fails repeatedly is disabled, and one
+    that hangs at the end is abandoned. Lost records are counted; the metrics file has all of them.
 
-    Trackers are told once in a while, and then only the newest line of those that say the same
-    kind of thing.
+    Each tracker is called once per interval, with the newest of the records that have the same
+    names.
 
     Args:
-        trackers: by name; made in their threads.
-        seconds: between two times; 0 tells every line at once.
-        capacity: lines that wait for each tracker.
+        trackers: factories by name, called in the worker threads.
+        seconds: interval; 0 logs every record at once.
+        capacity: maximum number of queued records per tracker.
     """
 
     def __init__(
         self,
-        trackers: Mapping[str, MakeTracker],
+        trackers: Mapping[str, TrackerFactory],
         *,
-        seconds: float = PAUSE_SECONDS,
-        capacity: int = _MOST_WAITING,
+        seconds: float = INTERVAL_SECONDS,
+        capacity: int = _MAX_QUEUED,
     ):
-        self._lanes = [_Lane(name, make, seconds, capacity) for name, make in trackers.items()]
+        self._workers = [
+            _TrackerWorker(name, make, seconds, capacity) for name, make in trackers.items()
+        ]
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
-        """One more line for every tracker.
+        """Queue a record for every tracker.
 
         Args:
-            step: its number.
-            values: as the metrics file has them; not changed afterwards.
+            step: number of the step.
+            values: as in the metrics file; must not be modified afterwards.
         """
-        for lane in self._lanes:
-            lane.put((step, values))
+        for worker in self._workers:
+            worker.put((step, values))
 
     def finish(self, seconds: float = FINISH_SECONDS) -> None:
-        """Let trackers end; all of them together have so long.
+        """Flush and finish all trackers.
 
         Args:
-            seconds: after which those that are not done are left behind.
+            seconds: total timeout; trackers that are not finished by then are abandoned.
         """
         end = time.monotonic() + seconds
-        for lane in self._lanes:
-            lane.put(None)
-        for lane in self._lanes:
-            lane.join(max(0.0, end - time.monotonic()))
+        for worker in self._workers:
+            worker.put(None)
+        for worker in self._workers:
+            worker.join(max(0.0, end - time.monotonic()))
 
     @property
     def dropped(self) -> dict[str, int]:
-        """Lines that each tracker did not get."""
-        return {lane.name: lane.dropped for lane in self._lanes}
+        """Number of lost records by tracker."""
+        return {worker.name: worker.dropped for worker in self._workers}
 
 
-class _Lane:
-    """One tracker, its thread and what waits for it."""
+class _TrackerWorker:
+    """One tracker with its thread and queue."""
 
-    def __init__(self, name: str, make: MakeTracker, seconds: float, capacity: int):
+    def __init__(self, name: str, make: TrackerFactory, seconds: float, capacity: int):
         self.name, self.dropped, self._seconds = name, 0, seconds
-        self._make, self._is_off = make, False
-        self._queue: queue.Queue[_Told | None] = queue.Queue(capacity)
-        self._ends = threading.Event()
-        # A daemon, so that one that hangs does not keep the process.
+        self._make, self._is_disabled = make, False
+        self._queue: queue.Queue[_Record | None] = queue.Queue(capacity)
+        self._closing = threading.Event()
+        # A daemon, so that a hanging tracker does not keep the process alive.
         self._thread = threading.Thread(target=self._run, name=f"tracker {name}", daemon=True)
         self._thread.start()
 
-    def put(self, told: _Told | None) -> None:
-        if self._is_off:
-            self.dropped += told is not None
+    def put(self, record: _Record | None) -> None:
+        if self._is_disabled:
+            self.dropped += record is not None
             return
-        if told is None:
-            self._ends.set()
+        if record is None:
+            self._closing.set()
         while True:
             try:
-                return self._queue.put_nowait(told)
+                return self._queue.put_nowait(record)
             except queue.Full:
                 self._drop_oldest()
 
@@ -103,70 +104,70 @@ class _Lane:
         except queue.Empty:
             return
         if not self.dropped:
-            _LOG.warning("the tracker %s is too slow: its oldest lines are dropped", self.name)
+            _LOG.warning("the tracker %s is too slow: its oldest records are dropped", self.name)
         self.dropped += 1
 
     def join(self, seconds: float) -> None:
         self._thread.join(seconds)
         if self._thread.is_alive():
-            _LOG.warning("the tracker %s does not end, and is left behind", self.name)
+            _LOG.warning("the tracker %s did not finish in time and is abandoned", self.name)
         if self.dropped:
             _LOG.warning(
-                "the tracker %s missed %d lines, which metrics.jsonl has", self.name, self.dropped
+                "the tracker %s lost %d records; metrics.jsonl has them", self.name, self.dropped
             )
 
     def _run(self) -> None:
         try:
             self._serve()
-        except Exception as error:  # noqa: BLE001 (whatever a tracker raises, the run goes on)
-            _LOG.warning("the tracker %s is left alone: %s", self.name, _told(error))
-        self._is_off = True
+        except Exception as error:  # noqa: BLE001 (tracker errors must not stop the run)
+            _LOG.warning("the tracker %s is disabled: %s", self.name, _describe_error(error))
+        self._is_disabled = True
 
     def _serve(self) -> None:
         tracker, failures, is_over = self._make(), 0, False
         while not is_over:
-            lines, is_over = self._waiting()
-            for step, values in newest_of(lines) if self._seconds else lines:
+            records, is_over = self._take()
+            for step, values in keep_latest(records) if self._seconds else records:
                 try:
-                    tracker.log(step, flat(values))
+                    tracker.log(step, flatten_metrics(values))
                     failures = 0
                 except Exception as error:
                     self.dropped, failures = self.dropped + 1, failures + 1
-                    if failures == _MOST_FAILURES:
+                    if failures == _MAX_FAILURES:
                         raise
-                    _LOG.warning("the tracker %s: %s", self.name, _told(error))
-            self._ends.wait(self._seconds)
+                    _LOG.warning("the tracker %s: %s", self.name, _describe_error(error))
+            self._closing.wait(self._seconds)
         tracker.finish()
 
-    def _waiting(self) -> tuple[list[_Told], bool]:
-        """All lines that wait, one at least but at the end, and whether they are the last."""
-        lines: list[_Told] = []
-        told = self._queue.get()
-        while told is not None:
-            lines.append(told)
+    def _take(self) -> tuple[list[_Record], bool]:
+        """Wait for records; return all queued ones, and whether they are the last."""
+        records: list[_Record] = []
+        record = self._queue.get()
+        while record is not None:
+            records.append(record)
             try:
-                told = self._queue.get_nowait()
+                record = self._queue.get_nowait()
             except queue.Empty:
-                return lines, False
-        return lines, True
+                return records, False
+        return records, True
 
 
-def newest_of(lines: Sequence[_Told]) -> list[_Told]:
-    """Lines without those of which a later one has all names; what says yes to something stays.
+def keep_latest(records: Sequence[_Record]) -> list[_Record]:
+    """Drop records whose names all occur in a later one, except those with a True value.
 
     Example:
-        >>> newest_of([(0, {"a": 1, "is_b": True}), (1, {"a": 2}), (1, {"c": 1}), (2, {"a": 3})])
+        >>> keep_latest([(0, {"a": 1, "is_b": True}), (1, {"a": 2}), (1, {"c": 1}), (2, {"a": 3})])
         [(0, {'a': 1, 'is_b': True}), (1, {'c': 1}), (2, {'a': 3})]
     """
     seen: list[set[str]] = []
-    found: list[_Told] = []
-    for step, values in reversed(lines):
+    newest: list[_Record] = []
+    for step, values in reversed(records):
         names = set(values)
         if any(value is True for value in values.values()) or not any(names <= x for x in seen):
-            found.append((step, values))
+            newest.append((step, values))
             seen.append(names)
-    return found[::-1]
+    return newest[::-1]
 
 
-def _told(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"[:300]

@@ -1,8 +1,8 @@
-"""Goodput: which share of a run's time went into steps that lasted, and where the rest went.
+"""Goodput: share of a run's time spent on new steps, and a breakdown of the rest.
 
-A file grows by a line of JSON about every second while the run lives, and by one more whenever it
-is started again. Times within a life come from a clock that never jumps; between lives there is
-only the wall clock, whose jumps backward count as no time at all.
+The file gets one JSON line about every second, and one at the start of every attempt. Times within
+an attempt use a monotonic clock; times between attempts use the wall clock, and negative
+differences count as 0.
 """
 
 import collections
@@ -21,82 +21,82 @@ from xsake._io import JsonlLog
 from xsake._schema import Frozen
 from xsake.errors import ArgumentError
 
-Spent = Literal["init", "data", "step", "save", "restore", "recompute", "evaluation", "other"]
-Kind = Literal[Spent, "idle"]
-MEANINGS: dict[Kind, str] = {
-    "step": "new steps of training",
-    "init": "start of a life: devices, model, compilation",
+Category = Literal["init", "data", "step", "save", "restore", "recompute", "evaluation", "other"]
+TimeCategory = Literal[Category, "idle"]
+MEANINGS: dict[TimeCategory, str] = {
+    "step": "new training steps",
+    "init": "startup: devices, model, compilation",
     "data": "waiting for batches",
-    "save": "checkpoints: the part that training waits for",
+    "save": "checkpoints: the blocking part",
     "restore": "reading a checkpoint",
-    "recompute": "steps that an earlier life had done and lost",
+    "recompute": "steps repeated after a restart",
     "evaluation": "evaluation",
-    "idle": "between lives: from the last line of one to the first of the next",
+    "idle": "between attempts: from the last line of one to the first of the next",
     "other": "everything else",
 }
 _FLUSH_SECONDS = 1.0
-_MOST_LINE_BYTES = 4096
+_MAX_LINE_BYTES = 4096
 _Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 _Count = Annotated[int, Field(ge=0)]
 
 
-class _Line(Frozen, strict=True):
-    """One line of the file.
+class _GoodputLine(Frozen, strict=True):
+    """Line of the file.
 
     Attributes:
-        life: first line of a life, or a later one.
-        wall: seconds since 1970, by the wall clock.
-        seconds: spent since the line before, by kind.
-        step: the last step that was done in this life.
-        redone: steps since the line before that an earlier life had done already.
+        life: whether this is the first line of an attempt, or a later one.
+        wall: wall-clock time in seconds since 1970.
+        seconds: spent since the previous line, by category.
+        step: last finished step of the attempt.
+        redone: steps since the previous line that an earlier attempt had finished.
     """
 
     life: Literal["begins", "goes on"]
     wall: Annotated[float, Field(allow_inf_nan=False)]
-    seconds: dict[Spent, _Seconds] = {}
+    seconds: dict[Category, _Seconds] = {}
     step: _Count | None = None
     redone: _Count = 0
 
 
 @dataclass(frozen=True)
 class Goodput:
-    """Where the time of a run went, from its first life to the last line of its last.
+    """Breakdown of the time of a run.
 
     Args:
-        seconds: by kind; all kinds are there.
-        lives: how often the run was started.
-        last_step: the highest step that was done; None if there was none.
-        lost_steps: steps that had to be done again, counted as often as they were.
-        unreadable: lines that a crash left unfinished.
+        seconds: by category; all categories are present.
+        attempts: number of starts of the run.
+        last_step: highest finished step; None if there is none.
+        lost_steps: number of repeated steps, with multiplicity.
+        unreadable: number of truncated lines.
     """
 
-    seconds: dict[Kind, float]
-    lives: int
+    seconds: dict[TimeCategory, float]
+    attempts: int
     last_step: int | None
     lost_steps: int
     unreadable: int = 0
 
     @property
     def total_seconds(self) -> float:
-        """Of all lives and the time between them."""
+        """Time of all attempts and between them."""
         return sum(self.seconds.values())
 
     @property
     def share(self) -> float:
-        """Of new steps in all the time; 0 for a run that took none."""
+        """Share of new steps in the total time; 0 if that is 0."""
         return self.seconds["step"] / self.total_seconds if self.total_seconds > 0 else 0.0
 
 
-class Recorder:
-    """Writes down where the time goes; it is always in exactly one kind, so that nothing is lost.
+class GoodputRecorder:
+    """Record the time of a run; every moment belongs to exactly one category.
 
-    What happens outside of `during` and `step` is `init` before the first step and `other`
-    afterwards. Devices work while Python goes on: wait for results inside the span that they
-    belong to. A full disk does not stop a run: what cannot be written is written later.
+    Time outside of `during` and `step` is `init` before the first step and `other` afterwards. JAX
+    dispatch is asynchronous: wait for results inside the span that they belong to. A full disk
+    does not stop the run: lines are written later.
 
     Args:
-        path: the file, which only grows; None writes nothing, for all processes but the first.
-        clock: seconds that never jump.
+        path: append-only file; None (all processes but the primary one) disables writing.
+        clock: monotonic time in seconds.
         wall_clock: seconds since 1970.
     """
 
@@ -108,11 +108,11 @@ class Recorder:
         wall_clock: Callable[[], float] = time.time,
     ):
         self._clock, self._wall_clock = clock, wall_clock
-        self._kinds: list[Spent] = ["init"]
-        self._mark = self._written = clock()
-        self._spent: dict[Spent, float] = collections.defaultdict(float)
+        self._categories: list[Category] = ["init"]
+        self._last_mark = self._written = clock()
+        self._spent: dict[Category, float] = collections.defaultdict(float)
         self._last_step: int | None = None
-        self._step_kind: Spent = "step"
+        self._step_category: Category = "step"
         self._done_before, self._redone = -1, 0
         self._log: JsonlLog | None = None
         self._has_warned = False
@@ -122,69 +122,69 @@ class Recorder:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._log = JsonlLog(path)
             if path.exists():
-                steps = [line.step for line in _lines(path) if line and line.step is not None]
+                steps = [line.step for line in _read_lines(path) if line and line.step is not None]
                 self._done_before = max(steps, default=-1)
-            self._append(_Line(life="begins", wall=wall_clock()), sync=True)
+            self._append(_GoodputLine(life="begins", wall=wall_clock()), sync=True)
         except OSError as error:
             raise ArgumentError(
-                "goodput cannot be written",
+                "cannot write goodput",
                 got=f"{path}: {error.strerror}",
-                expected="a file that can be added to",
+                expected="a writable file",
             ) from error
 
     @contextlib.contextmanager
-    def during(self, kind: Spent) -> Iterator[None]:
-        """The time of the body is of this kind; what it interrupts does not count on meanwhile.
+    def during(self, category: Category) -> Iterator[None]:
+        """Attribute the time of the body to a category.
 
         Args:
-            kind: such as "data", "save" or "evaluation".
+            category: such as "data", "save" or "evaluation".
         """
-        if kind not in get_args(Spent):
-            raise ArgumentError("there is no such kind of time", got=kind, expected=get_args(Spent))
+        if category not in get_args(Category):
+            raise ArgumentError("unknown category", got=category, expected=get_args(Category))
         self._settle()
-        self._kinds.append(kind)
+        self._categories.append(category)
         try:
             yield
         finally:
             self._settle()
-            self._kinds.pop()
-            if self._mark - self._written >= _FLUSH_SECONDS:
+            self._categories.pop()
+            if self._last_mark - self._written >= _FLUSH_SECONDS:
                 self.flush()
 
     @contextlib.contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """The body is a step of training; one that an earlier life had done is recomputed.
+        """Attribute the time of the body to a training step, or to `recompute` if it is repeated.
 
         Args:
-            number: of the step; it counts as done when the body ends without an error.
+            number: of the step, which is finished when the body ends without an error.
         """
         is_redone = number <= self._done_before
-        self._step_kind = "recompute" if is_redone else "step"
-        with self.during(self._step_kind):
-            self._kinds[0] = "other"
+        self._step_category = "recompute" if is_redone else "step"
+        with self.during(self._step_category):
+            self._categories[0] = "other"
             yield
             self._last_step = number
             self._redone += is_redone
 
     @contextlib.contextmanager
     def rest_of_step(self) -> Iterator[None]:
-        """The body waits for results of the last step, which belong to its time."""
-        with self.during(self._step_kind):
+        """Attribute the wait for results of the last step to that step."""
+        with self.during(self._step_category):
             yield
 
     def flush(self) -> None:
-        """Write down what has been spent so far."""
+        """Write the time spent so far."""
         self._flush(sync=False)
 
     def _flush(self, *, sync: bool) -> None:
         self._settle()
-        self._written = self._mark
+        self._written = self._last_mark
         if self._log is None:
             return
-        line = _Line(
+        line = _GoodputLine(
             life="goes on",
             wall=self._wall_clock(),
-            seconds={kind: round(seconds, 6) for kind, seconds in self._spent.items()},
+            seconds={category: round(seconds, 6) for category, seconds in self._spent.items()},
             step=self._last_step,
             redone=self._redone,
         )
@@ -197,94 +197,93 @@ class Recorder:
         self._redone = 0
 
     def close(self) -> None:
-        """Write down the rest; the life is over."""
+        """Write the remaining time and end the attempt."""
         self._flush(sync=True)
         self._log = None
 
-    def __enter__(self) -> "Recorder":
+    def __enter__(self) -> "GoodputRecorder":
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _append(self, line: _Line, *, sync: bool) -> None:
+    def _append(self, line: _GoodputLine, *, sync: bool) -> None:
         assert self._log is not None
         self._log.append(line.model_dump_json(exclude_defaults=True), sync=sync)
 
     def _settle(self) -> None:
         now = self._clock()
-        self._spent[self._kinds[-1]] += max(0.0, now - self._mark)
-        self._mark = now
+        self._spent[self._categories[-1]] += max(0.0, now - self._last_mark)
+        self._last_mark = now
 
     def _warn(self, error: OSError) -> None:
         if not self._has_warned:
             self._has_warned = True
-            message = f"goodput cannot be written for now: {error.strerror}"
+            message = f"cannot write goodput, will retry: {error.strerror}"
             warnings.warn(message, RuntimeWarning, stacklevel=3)
 
 
-def report(path: Path) -> Goodput:
-    """What the file of a run says.
+def read_goodput(path: Path) -> Goodput:
+    """Read the goodput file of a run.
 
     Args:
-        path: as a recorder wrote it.
+        path: written by a `GoodputRecorder`.
     """
-    seconds: dict[Kind, float] = dict.fromkeys(MEANINGS, 0.0)
-    lives = lost = unreadable = 0
+    seconds: dict[TimeCategory, float] = dict.fromkeys(MEANINGS, 0.0)
+    attempts = lost = unreadable = 0
     last_step: int | None = None
     wall: float | None = None
     try:
-        for line in _lines(path):
+        for line in _read_lines(path):
             if line is None:
                 unreadable += 1
                 continue
             if line.life == "begins":
-                lives += 1
+                attempts += 1
                 seconds["idle"] += max(0.0, line.wall - wall) if wall is not None else 0.0
             wall = line.wall
             lost += line.redone
             if line.step is not None:
                 last_step = max(line.step, last_step or 0)
-            for kind, spent in line.seconds.items():
-                seconds[kind] += spent
+            for category, spent in line.seconds.items():
+                seconds[category] += spent
     except OSError as error:
         raise ArgumentError(
-            "goodput cannot be read", got=f"{path}: {error.strerror}", expected="a recorder's file"
+            "cannot read goodput", got=f"{path}: {error.strerror}", expected="a goodput file"
         ) from error
-    if not lives:
-        raise ArgumentError("the file tells of no life", got=path, expected="a recorder's file")
-    return Goodput(seconds, lives, last_step, lost, unreadable)
+    if not attempts:
+        raise ArgumentError("the file has no attempt", got=path, expected="a goodput file")
+    return Goodput(seconds, attempts, last_step, lost, unreadable)
 
 
-def table(found: Goodput) -> Table:
-    """Goodput for the screen: the share of every kind of time, the good one first.
+def goodput_table(goodput: Goodput) -> Table:
+    """Render goodput as a table of categories.
 
     Args:
-        found: by `report`.
+        goodput: from `read_goodput`.
     """
-    steps = "no step" if found.last_step is None else f"step {found.last_step}"
-    title = (
-        f"Goodput {found.share:.1%}: {steps}, lives: {found.lives}, lost steps: {found.lost_steps}"
-    )
-    drawn = Table(title=title, title_justify="left", caption_justify="left")
+    steps = "no step" if goodput.last_step is None else f"step {goodput.last_step}"
+    counts = f"attempts: {goodput.attempts}, lost steps: {goodput.lost_steps}"
+    title = f"Goodput {goodput.share:.1%}: {steps}, {counts}"
+    rendered = Table(title=title, title_justify="left", caption_justify="left")
     for name in ("time", "seconds", "share"):
-        drawn.add_column(name, justify="left" if name == "time" else "right")
-    drawn.add_column("what it is")
-    for kind, meaning in MEANINGS.items():
-        seconds = found.seconds[kind]
-        share = seconds / found.total_seconds if found.total_seconds > 0 else 0.0
-        style = "bold" if kind == "step" else "dim" if not seconds else None
-        drawn.add_row(kind, f"{seconds:,.1f}", f"{share:.1%}", meaning, style=style)
-    if found.unreadable:
-        drawn.caption = f"lines that a crash left unfinished: {found.unreadable}"
-    return drawn
+        rendered.add_column(name, justify="left" if name == "time" else "right")
+    rendered.add_column("description")
+    for category, meaning in MEANINGS.items():
+        seconds = goodput.seconds[category]
+        share = seconds / goodput.total_seconds if goodput.total_seconds > 0 else 0.0
+        style = "bold" if category == "step" else "dim" if not seconds else None
+        rendered.add_row(category, f"{seconds:,.1f}", f"{share:.1%}", meaning, style=style)
+    if goodput.unreadable:
+        rendered.caption = f"truncated lines: {goodput.unreadable}"
+    return rendered
 
 
-def _lines(path: Path) -> Iterator[_Line | None]:
-    """The lines of a file; None for one that cannot be read."""
+def _read_lines(path: Path) -> Iterator[_GoodputLine | None]:
+    """Yield the lines of a file; None for invalid ones."""
     with path.open("rb") as file:
-        while text := file.readline(_MOST_LINE_BYTES):
+        while text := file.readline(_MAX_LINE_BYTES):
             try:
-                yield _Line.model_validate_json(text) if text.endswith(b"\n") else None
+                yield _GoodputLine.model_validate_json(text) if text.endswith(b"\n") else None
             except ValidationError:
                 yield None

@@ -1,4 +1,4 @@
-"""The one table of metrics: names, units and meanings, for files, trackers and pages."""
+"""Table of metrics: names, units and descriptions for files, trackers and pages."""
 
 import math
 from collections.abc import Mapping
@@ -10,14 +10,14 @@ Axis = Literal["layer", "head"]
 
 @dataclass(frozen=True)
 class Metric:
-    """Something that a run measures.
+    """Definition of a metric.
 
     Args:
-        name: in files, trackers and pages; Prometheus has it with `xsake_` before it.
-        unit: what a number counts.
-        meaning: one sentence without its full stop.
-        axes: of its numbers; empty: there is one.
-        source: who tells it: every step, a probe, an evaluation, or whoever reads the run.
+        name: in files, trackers and pages; Prometheus adds the prefix `xsake_`.
+        unit: of the value.
+        meaning: one sentence without a full stop.
+        axes: of the values; empty for a scalar.
+        source: producer: every step, a probe, an evaluation, or the reader of the run.
     """
 
     name: str
@@ -34,77 +34,96 @@ METRICS: dict[str, Metric] = {
     for metric in (
         Metric("loss", "nats per token", "mean of -log p over the predicted tokens of a step"),
         Metric("gradient_norm", "1", "norm of all gradients before clipping"),
-        Metric("learning_rate", "1", "of the update, whether it was made or not"),
-        Metric("is_skipped", "0 or 1", "whether the guard refused the update"),
-        Metric("skips", "updates", "refused in a row, this one included"),
-        Metric("tokens", "tokens", "that the step predicted"),
-        Metric("step_seconds", "s", "from the end of the step before to the end of this one"),
+        Metric("learning_rate", "1", "of the update, skipped or not"),
+        Metric("is_skipped", "0 or 1", "whether the update was skipped"),
+        Metric("consecutive_skips", "updates", "skipped in a row, this one included"),
+        Metric("tokens", "tokens", "predicted by the step"),
+        Metric("step_seconds", "s", "from the end of the previous step to the end of this one"),
         Metric("tokens_per_second", "tokens/s", "predicted in those seconds"),
-        Metric("budget", "share", "blocks that attention computes of those it may see"),
-        Metric("failed_saves", "saves", "that failed since the last one that did not"),
-        Metric("validation_loss", "nats per token", "on other text", source="evaluation"),
+        Metric("budget", "share", "computed / visible blocks"),
+        Metric("failed_saves", "saves", "failed since the last successful one"),
+        Metric("validation_loss", "nats per token", "on the validation split", source="evaluation"),
         Metric("entropy", "nats", "of dense attention, mean over probe rows", _BY_HEAD, "probe"),
         Metric(
-            "kept_mass", "share", "of dense attention that the computed blocks hold", _BY_HEAD,
+            "attn_mass_recall", "share", "of dense attention mass in the computed blocks", _BY_HEAD,
             "probe",
         ),
-        Metric("kept_least", "share", "the same for the query that keeps least", _BY_HEAD, "probe"),
+        Metric("attn_mass_recall_min", "share", "its minimum over queries", _BY_HEAD, "probe"),
         Metric("kl", "nats", "KL(sparse || dense), mean over probe rows", _BY_HEAD, "probe"),
-        Metric("budget_spent", "share", "computed / visible blocks", _BY_HEAD, "probe"),
-        Metric("drift", "ratio", "mean KL now / as the plan promised", source="probe"),
+        Metric("block_density", "share", "computed / visible blocks", _BY_HEAD, "probe"),
+        Metric("drift", "ratio", "mean KL now / calibrated mean KL", source="probe"),
         Metric(
-            "heads_lost", "heads", "that lose far more than the plan promised", source="probe"
+            "drifted_heads", "heads", "with a KL far above their calibrated KL", source="probe"
         ),
         Metric(
-            "work_excess", "ratio", "work of the busiest shard / of the mean one", source="probe"
+            "work_excess", "ratio", "work of the busiest shard / mean work", source="probe"
         ),
-        Metric("probe_seconds", "s", "that the probe took, compilation included", source="probe"),
-        Metric("goodput", "share", "of the run's time that new steps took", source="reader"),
-        Metric("last_told", "s since 1970", "when the run last told something", source="reader"),
-        Metric("skipped_total", "updates", "refused since the run began", source="reader"),
+        Metric("probe_seconds", "s", "duration of the probe, compilation included", source="probe"),
+        Metric("goodput", "share", "of the run's time spent on new steps", source="reader"),
+        Metric("last_update_time", "s since 1970", "time of the last line", source="reader"),
+        Metric("skipped_total", "updates", "skipped since the start of the run", source="reader"),
     )
 }  # fmt: skip
-"""By name, in the order that they are shown in."""
+"""By name, in display order."""
+
+RENAMED: Mapping[str, str] = {
+    "budget_spent": "block_density", "heads_lost": "drifted_heads",
+    "kept_least": "attn_mass_recall_min", "kept_mass": "attn_mass_recall",
+    "skips": "consecutive_skips",
+}  # fmt: skip
+"""Current name by name in the metrics.jsonl of 0.1.0."""
+
+
+def rename_metrics(line: dict[str, Any]) -> dict[str, Any]:
+    """Return a line of a metrics file with the current names of its metrics.
+
+    Example:
+        >>> rename_metrics({"step": 3, "skips": 1})
+        {'step': 3, 'consecutive_skips': 1}
+    """
+    if not RENAMED.keys() & line.keys():
+        return line
+    return {RENAMED.get(name, name): value for name, value in line.items()}
 
 
 def markdown_table() -> str:
-    """The table of the documentation."""
-    lines = ["| name | unit | by | what it is | told by |", "|---|---|---|---|---|"]
+    """Return the table of the documentation."""
+    lines = ["| name | unit | by | description | source |", "|---|---|---|---|---|"]
     for metric in METRICS.values():
-        words = metric.meaning.replace("|", r"\|")
+        meaning = metric.meaning.replace("|", r"\|")
         by = " and ".join(metric.axes)
-        lines.append(f"| `{metric.name}` | {metric.unit} | {by} | {words} | {metric.source} |")
+        lines.append(f"| `{metric.name}` | {metric.unit} | {by} | {meaning} | {metric.source} |")
     return "\n".join(lines) + "\n"
 
 
-MOST_SERIES = 2**15  # of one line: 512 layers of 64 heads
+MAX_SERIES = 2**15  # per line: 512 layers of 64 heads
 
 
-def flat(values: Mapping[str, Any]) -> dict[str, float]:
-    """Known metrics as single numbers: `entropy/3/5` is layer 3, head 5.
+def flatten_metrics(values: Mapping[str, Any]) -> dict[str, float]:
+    """Flatten metrics into scalars: `entropy/3/5` is layer 3, head 5.
 
-    What is no finite number, or no metric, is left out.
+    Unknown names and values that are not finite numbers are dropped.
 
     Args:
         values: of one line; a metric by layer and head is a list of lists.
 
     Example:
-        >>> flat({"loss": 2.5, "entropy": [[0.5, 0.25]], "note": "words", "is_skipped": False})
+        >>> flatten_metrics({"loss": 2.5, "entropy": [[0.5, 0.25]], "is_skipped": False})
         {'loss': 2.5, 'entropy/0/0': 0.5, 'entropy/0/1': 0.25, 'is_skipped': 0.0}
     """
-    found: dict[str, float] = {}
+    scalars: dict[str, float] = {}
     for name, value in values.items():
         metric = METRICS.get(name)
         if metric is not None:
-            _spread(name, value, len(metric.axes), found)
-    return found
+            _flatten_into(name, value, len(metric.axes), scalars)
+    return scalars
 
 
-def _spread(name: str, value: Any, depth: int, found: dict[str, float]) -> None:
-    if len(found) >= MOST_SERIES:
+def _flatten_into(name: str, value: Any, depth: int, scalars: dict[str, float]) -> None:
+    if len(scalars) >= MAX_SERIES:
         return
     if depth and isinstance(value, list | tuple):
-        for place, part in enumerate(value):
-            _spread(f"{name}/{place}", part, depth - 1, found)
+        for index, part in enumerate(value):
+            _flatten_into(f"{name}/{index}", part, depth - 1, scalars)
     elif not depth and isinstance(value, int | float) and math.isfinite(value):
-        found[name] = float(value)
+        scalars[name] = float(value)

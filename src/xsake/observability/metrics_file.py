@@ -1,7 +1,6 @@
-"""The file of a run's metrics: a line of JSON per step, which only grows and may be read meanwhile.
+"""Append-only metrics file of a run: one JSON line per step; may be read during the run.
 
-A run that goes on from a checkpoint says where it began: lines of that step and of later ones that
-stand before those words no longer count.
+A restored run writes its first step; earlier lines of that step and of later ones are superseded.
 """
 
 import collections
@@ -15,35 +14,36 @@ from typing import Any
 
 from xsake._io import JsonlLog
 from xsake.errors import ArgumentError
+from xsake.observability.metrics import rename_metrics
 
-_MOST_LINES = 100_000  # that wait for room on the disk
+_MAX_BUFFERED_LINES = 100_000  # while the disk is full
 
 
 class MetricsFile:
-    """Adds lines to the file of a run, each at once and whole.
+    """Writer of a metrics file; every line is written immediately and atomically.
 
-    A full disk does not stop a run: what cannot be written is written later.
+    A full disk does not stop the run: lines are buffered and written later.
 
     Args:
-        path: None writes nothing, for all processes but the first.
+        path: None (all processes but the primary one) disables writing.
     """
 
     def __init__(self, path: Path | None):
         self._log = None if path is None else JsonlLog(path)
-        self._waiting: collections.deque[str] = collections.deque(maxlen=_MOST_LINES)
+        self._buffer: collections.deque[str] = collections.deque(maxlen=_MAX_BUFFERED_LINES)
         self._has_warned = False
 
-    def began(self, step: int, **about: Any) -> None:
-        """A life of the run begins; what stands there of this step and later ones is done again.
+    def start_attempt(self, step: int, **about: Any) -> None:
+        """Write the start of an attempt; earlier lines from this step on are superseded.
 
         Args:
-            step: the first that it will do.
-            about: whatever else a reader should know, such as the number of steps.
+            step: first step of the attempt.
+            about: other facts, such as the number of steps.
         """
         self._put({"event": "began", "from_step": step, "wall": _now(), **about})
 
-    def ended(self, ending: str) -> None:
-        """A life of the run ends, and says how.
+    def end_attempt(self, ending: str) -> None:
+        """Write the end of an attempt.
 
         Args:
             ending: such as "done" or "stopped".
@@ -51,52 +51,50 @@ class MetricsFile:
         self._put({"event": "ended", "ending": ending, "wall": _now()})
 
     def add(self, step: int, **values: Any) -> None:
-        """One more line; a reader may see it at once."""
+        """Write the metrics of a step."""
         self._put({"step": step, **values})
 
     def _put(self, values: dict[str, Any]) -> None:
         if self._log is None:
             return
-        self._waiting.append(json.dumps(_finite(values)))
+        self._buffer.append(json.dumps(_replace_nonfinite(values)))
         try:
-            while self._waiting:
-                self._log.append(self._waiting[0])
-                self._waiting.popleft()
+            while self._buffer:
+                self._log.append(self._buffer[0])
+                self._buffer.popleft()
         except OSError as error:
             if not self._has_warned:
                 self._has_warned = True
-                message = f"metrics cannot be written for now: {error.strerror}"
+                message = f"cannot write metrics, will retry: {error.strerror}"
                 warnings.warn(message, RuntimeWarning, stacklevel=3)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics file that count: each step as it was done last.
+    """Return the current lines of a metrics file: the last result of each step.
 
-    A line that a crash left unfinished is no line.
+    Truncated lines are skipped.
     """
     try:
         text = path.read_bytes()
     except OSError as error:
-        raise ArgumentError(
-            "the metrics cannot be read", got=f"{path}: {error.strerror}"
-        ) from error
-    return counting(line for line in map(parsed, text.split(b"\n")) if line)
+        raise ArgumentError("cannot read metrics", got=f"{path}: {error.strerror}") from error
+    return select_current_steps(line for line in map(parse_line, text.split(b"\n")) if line)
 
 
-def counting(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Lines of steps without those that a later life has done again, and without events."""
-    found: list[dict[str, Any]] = []
+def select_current_steps(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the lines of steps without events and without those superseded by a later attempt."""
+    current: list[dict[str, Any]] = []
     for line in lines:
         if line.get("event") == "began":
-            while found and found[-1]["step"] >= line["from_step"]:
-                found.pop()
+            while current and current[-1]["step"] >= line["from_step"]:
+                current.pop()
         elif "step" in line:
-            found.append(line)
-    return found
+            current.append(line)
+    return current
 
 
-def parsed(line: bytes) -> dict[str, Any] | None:
-    """A line of the file, of a step or an event; None for anything else."""
+def parse_line(line: bytes) -> dict[str, Any] | None:
+    """Parse a line of a step or an event; None if it is invalid."""
     try:
         value = json.loads(line)
     except (ValueError, RecursionError):
@@ -105,17 +103,17 @@ def parsed(line: bytes) -> dict[str, Any] | None:
         return None
     step = value.get("from_step") if "event" in value else value.get("step")
     is_number = isinstance(step, int) and not isinstance(step, bool) and 0 <= step < 2**53
-    return value if is_number or value.get("event") == "ended" else None
+    return rename_metrics(value) if is_number or value.get("event") == "ended" else None
 
 
-def _finite(value: Any) -> Any:
-    """JSON has no word for numbers that are not finite: they become null."""
+def _replace_nonfinite(value: Any) -> Any:
+    """Replace non-finite numbers, which JSON cannot represent, by None."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, list | tuple):
-        return [_finite(part) for part in value]
+        return [_replace_nonfinite(part) for part in value]
     if isinstance(value, dict):
-        return {name: _finite(part) for name, part in value.items()}
+        return {name: _replace_nonfinite(part) for name, part in value.items()}
     return value
 
 

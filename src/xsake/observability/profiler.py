@@ -1,4 +1,4 @@
-"""Profiles: `jax.profiler` traces of a few steps of a run, and how to look at them."""
+"""`jax.profiler` traces of selected steps."""
 
 import re
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ import jax
 
 from xsake.errors import ArgumentError
 
-MOST_STEPS = 1000  # traces grow by megabytes a step
+MAX_STEPS = 1000  # traces take megabytes per step
 FOLDER = "profile"
 
 
@@ -18,8 +18,8 @@ class StepRange:
     """Steps `first` to `last - 1`.
 
     Args:
-        first: number of the first one that is traced.
-        last: of the first one that is not.
+        first: first traced step.
+        last: end of the range, exclusive.
     """
 
     first: int
@@ -27,67 +27,67 @@ class StepRange:
 
     @classmethod
     def parse(cls, text: str) -> "StepRange":
-        """From what people write.
+        """Parse a range of steps.
 
         Example:
             >>> StepRange.parse("steps=10:15")
             StepRange(first=10, last=15)
         """
-        found = re.fullmatch(r"(?:steps=)?([0-9]{1,15}):([0-9]{1,15})", text)
-        if found is None:
+        match = re.fullmatch(r"(?:steps=)?([0-9]{1,15}):([0-9]{1,15})", text)
+        if match is None:
             raise ArgumentError(
-                "this does not say which steps", got=repr(text), expected="such as steps=10:15"
+                "invalid range of steps", got=repr(text), expected="such as steps=10:15"
             )
-        first, last = map(int, found.groups())
-        if not first < last <= first + MOST_STEPS:
+        first, last = map(int, match.groups())
+        if not first < last <= first + MAX_STEPS:
             raise ArgumentError(
-                "so many steps cannot be traced",
+                "invalid range of steps",
                 got=repr(text),
-                expected=f"the first before the last, and at most {MOST_STEPS} of them",
+                expected=f"first < last, and at most {MAX_STEPS} steps",
             )
         return cls(first, last)
 
 
 class Profiler:
-    """Traces some steps of this process into a folder.
+    """Trace a range of steps of this process.
 
     Args:
-        folder: of the run.
-        steps: which; None: nothing is traced.
+        folder: folder of the run.
+        steps: range to trace; None disables tracing.
     """
 
     def __init__(self, folder: Path, steps: StepRange | None):
-        self._folder, self._steps, self._is_on = folder / FOLDER, steps, False
+        self._folder, self._steps, self._is_tracing = folder / FOLDER, steps, False
 
     def before(self, step: int) -> None:
-        """A step begins."""
+        """Start the trace before its first step."""
         steps = self._steps
-        if steps is not None and not self._is_on and steps.first <= step < steps.last:
+        if steps is not None and not self._is_tracing and steps.first <= step < steps.last:
             jax.profiler.start_trace(str(self._folder))
-            self._is_on = True
+            self._is_tracing = True
 
     def after(self, step: int, results: Any) -> None:
-        """A step has been started; the last one that is traced is waited for.
+        """Stop the trace after its last step.
 
         Args:
-            step: its number.
-            results: what it computes.
+            step: number of the dispatched step.
+            results: its outputs; waited for before the trace stops.
         """
-        if self._is_on and self._steps is not None and step + 1 >= self._steps.last:
+        if self._is_tracing and self._steps is not None and step + 1 >= self._steps.last:
             jax.block_until_ready(results)
             self.close()
 
     def close(self) -> None:
-        """End a trace that is still being made."""
-        if self._is_on:
-            self._is_on = False
+        """Stop an active trace."""
+        if self._is_tracing:
+            self._is_tracing = False
             jax.profiler.stop_trace()
 
 
-def traces(folder: Path) -> list[Path]:
-    """The traces of a run, oldest first: a folder each.
+def find_traces(folder: Path) -> list[Path]:
+    """Return the trace folders of a run, oldest first.
 
     Args:
-        folder: of the run.
+        folder: folder of the run.
     """
     return sorted(path for path in (folder / FOLDER).glob("plugins/profile/*") if path.is_dir())

@@ -1,4 +1,4 @@
-"""What a tracker is: somebody who is told numbers, step by step, and takes them elsewhere."""
+"""Protocol of experiment trackers."""
 
 from collections.abc import Callable, Mapping
 from typing import Protocol, runtime_checkable
@@ -6,23 +6,23 @@ from typing import Protocol, runtime_checkable
 
 @runtime_checkable
 class Tracker(Protocol):
-    """Takes the metrics of a run elsewhere.
+    """Experiment tracker.
 
-    All calls come from one thread, which is not that of the training loop. It may be slow, raise or
-    hang: the run goes on without it.
+    All calls come from one thread, which is not the training thread. Slow, failing or hanging
+    trackers do not stop the run.
     """
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """What a step, a probe or an evaluation has found.
+        """Log the metrics of a step, a probe or an evaluation.
 
         Args:
-            step: its number; does not go down within a life of the run.
-            values: by the names of `xsake.observability.metrics.flat`.
+            step: number of the step; does not decrease within an attempt.
+            values: by the names of `xsake.observability.metrics.flatten_metricsten_metrics`.
         """
 
     def finish(self) -> None:
-        """Nothing more will come."""
+        """Flush and close."""
 
 
-MakeTracker = Callable[[], Tracker]
-"""Makes a tracker, in the thread that will use it."""
+TrackerFactory = Callable[[], Tracker]
+"""Creates a tracker; called in the thread that uses it."""

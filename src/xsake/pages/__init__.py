@@ -1,1 +1,1 @@
-"""Pages that are one file: elements as text, a style sheet and the frame around both."""
+"""Self-contained HTML pages: elements, style sheet and page template."""

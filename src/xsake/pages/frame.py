@@ -1,28 +1,23 @@
-"""The frame of a page that needs no network, no script and no other file."""
+"""Template of a page that needs no network, no script and no other file."""
 
 from collections.abc import Mapping
 
 from xsake.pages.markup import Markup, element
 from xsake.pages.style import STYLE
 
-# Not even a browser that is tricked may fetch or run anything; pictures are inside the page.
+# Content Security Policy: no scripts, no network; images are data URLs.
 POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none';"
     " form-action 'none'"
 )
 
 
-def framed(title: str, sections: Mapping[str, Markup]) -> str:
-    """The whole page: its title, links to its sections, and those.
-
-    Args:
-        title: of the page.
-        sections: by their own titles, in order.
-    """
-    places = {name: name.lower().replace(" ", "-") for name in sections}
-    links = (element("li", element("a", name, href=f"#{at}")) for name, at in places.items())
+def render_page(title: str, sections: Mapping[str, Markup]) -> str:
+    """Render a page with its title, links to its sections and the sections."""
+    ids = {name: name.lower().replace(" ", "-") for name in sections}
+    links = (element("li", element("a", name, href=f"#{id_}")) for name, id_ in ids.items())
     parts = (
-        element("section", element("h2", name, id=places[name]), part)
+        element("section", element("h2", name, id=ids[name]), part)
         for name, part in sections.items()
     )
     head = element(
@@ -36,7 +31,7 @@ def framed(title: str, sections: Mapping[str, Markup]) -> str:
     body = element(
         "body",
         element("h1", title),
-        element("nav", element("ul", *links), aria_label="parts of this page"),
+        element("nav", element("ul", *links), aria_label="sections"),
         element("main", *parts),
     )
     return "<!doctype html>\n" + element("html", head, "\n", body, lang="en") + "\n"

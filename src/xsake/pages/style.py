@@ -1,4 +1,4 @@
-"""How a report looks: one style sheet for light and dark, phones and paper; fetches nothing."""
+"""Style sheet of pages: light and dark, narrow screens and print."""
 
 STYLE = """
 :root { color-scheme: light dark;

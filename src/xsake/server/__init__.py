@@ -1,1 +1,1 @@
-"""The dashboard: reads runs, plans, rows and certificates, serves them, and changes nothing."""
+"""Read-only dashboard of runs, plans, benchmark rows and certificates."""

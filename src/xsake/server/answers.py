@@ -1,4 +1,4 @@
-"""The shapes of answers, as the OpenAPI schema has them."""
+"""Response models of the API."""
 
 from typing import Any, Literal
 
@@ -8,7 +8,7 @@ from xsake.server.runs import State
 
 
 class Health(BaseModel):
-    """Whether the server works, and why not."""
+    """Health of the server."""
 
     status: Literal["ok", "starting", "stale"]
     version: str
@@ -16,7 +16,7 @@ class Health(BaseModel):
 
 
 class Status(BaseModel):
-    """What the server shows, and what it could not use or has left out."""
+    """Counts of shown, unreadable and omitted data."""
 
     runs: int
     runs_unreadable: int
@@ -31,7 +31,7 @@ class Status(BaseModel):
 
 
 class MetricRow(BaseModel):
-    """A metric."""
+    """Definition of a metric."""
 
     name: str
     unit: str
@@ -41,7 +41,7 @@ class MetricRow(BaseModel):
 
 
 class RunSummary(BaseModel):
-    """A run in a list."""
+    """Summary of a run."""
 
     id: str
     name: str
@@ -49,7 +49,7 @@ class RunSummary(BaseModel):
     state: State
     step: int
     steps: int | None
-    last_told: float
+    last_update_time: float
     loss: float | None
     tokens_per_second: float | None
     is_indexed: bool
@@ -59,7 +59,7 @@ class RunSummary(BaseModel):
 
 
 class RunDetails(RunSummary):
-    """A run."""
+    """Details of a run."""
 
     latest: dict[str, float | bool | None]
     heads: list[str]
@@ -70,7 +70,7 @@ class RunDetails(RunSummary):
 
 
 class Curve(BaseModel):
-    """A series: as many points as were asked for."""
+    """Downsampled series."""
 
     least: list[float | None]
     mean: list[float | None]
@@ -78,7 +78,7 @@ class Curve(BaseModel):
 
 
 class Curves(BaseModel):
-    """Some series of a run over the same steps."""
+    """Series of a run over the same steps."""
 
     steps: list[int]
     resolution: int
@@ -86,7 +86,7 @@ class Curves(BaseModel):
 
 
 class Heads(BaseModel):
-    """A metric by layer and head, as it was told last."""
+    """Latest values of a metric by layer and head."""
 
     metric: str
     unit: str
@@ -102,7 +102,7 @@ class Document(BaseModel):
 
 
 class Rows(BaseModel):
-    """Some rows of a file of benchmark rows."""
+    """Page of benchmark rows."""
 
     id: str
     name: str
@@ -112,6 +112,6 @@ class Rows(BaseModel):
 
 
 class Detail(BaseModel):
-    """Why a request was not answered."""
+    """Error message."""
 
     detail: str

@@ -1,4 +1,4 @@
-"""The read-only JSON API: runs, their steps and heads, plans, benchmark rows and certificates."""
+"""Read-only JSON API: runs, series, heads, plans, benchmark rows and certificates."""
 
 import contextlib
 import json
@@ -25,38 +25,38 @@ from xsake.server.answers import (
     Status,
 )
 from xsake.server.documents import DocumentError, read_json_object, read_rows
-from xsake.server.guard import COOKIE, session_of
-from xsake.server.hub import Hub
-from xsake.server.index import View
-from xsake.server.registry import MAX_ENTRIES, MAX_THINGS, Kind, Thing
+from xsake.server.guard import COOKIE, session_cookie
+from xsake.server.hub import Broadcaster
+from xsake.server.index import SeriesView
+from xsake.server.registry import MAX_ARTIFACTS, MAX_ENTRIES, Artifact, ArtifactType
 from xsake.server.runs import Run, UnreadableRunError
-from xsake.server.settings import Settings
-from xsake.server.watcher import Watcher
+from xsake.server.settings import ServerSettings
+from xsake.server.watcher import Poller
 
 Id = Annotated[str, Path(pattern="^[0-9a-f]{16}$")]
 Step = Annotated[int, Query(ge=0, lt=2**53)]
-_MOST_SERIES, _MOST_POINTS, _MOST_ROWS = 64, 4096, 500
+_MAX_SERIES, _MAX_POINTS, _MAX_ROWS = 64, 4096, 500
 _JSON = "application/json"
-_REFUSALS: dict[int | str, dict[str, Any]] = {
+_ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": Detail} for status in (400, 401, 403, 404, 405, 413, 414, 421, 429, 503)
 }
 
 
-def router(settings: Settings, watcher: Watcher, hub: Hub) -> APIRouter:
-    """All addresses under /api/v1.
+def router(settings: ServerSettings, poller: Poller, broadcaster: Broadcaster) -> APIRouter:
+    """Return the routes under /api/v1.
 
     Args:
         settings: of the server.
-        watcher: knows what there is.
-        hub: tells what changes.
+        poller: runs and documents.
+        broadcaster: live updates.
     """
-    api = APIRouter(prefix="/api/v1", responses=_REFUSALS)
-    _add_runs(api, watcher, hub)
-    _add_documents(api, watcher)
+    api = APIRouter(prefix="/api/v1", responses=_ERRORS)
+    _add_runs(api, poller, broadcaster)
+    _add_documents(api, poller)
 
     @api.get("/metrics")
     def metrics() -> list[MetricRow]:
-        """What runs measure: names, units and meanings."""
+        """List metrics with units and descriptions."""
         return [
             MetricRow(
                 name=x.name, unit=x.unit, meaning=x.meaning, axes=list(x.axes), source=x.source
@@ -66,94 +66,94 @@ def router(settings: Settings, watcher: Watcher, hub: Hub) -> APIRouter:
 
     @api.get("/status")
     def status() -> Status:
-        """How much is shown, and how much was dropped or left out."""
-        runs, found = list(watcher.runs.values()), watcher.found
+        """Report counts of runs, dropped lines and omitted documents."""
+        runs, scanned = list(poller.runs.values()), poller.scanned
         return Status(
             runs=len(runs),
             runs_unreadable=sum(run.problem is not None for run in runs),
             dropped_lines=sum(run.dropped_lines for run in runs),
             dropped_values=sum(run.dropped_values for run in runs),
-            runs_left_out=found.num_left_out["run"],
-            documents_left_out=sum(found.num_left_out.values()) - found.num_left_out["run"],
-            is_search_cut=found.is_cut,
-            max_things=MAX_THINGS,
+            runs_left_out=scanned.num_omitted["run"],
+            documents_left_out=sum(scanned.num_omitted.values()) - scanned.num_omitted["run"],
+            is_search_cut=scanned.is_truncated,
+            max_things=MAX_ARTIFACTS,
             max_entries=MAX_ENTRIES,
-            problem=watcher.problem,
+            problem=poller.problem,
         )
 
     @api.post("/session", status_code=204)
     def session(request: Request) -> Response:
-        """Trade the token, in the Authorization header, for a cookie that pages can use."""
-        made = Response(status_code=204)
+        """Exchange the token of the Authorization header for a session cookie."""
+        response = Response(status_code=204)
         if settings.token is not None:
-            made.set_cookie(
-                COOKIE, session_of(settings.token), httponly=True, samesite="strict",
+            response.set_cookie(
+                COOKIE, session_cookie(settings.token), httponly=True, samesite="strict",
                 secure=request.url.scheme == "https", max_age=12 * 3600,
             )  # fmt: skip
-        return made
+        return response
 
     return api
 
 
-def health(watcher: Watcher) -> APIRouter:
-    """Whether the server lives, and whether it has looked at everything once."""
+def health(poller: Poller) -> APIRouter:
+    """Return the liveness and readiness routes."""
     api = APIRouter()
 
     @api.get("/health")
     async def is_alive() -> Health:
-        """Always the same while the server answers."""
+        """Liveness."""
         return Health(status="ok", version=xsake.__version__)
 
     @api.get("/ready", responses={503: {"model": Health}})
     async def is_ready(response: Response) -> Health:
-        """503 until all runs have been read once, and while they are not read on."""
-        problem = watcher.problem
+        """Readiness: 503 until all runs have been read once, and while polling is stalled."""
+        problem = poller.problem
         response.status_code = 200 if problem is None else 503
-        status = "ok" if problem is None else "stale" if watcher.is_started else "starting"
+        status = "ok" if problem is None else "stale" if poller.is_started else "starting"
         return Health(status=status, version=xsake.__version__, reason=problem)
 
     return api
 
 
-def _add_runs(api: APIRouter, watcher: Watcher, hub: Hub) -> None:
+def _add_runs(api: APIRouter, poller: Poller, broadcaster: Broadcaster) -> None:
     @api.get("/runs")
     def runs() -> list[RunSummary]:
-        """All runs, those that told something last first."""
-        found = [run.summary() for run in list(watcher.runs.values())]
-        found.sort(key=lambda summary: -summary["last_told"])
-        return [RunSummary(**summary) for summary in found]
+        """List runs, most recently updated first."""
+        summaries = [run.summary() for run in list(poller.runs.values())]
+        summaries.sort(key=lambda summary: -summary["last_update_time"])
+        return [RunSummary(**summary) for summary in summaries]
 
     @api.get("/runs/{run}")
     def details(run: Id) -> RunDetails:
-        """One run: its newest numbers, its settings and which series it has."""
-        return RunDetails(**_found(watcher.runs, run).details())
+        """Return the latest metrics, the configuration and the series names of a run."""
+        return RunDetails(**_get_run(poller.runs, run).details())
 
     @api.get("/runs/{run}/series", response_model=Curves)
     def series(
         run: Id,
-        name: Annotated[list[str], Query(max_length=_MOST_SERIES)],
+        name: Annotated[list[str], Query(max_length=_MAX_SERIES)],
         begin: Step = 0,
         end: Step = 2**53 - 1,
-        points: Annotated[int, Query(ge=2, le=_MOST_POINTS)] = 1000,
+        points: Annotated[int, Query(ge=2, le=_MAX_POINTS)] = 1000,
     ) -> JSONResponse:
-        """Some series between two steps, as many points as a screen can show.
+        """Return downsampled series between two steps.
 
-        A point that stands for several steps has their least, mean and most.
+        A point for several steps has their minimum (least), mean and maximum (most).
         """
         if any(len(one) > 64 for one in name):
-            raise HTTPException(400, "names of series are short")
-        view = _readable(_found(watcher.runs, run), name, begin, max(begin, end), points)
+            raise HTTPException(400, "a series name is too long")
+        view = _read_view(_get_run(poller.runs, run), name, begin, max(begin, end), points)
         return _curves(view, name)
 
     @api.get("/runs/{run}/heads/{metric}")
     def heads(run: Id, metric: Annotated[str, Path(pattern="^[a-z_]{1,32}$")]) -> Heads:
-        """A metric by layer and head, as it was told last."""
-        found = _found(watcher.runs, run).matrices.get(metric)
-        if found is None:
-            raise HTTPException(404, "the run has not told this")
+        """Return the latest values of a metric by layer and head."""
+        latest = _get_run(poller.runs, run).matrices.get(metric)
+        if latest is None:
+            raise HTTPException(404, "the run has no such metric")
         unit = METRICS[metric].unit
-        values = [[None if x != x else x for x in row] for row in found[1].tolist()]
-        return Heads(metric=metric, unit=unit, step=found[0], values=values)
+        values = [[None if x != x else x for x in row] for row in latest[1].tolist()]
+        return Heads(metric=metric, unit=unit, step=latest[0], values=values)
 
     @api.get(
         "/runs/{run}/events",
@@ -161,78 +161,78 @@ def _add_runs(api: APIRouter, watcher: Watcher, hub: Hub) -> None:
         responses={200: {"content": {"text/event-stream": {}}}},
     )
     async def events(run: Id) -> StreamingResponse:
-        """Live updates of a run, as server-sent events."""
-        _found(watcher.runs, run)
-        if hub.is_full:
-            raise HTTPException(503, "too many clients want live updates")
-        return StreamingResponse(hub.stream(run), media_type="text/event-stream")
+        """Stream live updates of a run as server-sent events."""
+        _get_run(poller.runs, run)
+        if broadcaster.is_full:
+            raise HTTPException(503, "too many clients of live updates")
+        return StreamingResponse(broadcaster.stream(run), media_type="text/event-stream")
 
 
-def _add_documents(api: APIRouter, watcher: Watcher) -> None:
+def _add_documents(api: APIRouter, poller: Poller) -> None:
     @api.get("/plans")
     def plans() -> list[Document]:
-        """All plans."""
-        return _listed(watcher, "plan")
+        """List plans."""
+        return _list_artifacts(poller, "plan")
 
     @api.get("/plans/{plan}", response_model=dict[str, Any])
     def plan(plan: Id) -> Response:
-        """A plan, as it is saved."""
-        return _document(_thing(watcher, "plan", plan))
+        """Return a plan as stored."""
+        return _send_document(_get_artifact(poller, "plan", plan))
 
     @api.get("/certificates")
     def certificates() -> list[Document]:
-        """All certificates."""
-        return _listed(watcher, "certificate")
+        """List certificates."""
+        return _list_artifacts(poller, "certificate")
 
     @api.get("/certificates/{certificate}", response_model=dict[str, Any])
     def certificate(certificate: Id) -> Response:
-        """A certificate, as it is saved."""
-        return _document(_thing(watcher, "certificate", certificate))
+        """Return a certificate as stored."""
+        return _send_document(_get_artifact(poller, "certificate", certificate))
 
     @api.get("/benchmarks")
     def benchmarks() -> list[Document]:
-        """All files of benchmark rows."""
-        return _listed(watcher, "rows")
+        """List files of benchmark rows."""
+        return _list_artifacts(poller, "rows")
 
     @api.get("/benchmarks/{rows}", response_model=Rows)
     def rows(
         rows: Id,
         begin: Annotated[int, Query(ge=0, lt=2**31)] = 0,
-        count: Annotated[int, Query(ge=1, le=_MOST_ROWS)] = 100,
+        count: Annotated[int, Query(ge=1, le=_MAX_ROWS)] = 100,
     ) -> Response:
-        """Some rows of a file; fewer than `count` where they are very long."""
-        thing = _thing(watcher, "rows", rows)
-        with _refusing():
-            texts, is_last = read_rows(thing.path, begin, count)
-        about = {"id": thing.id, "name": thing.name, "begin": begin, "is_last": is_last}
+        """Return a page of rows; fewer than `count` if they are very long."""
+        artifact = _get_artifact(poller, "rows", rows)
+        with _not_found_on_error():
+            texts, is_last = read_rows(artifact.path, begin, count)
+        about = {"id": artifact.id, "name": artifact.name, "begin": begin, "is_last": is_last}
         head = json.dumps(about).encode().removesuffix(b"}")
         return Response(head + b', "rows": [' + b",".join(texts) + b"]}", media_type=_JSON)
 
 
 @contextlib.contextmanager
-def _refusing() -> Iterator[None]:
+def _not_found_on_error() -> Iterator[None]:
     try:
         yield
     except DocumentError as error:
         raise HTTPException(404, str(error)) from error
 
 
-def _found(runs: dict[str, Run], number: str) -> Run:
-    if number not in runs:
-        raise HTTPException(404, "there is no such run")
-    return runs[number]
+def _get_run(runs: dict[str, Run], run_id: str) -> Run:
+    if run_id not in runs:
+        raise HTTPException(404, "unknown run")
+    return runs[run_id]
 
 
-def _readable(run: Run, *asked: Any) -> View:
+def _read_view(run: Run, *arguments: Any) -> SeriesView:
     try:
-        return run.view(*asked)
+        return run.view(*arguments)
     except UnreadableRunError as error:
-        raise HTTPException(404, f"the run cannot be read now: {error}") from error
+        raise HTTPException(404, f"the run is unreadable: {error}") from error
 
 
-def _curves(view: View, names: list[str]) -> JSONResponse:
-    """As `Curves` says it, which would take longer to check than all else: it may be large."""
-    least, mean, most = (_numbers(x.T) for x in (view.least, view.mean, view.most))
+def _curves(view: SeriesView, names: list[str]) -> JSONResponse:
+    """Build a `Curves` response; validation is skipped because it dominates the time."""
+    least, mean, most = (_round_values(x.T) for x in (view.minimum, view.mean, view.maximum))
     series = {
         name: {"least": least[i], "mean": mean[i], "most": most[i]} for i, name in enumerate(names)
     }
@@ -240,24 +240,24 @@ def _curves(view: View, names: list[str]) -> JSONResponse:
     return JSONResponse({"steps": steps, "resolution": view.resolution, "series": series})
 
 
-def _listed(watcher: Watcher, kind: Kind) -> list[Document]:
-    things = watcher.things[kind].values()
-    return sorted((Document(id=x.id, name=x.name) for x in things), key=lambda x: x.name)
+def _list_artifacts(poller: Poller, type: ArtifactType) -> list[Document]:
+    artifacts = poller.artifacts[type].values()
+    return sorted((Document(id=x.id, name=x.name) for x in artifacts), key=lambda x: x.name)
 
 
-def _thing(watcher: Watcher, kind: Kind, number: str) -> Thing:
-    if number not in watcher.things[kind]:
-        raise HTTPException(404, "there is no such document")
-    return watcher.things[kind][number]
+def _get_artifact(poller: Poller, type: ArtifactType, artifact_id: str) -> Artifact:
+    if artifact_id not in poller.artifacts[type]:
+        raise HTTPException(404, "unknown document")
+    return poller.artifacts[type][artifact_id]
 
 
-def _document(thing: Thing) -> Response:
-    with _refusing():
-        return Response(read_json_object(thing.path), media_type=_JSON)
+def _send_document(artifact: Artifact) -> Response:
+    with _not_found_on_error():
+        return Response(read_json_object(artifact.path), media_type=_JSON)
 
 
-def _numbers(values: Float[np.ndarray, "C N"]) -> list[list[float | None]]:
-    """With the seven digits that the index has, and nothing where there is no number."""
+def _round_values(values: Float[np.ndarray, "C N"]) -> list[list[float | None]]:
+    """Round to the seven digits of the index; NaN becomes None."""
     exact = values.astype(np.float64)
     size = np.abs(np.where(np.isfinite(exact) & (exact != 0), exact, 1))
     scale = 10.0 ** (6 - np.floor(np.log10(size)))

@@ -1,4 +1,4 @@
-"""The cache folder of the server: indexes of runs, in a place where only the server writes."""
+"""Cache folder of run indexes, private to the server."""
 
 import fcntl
 import os
@@ -10,22 +10,22 @@ from pathlib import Path
 
 from xsake.errors import ArgumentError
 
-_MAX_SERVERS = 16  # that share a folder
-_MAX_IDLE_SECONDS = 30 * 86400.0  # an index that no server has used for so long is deleted
+_MAX_SERVERS = 16  # per folder
+_MAX_IDLE_SECONDS = 30 * 86400.0  # unused indexes are deleted after this time
 
 
 def default_folder() -> Path:
-    """Where indexes are kept: the user's cache directory."""
+    """Return the default folder, in the user's cache directory."""
     cache = os.environ.get("XDG_CACHE_HOME")
     return Path(cache or Path.home() / ".cache") / "xsake" / "serve"
 
 
-class Cache:
-    """A folder for the indexes of one server. Servers that share a folder have a part each.
+class IndexCache:
+    """Folder of the indexes of one server; servers that share a folder use separate slots.
 
     Args:
-        folder: made if it does not exist; must belong to the user of the server. None: a temporary
-            folder that is deleted at the end.
+        folder: created if missing; must belong to the user of the server. None: a temporary folder
+            that is deleted at the end.
     """
 
     def __init__(self, folder: Path | None):
@@ -35,28 +35,28 @@ class Cache:
             self._temporary = tempfile.TemporaryDirectory(prefix="xsake-serve-")
             self.folder = Path(self._temporary.name)
             return
-        self.folder = self._take_part(make_own_folder(folder))
+        self.folder = self._lock_slot(make_private_folder(folder))
         self._delete_old()
 
-    def _take_part(self, folder: Path) -> Path:
-        """The first part of a folder that no other server has; held until `close`."""
+    def _lock_slot(self, folder: Path) -> Path:
+        """Lock the first free slot of a folder until `close`."""
         for number in range(_MAX_SERVERS):
-            part = folder / f"server-{number}"
-            part.mkdir(mode=0o700, exist_ok=True)
+            slot = folder / f"server-{number}"
+            slot.mkdir(mode=0o700, exist_ok=True)
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-            lock = os.open(part / "lock", flags, 0o600)
+            lock = os.open(slot / "lock", flags, 0o600)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 os.close(lock)
                 continue
             self._lock = lock
-            return part
+            return slot
         raise ArgumentError(
             "too many servers share a cache folder",
             got=folder,
             expected=f"at most {_MAX_SERVERS} at once",
-            fix="give --cache another folder",
+            fix="set --cache to another folder",
         )
 
     def _delete_old(self) -> None:
@@ -65,10 +65,10 @@ class Cache:
                 shutil.rmtree(path)
 
     def index_folder(self, run: str) -> Path:
-        """Return the folder of a run's index; it need not exist yet.
+        """Return the folder of a run's index; it may not exist yet.
 
         Args:
-            run: its id.
+            run: id of the run.
         """
         folder = self.folder / run
         if folder.is_dir():
@@ -76,7 +76,7 @@ class Cache:
         return folder
 
     def close(self) -> None:
-        """Let other servers use the folder; delete it if it is temporary."""
+        """Unlock the slot; delete a temporary folder."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -84,26 +84,26 @@ class Cache:
             self._temporary.cleanup()
 
 
-def make_own_folder(folder: Path) -> Path:
-    """Make a folder for the server alone; raises ArgumentError if others could write there."""
+def make_private_folder(folder: Path) -> Path:
+    """Create a private folder; raise ArgumentError if other users can write to it."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder = folder.resolve(strict=True)
-        found = folder.stat()
+        status = folder.stat()
         if not os.access(folder, os.W_OK):
             raise PermissionError(13, "Permission denied")
     except OSError as error:
         raise ArgumentError(
-            "the cache folder cannot be used",
+            "the cache folder is not usable",
             got=f"{folder}: {error.strerror}",
-            expected="a folder that the server can write",
-            fix="give --cache another folder",
+            expected="a writable folder",
+            fix="set --cache to another folder",
         ) from error
-    if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o002:
+    if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o002:
         raise ArgumentError(
-            "others could write into the cache folder",
+            "the cache folder is writable by others",
             got=folder,
-            expected="a folder of this user that others cannot write",
-            fix="give --cache a folder that does not exist yet",
+            expected="a folder of this user that is not world-writable",
+            fix="set --cache to a new folder",
         )
     return folder

@@ -1,4 +1,4 @@
-"""Which column of the index a number of a metrics line belongs to."""
+"""Map the values of a metrics line to columns of the index."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,38 +6,38 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int
 
-from xsake.observability.metrics import METRICS, MOST_SERIES
+from xsake.observability.metrics import MAX_SERIES, METRICS
 
-Row = tuple[Int[np.ndarray, " S"], Float[np.ndarray, " S"]]
-"""Columns, and the numbers that stand there; NaN where there is none."""
-_MAX_KINDS = 256  # of lines whose columns are remembered
+ColumnValues = tuple[Int[np.ndarray, " S"], Float[np.ndarray, " S"]]
+"""Columns and their values; NaN for missing values."""
+_MAX_SIGNATURES = 256  # cached line signatures
 
 
 class Columns:
-    """Names of series in the order in which they were first seen, at most `MOST_SERIES`.
+    """Series names in order of first appearance, at most `MAX_SERIES`.
 
     Args:
-        names: those that are known already.
+        names: initial names.
     """
 
     def __init__(self, names: Sequence[str] = ()):
         self.names = list(names)
-        self._places = {name: place for place, name in enumerate(names)}
-        self._known: dict[tuple[Any, ...], Int[np.ndarray, " S"]] = {}
+        self._indices = {name: index for index, name in enumerate(names)}
+        self._cache: dict[tuple[Any, ...], Int[np.ndarray, " S"]] = {}
 
-    def place(self, name: str) -> int | None:
-        """The column of a series; None if no line has had it yet."""
-        return self._places.get(name)
+    def find(self, name: str) -> int | None:
+        """Return the column of a series; None if it has not appeared yet."""
+        return self._indices.get(name)
 
-    def row(self, line: dict[str, Any]) -> Row:
-        """Return the numbers of a line with their columns; lines of one kind cost no names.
+    def row(self, line: dict[str, Any]) -> ColumnValues:
+        """Return the values of a line with their columns; columns are cached by line signature.
 
-        Series beyond `MOST_SERIES` have no column and are left out.
+        Series beyond `MAX_SERIES` have no column and are dropped.
 
         Args:
-            line: of a step, validated.
+            line: validated line of a step.
         """
-        kinds: list[Any] = []
+        signature: list[Any] = []
         single: list[Any] = []
         matrices: list[np.ndarray] = []
         for name, value in line.items():
@@ -46,39 +46,40 @@ class Columns:
                 continue
             if metric.axes:
                 matrices.append(value.ravel())
-                kinds.append((name, *value.shape))
+                signature.append((name, *value.shape))
             else:
                 single.append(value)
-                kinds.insert(len(single) - 1, name)
-        key = tuple(kinds)
-        columns = self._known.get(key)
+                signature.insert(len(single) - 1, name)
+        key = tuple(signature)
+        columns = self._cache.get(key)
         if columns is None:
-            if len(self._known) >= _MAX_KINDS:
-                self._known.clear()
-            columns = self._known[key] = np.array([self._column(name) for name in _names(key)], int)
+            if len(self._cache) >= _MAX_SIGNATURES:
+                self._cache.clear()
+            indices = [self._get_or_add(name) for name in _series_names(key)]
+            columns = self._cache[key] = np.array(indices, int)
         values = np.array(single, np.float64)
         if matrices:
             values = np.concatenate([values, *matrices])
-        if len(self.names) < MOST_SERIES:
+        if len(self.names) < MAX_SERIES:
             return columns, values
         has_column = columns >= 0
         return columns[has_column], values[has_column]
 
-    def _column(self, name: str) -> int:
-        if name not in self._places:
-            if len(self.names) >= MOST_SERIES:
+    def _get_or_add(self, name: str) -> int:
+        if name not in self._indices:
+            if len(self.names) >= MAX_SERIES:
                 return -1
-            self._places[name] = len(self.names)
+            self._indices[name] = len(self.names)
             self.names.append(name)
-        return self._places[name]
+        return self._indices[name]
 
 
-def _names(key: tuple[Any, ...]) -> list[str]:
-    found: list[str] = []
-    for kind in key:
-        if isinstance(kind, str):
-            found.append(kind)
+def _series_names(key: tuple[Any, ...]) -> list[str]:
+    names: list[str] = []
+    for part in key:
+        if isinstance(part, str):
+            names.append(part)
         else:
-            name, layers, heads = kind
-            found += [f"{name}/{layer}/{head}" for layer in range(layers) for head in range(heads)]
-    return found
+            name, layers, heads = part
+            names += [f"{name}/{layer}/{head}" for layer in range(layers) for head in range(heads)]
+    return names

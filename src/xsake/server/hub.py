@@ -1,23 +1,23 @@
-"""Live updates: every client has a short queue, and one that does not keep up misses some."""
+"""Live updates (SSE): one bounded queue per client; slow clients lose events."""
 
 import asyncio
 import json
 from collections.abc import AsyncIterator
 from typing import Any
 
-_WAITING = 32  # events of a client that does not read
+_QUEUE_SIZE = 32  # events
 HEARTBEAT_SECONDS = 15.0
 
 
-class Hub:
-    """Clients that are told what changes; lives in the server's event loop.
+class Broadcaster:
+    """Publish events to subscribed clients; used from the server's event loop only.
 
     Args:
-        most: clients at once.
+        max_clients: maximum number of clients.
     """
 
-    def __init__(self, most: int):
-        self._most = most
+    def __init__(self, max_clients: int):
+        self._max_clients = max_clients
         self._clients: dict[asyncio.Queue[bytes | None], str] = {}
         self.dropped = self.sent = 0
 
@@ -26,20 +26,20 @@ class Hub:
 
     @property
     def is_full(self) -> bool:
-        """Whether nobody else can be told."""
-        return len(self._clients) >= self._most
+        """Whether the maximum number of clients is reached."""
+        return len(self._clients) >= self._max_clients
 
     def publish(self, topic: str, event: str, data: dict[str, Any]) -> None:
-        """Tell all clients of a topic; encoded once for all of them.
+        """Send an event to all clients of a topic; it is encoded once.
 
         Args:
             topic: such as the id of a run.
-            event: its name.
-            data: as JSON.
+            event: name of the event.
+            data: JSON payload.
         """
         text = f"event: {event}\ndata: {json.dumps(data, allow_nan=False)}\n\n".encode()
-        for queue, wanted in list(self._clients.items()):
-            if wanted != topic:
+        for queue, subscribed in list(self._clients.items()):
+            if subscribed != topic:
                 continue
             if queue.full():
                 queue.get_nowait()
@@ -48,19 +48,19 @@ class Hub:
             self.sent += 1
 
     def close(self) -> None:
-        """No more events: all streams end."""
+        """End all streams."""
         for queue in self._clients:
             while queue.full():
                 queue.get_nowait()
             queue.put_nowait(None)
 
     async def stream(self, topic: str) -> AsyncIterator[bytes]:
-        """The events of a topic, from now on, as a client receives them.
+        """Yield the events of a topic in the SSE format.
 
         Args:
             topic: such as the id of a run.
         """
-        queue: asyncio.Queue[bytes | None] = asyncio.Queue(_WAITING)
+        queue: asyncio.Queue[bytes | None] = asyncio.Queue(_QUEUE_SIZE)
         self._clients[queue] = topic
         try:
             yield b"retry: 2000\n: hello\n\n"

@@ -1,4 +1,4 @@
-"""Validation of metrics lines: each step, event and number is checked before anything uses it."""
+"""Validate metrics lines: steps, events and numbers."""
 
 import itertools
 import json
@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from xsake.observability.metrics import METRICS, MOST_SERIES
+from xsake.observability.metrics import MAX_SERIES, METRICS, rename_metrics
 
-MAX_STEP = 2**53  # above it, a float64 and a browser miscount
+MAX_STEP = 2**53  # integers above it are inexact in float64 and JavaScript
 MAX_NUMBER = float(np.finfo(np.float32).max)  # the index stores float32
-_MAX_SIDE = 512  # layers, and heads, of a matrix
+_MAX_SIDE = 512  # layers or heads of a matrix
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _ENDINGS = ("done", "stopped", "failed")
 _CELLS = frozenset({int, float, bool, type(None)})
@@ -21,20 +21,20 @@ _NOT_JSON = object()  # NaN and Infinity, which JSON does not have
 _DECODER = json.JSONDecoder(parse_constant=lambda _: _NOT_JSON)
 
 
-class Line(NamedTuple):
-    """A metrics line with only what can be used.
+class MetricsLine(NamedTuple):
+    """Validated metrics line.
 
     Args:
-        fields: `step` and the metrics that the line has, matrices as float64 arrays, NaN where
-            there is no number; or `event` with `from_step`, `name`, `steps` or `ending`.
-        num_dropped: values of the line that could not be used.
+        fields: `step` and metrics, matrices as float64 arrays, NaN for missing numbers; or `event`
+            with `from_step`, `name`, `steps` or `ending`.
+        num_dropped: number of invalid values.
     """
 
     fields: dict[str, Any]
     num_dropped: int
 
 
-def read_line(text: bytes) -> Line | None:
+def read_line(text: bytes) -> MetricsLine | None:
     """Parse and validate a line; None if it is neither a step nor an event.
 
     Args:
@@ -42,26 +42,26 @@ def read_line(text: bytes) -> Line | None:
 
     Example:
         >>> read_line(b'{"step": 3, "loss": 2.5, "drift": "x"}')
-        Line(fields={'step': 3, 'loss': 2.5, 'drift': nan}, num_dropped=1)
+        MetricsLine(fields={'step': 3, 'loss': 2.5, 'drift': nan}, num_dropped=1)
         >>> read_line(b'{"step": "x", "loss": 2.5}') is None
         True
     """
     try:
-        words = text.decode().strip()
-        given, end = _DECODER.raw_decode(words)
+        line = text.decode().strip()
+        given, end = _DECODER.raw_decode(line)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(given, dict) or end != len(words):
+    if not isinstance(given, dict) or end != len(line):
         return None
     return _read_event(given) if "event" in given else _read_step(given)
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value of a JSON file is a number that float32 can hold; true and false are."""
+    """Whether a JSON value is a number or boolean in the range of float32."""
     return isinstance(value, int | float) and -MAX_NUMBER <= value <= MAX_NUMBER
 
 
-def _read_event(given: dict[str, Any]) -> Line | None:
+def _read_event(given: dict[str, Any]) -> MetricsLine | None:
     fields: dict[str, Any] = {"event": given["event"]}
     checks: dict[str, Callable[[Any], bool]] = {"wall": is_number}
     match given["event"]:
@@ -75,15 +75,15 @@ def _read_event(given: dict[str, Any]) -> Line | None:
             return None
     values = {name: given[name] for name in checks if given.get(name) is not None}
     usable = {name: value for name, value in values.items() if checks[name](value)}
-    return Line(usable | fields, len(values) - len(usable))
+    return MetricsLine(usable | fields, len(values) - len(usable))
 
 
-def _read_step(given: dict[str, Any]) -> Line | None:
+def _read_step(given: dict[str, Any]) -> MetricsLine | None:
     if not _is_step(given.get("step")):
         return None
     fields: dict[str, Any] = {"step": given["step"]}
     num_dropped = 0
-    for name, value in given.items():
+    for name, value in rename_metrics(given).items():
         metric = METRICS.get(name)
         if metric is None and name != "wall":
             continue
@@ -97,16 +97,16 @@ def _read_step(given: dict[str, Any]) -> Line | None:
         else:
             num_dropped += value is not None
             fields[name] = math.nan
-    return Line(fields, num_dropped)
+    return MetricsLine(fields, num_dropped)
 
 
 def _read_matrix(value: Any) -> np.ndarray | None:
-    """Numbers by layer and head; None unless all rows are lists of numbers of one length."""
+    """Parse a matrix by layer and head; None unless all rows are lists of equal length."""
     if not isinstance(value, list) or not 0 < len(value) <= _MAX_SIDE:
         return None
     if set(map(type, value)) != {list} or len(set(map(len, value))) != 1:
         return None
-    if not 0 < len(value[0]) <= _MAX_SIDE or len(value) * len(value[0]) > MOST_SERIES:
+    if not 0 < len(value[0]) <= _MAX_SIDE or len(value) * len(value[0]) > MAX_SERIES:
         return None
     if not set(map(type, itertools.chain.from_iterable(value))) <= _CELLS:
         return None

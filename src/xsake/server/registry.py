@@ -1,7 +1,6 @@
-"""What there is to see, under names that say nothing of where it lies.
+"""Scan folders for runs and documents, and assign opaque ids.
 
-Requests name things by ids that were given out here; no path is ever made of what a request says.
-Links are not followed.
+Requests use these ids; no path is built from request data. Symbolic links are not followed.
 """
 
 import hashlib
@@ -13,66 +12,68 @@ from typing import Literal
 
 from xsake.server.tail import open_regular
 
-Kind = Literal["run", "plan", "rows", "certificate"]
-_DEPTH = 4  # folders below the ones that were named
-MAX_THINGS = 4096  # of a kind
-MAX_ENTRIES = 500_000  # of folders, in one search
-_SKIPPED = frozenset({"steps", "profiles", "profile", "trackers", "metrics.index", "node_modules"})
+ArtifactType = Literal["run", "plan", "rows", "certificate"]
+_DEPTH = 4  # levels below the given folders
+MAX_ARTIFACTS = 4096  # per type
+MAX_ENTRIES = 500_000  # directory entries per scan
+_IGNORED = frozenset({"steps", "profiles", "profile", "trackers", "metrics.index", "node_modules"})
 
 
 @dataclass(frozen=True)
-class Thing:
-    """Something to see.
+class Artifact:
+    """A run or a document.
 
     Args:
-        id: by which requests name it.
-        kind: what it is.
-        name: for people.
-        path: of a run's folder, or a document's file; never told.
+        id: used in requests.
+        type: run, plan, rows or certificate.
+        name: display name.
+        path: of a run's folder, or a document's file; never exposed.
     """
 
     id: str
-    kind: Kind
+    type: ArtifactType
     name: str
     path: Path
 
 
 @dataclass(frozen=True)
-class Found:
-    """Result of a search.
+class ScanResult:
+    """Result of a scan.
 
     Args:
-        things: by kind and id, at most `MAX_THINGS` of each kind.
-        num_left_out: things beyond that number, by kind.
-        is_cut: whether the search ended after `MAX_ENTRIES` files and folders.
+        artifacts: by type and id, at most `MAX_ARTIFACTS` per type.
+        num_omitted: artifacts beyond that number, by type.
+        is_truncated: whether the scan ended after `MAX_ENTRIES` files and folders.
     """
 
-    things: dict[Kind, dict[str, Thing]]
-    num_left_out: dict[Kind, int]
-    is_cut: bool
+    artifacts: dict[ArtifactType, dict[str, Artifact]]
+    num_omitted: dict[ArtifactType, int]
+    is_truncated: bool
 
 
-def search(folders: tuple[Path, ...]) -> Found:
-    """Find everything that is in some folders now.
+def scan(folders: tuple[Path, ...]) -> ScanResult:
+    """Find the runs and documents in some folders.
 
     Args:
-        folders: that exist.
+        folders: existing folders.
     """
-    things: dict[Kind, dict[str, Thing]] = {"run": {}, "plan": {}, "rows": {}, "certificate": {}}
-    num_left_out: dict[Kind, int] = dict.fromkeys(things, 0)
-    tickets = iter(range(MAX_ENTRIES))
+    artifacts: dict[ArtifactType, dict[str, Artifact]] = {
+        "run": {}, "plan": {}, "rows": {}, "certificate": {},
+    }  # fmt: skip
+    num_omitted: dict[ArtifactType, int] = dict.fromkeys(artifacts, 0)
+    budget = iter(range(MAX_ENTRIES))
     for root in folders:
-        for folder, files in _walk(root.resolve(), _DEPTH, tickets):
-            for kind, name, path in _things(folder, files):
-                thing = Thing(_id(kind, path), kind, _readable_name(name), path)
-                if len(things[kind]) < MAX_THINGS:
-                    things[kind].setdefault(thing.id, thing)
-                elif thing.id not in things[kind]:
-                    num_left_out[kind] += 1
-    return Found(things, num_left_out, next(tickets, None) is None)
+        for folder, files in _walk(root.resolve(), _DEPTH, budget):
+            for type, name, path in _match_artifacts(folder, files):
+                artifact = Artifact(_artifact_id(type, path), type, _decode_name(name), path)
+                if len(artifacts[type]) < MAX_ARTIFACTS:
+                    artifacts[type].setdefault(artifact.id, artifact)
+                elif artifact.id not in artifacts[type]:
+                    num_omitted[type] += 1
+    return ScanResult(artifacts, num_omitted, next(budget, None) is None)
 
 
-def _things(folder: Path, files: set[str]) -> Iterator[tuple[Kind, str, Path]]:
+def _match_artifacts(folder: Path, files: set[str]) -> Iterator[tuple[ArtifactType, str, Path]]:
     if "metrics.jsonl" in files:
         yield "run", folder.name, folder
         return
@@ -87,14 +88,14 @@ def _things(folder: Path, files: set[str]) -> Iterator[tuple[Kind, str, Path]]:
             yield "certificate", stem, path
 
 
-def _walk(folder: Path, depth: int, tickets: Iterator[int]) -> Iterator[tuple[Path, set[str]]]:
-    """A folder and those below it; every entry takes a ticket, and without one the search ends."""
+def _walk(folder: Path, depth: int, budget: Iterator[int]) -> Iterator[tuple[Path, set[str]]]:
+    """Yield folders with their file names; every entry consumes one unit of the budget."""
     files: set[str] = set()
     folders: list[Path] = []
     try:
         with os.scandir(folder) as entries:
             for entry in entries:
-                if next(tickets, None) is None:
+                if next(budget, None) is None:
                     break
                 if entry.is_file(follow_symlinks=False):
                     files.add(entry.name)
@@ -105,23 +106,23 @@ def _walk(folder: Path, depth: int, tickets: Iterator[int]) -> Iterator[tuple[Pa
     yield folder, files
     if depth and "metrics.jsonl" not in files:
         for inner in sorted(folders):
-            if inner.name not in _SKIPPED:
-                yield from _walk(inner, depth - 1, tickets)
+            if inner.name not in _IGNORED:
+                yield from _walk(inner, depth - 1, budget)
 
 
-def _id(kind: Kind, path: Path) -> str:
-    return hashlib.blake2b(os.fsencode(f"{kind}:{path}"), digest_size=8).hexdigest()
+def _artifact_id(type: ArtifactType, path: Path) -> str:
+    return hashlib.blake2b(os.fsencode(f"{type}:{path}"), digest_size=8).hexdigest()
 
 
-def _readable_name(name: str) -> str:
-    """The name of a file as text; bytes that are not UTF-8 become replacement characters."""
+def _decode_name(name: str) -> str:
+    """Decode a file name; invalid UTF-8 becomes replacement characters."""
     return os.fsencode(name).decode("utf-8", "replace")
 
 
-def read_document(path: Path, most: int) -> bytes:
-    """A whole file that is no link and not too large; raises OSError otherwise."""
+def read_document(path: Path, max_bytes: int) -> bytes:
+    """Read a regular file; raise OSError for links and larger files."""
     with open_regular(path) as file:
-        data = file.read(most + 1)
-    if len(data) > most:
+        data = file.read(max_bytes + 1)
+    if len(data) > max_bytes:
         raise OSError(27, "File too large")
     return data

@@ -1,4 +1,4 @@
-"""Where attempts of a run began, and so which lines of its metrics still count."""
+"""Track restarts of a run to decide which metrics lines are current."""
 
 import bisect
 from collections.abc import Sequence
@@ -7,41 +7,41 @@ from xsake.server.lines import MAX_STEP
 
 
 class Restarts:
-    """Where attempts of a run began, and which lines before them no longer count.
+    """Restarts of a run.
 
-    A line counts unless a later attempt began at its step or an earlier one. Of the attempts only
-    those matter that no later one undercuts: a stack whose places and steps both rise.
+    A line is superseded if a later attempt starts at its step or an earlier one. The entries form
+    a stack with increasing offsets and steps.
 
     Args:
-        entries: (place of the event, first step that is done again), in order.
+        entries: (offset of the event, first step of the attempt), in order.
 
     Example:
         >>> restarts = Restarts([(0, 0), (100, 50)])
         >>> restarts.add(200, 20), restarts.entries
         (True, [(0, 0), (200, 20)])
-        >>> restarts.counts(150, 10), restarts.counts(150, 60), restarts.next_place(150)
+        >>> restarts.is_current(150, 10), restarts.is_current(150, 60), restarts.next_offset(150)
         (True, False, 200)
     """
 
     def __init__(self, entries: Sequence[tuple[int, int]] = ()):
         self.entries = list(entries)
 
-    def add(self, place: int, step: int) -> bool:
-        """Note an attempt; False if it is known or changes nothing."""
-        at = bisect.bisect_left(self.entries, (place, -1))
-        if at < len(self.entries) and self.entries[at][1] <= step:
+    def add(self, offset: int, step: int) -> bool:
+        """Add an attempt; return False if nothing changes."""
+        index = bisect.bisect_left(self.entries, (offset, -1))
+        if index < len(self.entries) and self.entries[index][1] <= step:
             return False
-        begin = at
+        begin = index
         while begin and self.entries[begin - 1][1] >= step:
             begin -= 1
-        self.entries[begin:at] = [(place, step)]
+        self.entries[begin:index] = [(offset, step)]
         return True
 
-    def counts(self, place: int, step: int) -> bool:
-        """Whether a line of a step that stands at a place still counts."""
-        at = bisect.bisect_right(self.entries, (place, MAX_STEP))
-        return at == len(self.entries) or step < self.entries[at][1]
+    def is_current(self, offset: int, step: int) -> bool:
+        """Whether a line is not superseded."""
+        index = bisect.bisect_right(self.entries, (offset, MAX_STEP))
+        return index == len(self.entries) or step < self.entries[index][1]
 
-    def next_place(self, place: int) -> int:
-        """Where lines count again, after one that does not."""
-        return self.entries[bisect.bisect_right(self.entries, (place, MAX_STEP))][0]
+    def next_offset(self, offset: int) -> int:
+        """Return the offset of the next current line after a superseded one."""
+        return self.entries[bisect.bisect_right(self.entries, (offset, MAX_STEP))][0]

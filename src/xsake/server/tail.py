@@ -1,4 +1,4 @@
-"""Whole lines of a file that grows, read without following links and without unbounded memory."""
+"""Read complete lines of a growing file with bounded memory and without following links."""
 
 import os
 import stat
@@ -30,50 +30,50 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def stat_regular(path: Path) -> os.stat_result:
-    """Size, time and number of a regular file; raises OSError for anything else."""
-    found = os.lstat(path)
-    if not stat.S_ISREG(found.st_mode):
+    """Return lstat of a regular file; raise OSError for anything else."""
+    status = os.lstat(path)
+    if not stat.S_ISREG(status.st_mode):
         raise OSError(22, "Not a regular file")
-    return found
+    return status
 
 
-class Tail:
-    """Reads whole lines from a place on; an unfinished last line is left for later.
+class LineReader:
+    """Read complete lines from an offset; an unfinished last line is left for later.
 
     Args:
-        file: as `open_regular` gives it.
-        place: in bytes, where a line begins.
-        is_inside_long: whether the place is inside a line that is too long to be used.
+        file: from `open_regular`.
+        offset: start of a line in bytes.
+        is_inside_long: whether the offset is inside a line above the size limit.
     """
 
-    def __init__(self, file: BinaryIO, place: int, *, is_inside_long: bool = False):
+    def __init__(self, file: BinaryIO, offset: int, *, is_inside_long: bool = False):
         self._file, self.is_inside_long = file, is_inside_long
-        self.seek(place)
+        self.seek(offset)
 
-    def seek(self, place: int) -> None:
-        """Continue at the begin of another line."""
-        self.place = place
-        self._file.seek(place)
+    def seek(self, offset: int) -> None:
+        """Continue at the start of another line."""
+        self.offset = offset
+        self._file.seek(offset)
 
     def next_line(self) -> bytes | None:
-        """Return the next whole line without its newline; None at the end of the file.
+        """Return the next complete line without its newline; None at the end of the file.
 
-        A line that is too long is skipped in pieces: the first piece gives a line that cannot be
-        parsed, the others give empty lines. `place` is then where the next call reads.
+        A line above the size limit is skipped in chunks: the first chunk returns an invalid line,
+        the others return empty lines. `offset` is the position of the next read.
         """
         text = self._file.readline(MAX_LINE)
-        is_whole, was_inside = text.endswith(b"\n"), self.is_inside_long
-        if not is_whole and len(text) < MAX_LINE and not (was_inside and text):
+        is_complete, was_inside = text.endswith(b"\n"), self.is_inside_long
+        if not is_complete and len(text) < MAX_LINE and not (was_inside and text):
             return None
-        self.place += len(text)
-        self.is_inside_long = not is_whole
+        self.offset += len(text)
+        self.is_inside_long = not is_complete
         if was_inside:
             return b""
-        return text[:-1] if is_whole else b"\0"
+        return text[:-1] if is_complete else b"\0"
 
 
 def file_identity(path: Path) -> str:
-    """Identity of a file as long as it only grows: its inode and how it begins."""
+    """Return an identity of an append-only file: its inode and the start of its first line."""
     with open_regular(path) as file:
         begin = file.read(4096).partition(b"\n")[0][:256]
         return f"{os.fstat(file.fileno()).st_ino}:{begin.hex()}"

@@ -1,10 +1,10 @@
-"""The truth XSAKE is tested against; for tests, benchmarks and `xsake doctor --kernels` only.
+"""Reference implementations and conformance cases for tests, benchmarks and `xsake doctor`.
 
-    inputs = case.inputs()                        # cases: one row of the conformance table
-    truth  = oracle.attend(..., allowed)          # oracle + expand: float64 NumPy, dense, slow
-    plain  = naive.attend(...)                    # naive: the same maths in the caller's dtype
-    report = budget.judge("out", got, plain, truth)   # budget: is the error what the dtype allows?
+    inputs = case.inputs()                        # one row of the conformance table
+    truth  = oracle.attend(..., allowed)          # float64 NumPy, dense, slow
+    plain  = naive.attend(...)                    # the same in the caller's dtype
+    report = budget.check_error("out", got, plain, truth)  # error budget of the dtype
 
-Nothing here imports `xsake.kernels` or `xsake.attention`: an oracle that shares code with what
-it judges shares its mistakes. `run` is the one exception in spirit: it is handed the function.
+Nothing here imports `xsake.kernels` or `xsake.attention`, so that the oracle shares no bugs with
+the tested code; `conformance` receives the tested function as an argument.
 """

@@ -1,6 +1,6 @@
-"""The conformance table: one named case per promise; every implementation runs through all of them.
+"""Conformance table: named cases that every implementation must pass.
 
-Shapes are small because compilation, not arithmetic, is what a case costs.
+Shapes are small because compilation dominates the cost of a case.
 """
 
 import dataclasses
@@ -41,7 +41,7 @@ SAME_STRUCTURE = PerHead([Causal() & Window(left=left, right=0) for left in (3, 
 
 
 def _explicit() -> Explicit:
-    """Random pairs with empty rows, an empty query block, empty columns and an empty kv block."""
+    """Return random pairs with empty rows, columns, query block and kv block."""
     table = np.random.default_rng(7).random((90, 75)) < 0.3
     table[[0, 5, 41, 89]] = False
     table[16:32] = False
@@ -51,7 +51,7 @@ def _explicit() -> Explicit:
 
 
 def _grid_layout(case: Case) -> BlockLayout:
-    """A ragged random block grid per head under a causal rule; one head has no blocks at all."""
+    """Build random per-head block grids under the mask; one head has no blocks."""
     rng = np.random.default_rng(3)
     blocks = -(-case.q_tokens // 16), -(-case.kv_tokens // 16)
     density = np.linspace(0.0, 0.9, case.q_heads)[:, None, None]
@@ -67,7 +67,7 @@ def _grid_layout(case: Case) -> BlockLayout:
 
 
 def _batched_layout(case: Case) -> BlockLayout:
-    """The indices + counts form, another list for every batch entry and head."""
+    """Build a layout from indices and counts, per batch entry and head."""
     rng = np.random.default_rng(4)
     q_blocks, kv_blocks, width = -(-case.q_tokens // 16), -(-case.kv_tokens // 16), 3
     shape = (case.batch, case.q_heads, q_blocks)
@@ -84,15 +84,15 @@ def _batched_layout(case: Case) -> BlockLayout:
 
 
 def _kv_head_layout(case: Case) -> BlockLayout:
-    """One list per kv head, shared by the query heads of its group."""
+    """Build one list per kv head, shared by its query heads."""
     rule = PerHead([Causal() & Window(left=10 + 25 * h, right=0) for h in range(case.kv_heads)])
     return BlockLayout.from_mask(
         rule, q_tokens=case.q_tokens, kv_tokens=case.kv_tokens, block_q=16, block_kv=16
     )
 
 
-def _resized(block_q: int, block_kv: int):
-    """The layout of the mask at blocks of 64, then cut or merged to other sizes."""
+def _resize_layout(block_q: int, block_kv: int):
+    """Return a builder of the mask's layout at blocks of 64, resized."""
 
     def build(case: Case) -> BlockLayout:
         layout = BlockLayout.from_mask(
@@ -104,16 +104,16 @@ def _resized(block_q: int, block_kv: int):
 
 
 def _merged_grid(case: Case) -> BlockLayout:
-    """A sparse grid merged to larger blocks, so that merged blocks lack some of their parts."""
+    """Build a sparse grid merged to larger blocks with unlisted parts."""
     return _grid_layout(case).resize(32, 48)
 
 
-def _traced(case: Case) -> BlockLayout:
+def _traced_grid_layout(case: Case) -> BlockLayout:
     return _grid_layout(case).traced(capacity=200)
 
 
 def _two_thirds(case: Case) -> BlockLayout:
-    """Most blocks of a grid, chosen without the mask, which is then a second argument."""
+    """Build a random grid without the mask, which is a separate argument."""
     blocks = -(-case.q_tokens // 16), -(-case.kv_tokens // 16)
     grid = np.random.default_rng(4).random(blocks) < 0.67
     return BlockLayout.from_block_mask(
@@ -121,7 +121,7 @@ def _two_thirds(case: Case) -> BlockLayout:
     )
 
 
-def _nothing(case: Case) -> BlockLayout:
+def _empty_layout(case: Case) -> BlockLayout:
     grid = np.zeros((1, -(-case.q_tokens // 32), -(-case.kv_tokens // 32)), bool)
     return BlockLayout.from_block_mask(
         grid, q_tokens=case.q_tokens, kv_tokens=case.kv_tokens, block_q=32, block_kv=32
@@ -157,7 +157,7 @@ MASKS = [
     ),
 ]
 
-# The windows, lengths and block size on which a peer was found wrong.
+# Windows, lengths and block size for which another library gave wrong results.
 WINDOWS = [
     Case(
         f"window_{left}_{right}",
@@ -257,7 +257,7 @@ LAYOUTS = [
     Case(
         "ragged_grid_traced",
         Causal(),
-        layout=_traced,
+        layout=_traced_grid_layout,
         q_heads=4,
         kv_heads=2,
         q_tokens=93,
@@ -275,14 +275,14 @@ LAYOUTS = [
     Case(
         "split_64_to_32_16",
         Causal() & Window(left=70, right=0),
-        layout=_resized(32, 16),
+        layout=_resize_layout(32, 16),
         q_tokens=150,
         kv_tokens=150,
     ),
     Case(
         "merged_64_to_128",
         Causal() & Window(left=70, right=0),
-        layout=_resized(128, 128),
+        layout=_resize_layout(128, 128),
         q_tokens=150,
         kv_tokens=150,
     ),
@@ -295,8 +295,8 @@ LAYOUTS = [
         q_tokens=93,
         kv_tokens=93,
     ),
-    Case("empty_layout", layout=_nothing, q_tokens=64, kv_tokens=64),
-    Case("empty_layout_with_sinks", layout=_nothing, q_tokens=64, kv_tokens=64, sinks=0),
+    Case("empty_layout", layout=_empty_layout, q_tokens=64, kv_tokens=64),
+    Case("empty_layout_with_sinks", layout=_empty_layout, q_tokens=64, kv_tokens=64, sinks=0),
 ]
 
 TERMS = [
@@ -356,13 +356,15 @@ COORDINATES = [
 ]
 
 
-def _in(dtype: str, names: set[str]) -> list[Case]:
-    every = MASKS + SHAPES + GROUPS + LAYOUTS + TERMS + COORDINATES
-    chosen = [case for case in every if case.name in names]
-    return [dataclasses.replace(case, name=f"{case.name}_{dtype}", dtype=dtype) for case in chosen]
+def _with_dtype(dtype: str, names: set[str]) -> list[Case]:
+    all_cases = MASKS + SHAPES + GROUPS + LAYOUTS + TERMS + COORDINATES
+    selected = [case for case in all_cases if case.name in names]
+    return [
+        dataclasses.replace(case, name=f"{case.name}_{dtype}", dtype=dtype) for case in selected
+    ]
 
 
-LOW_PRECISION = _in(
+LOW_PRECISION = _with_dtype(
     "bfloat16",
     {
         "explicit_with_empty_rows_and_columns",
@@ -371,7 +373,7 @@ LOW_PRECISION = _in(
         "everything",
         "ragged_grid",
     },
-) + _in("float16", {"head_dim_64_longer", "everything"})
+) + _with_dtype("float16", {"head_dim_64_longer", "everything"})
 
 CASES = MASKS + WINDOWS + SHAPES + GROUPS + LAYOUTS + TERMS + COORDINATES + LOW_PRECISION
 BY_NAME = {case.name: case for case in CASES}

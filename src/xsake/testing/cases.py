@@ -1,4 +1,4 @@
-"""One conformance case: shapes, dtype, who sees whom, and the inputs drawn for it."""
+"""Conformance cases: shapes, dtype, masking and random inputs."""
 
 import dataclasses
 import functools
@@ -18,19 +18,19 @@ class Case:
     """One row of the conformance table.
 
     Args:
-        name: what the case is about; the test id.
-        mask: the token rule, or None.
-        block: (block_q, block_kv) of the layout built from `mask`; None hands over the mask itself.
-        layout: builds the layout instead, from this case.
-        batch, q_tokens, kv_tokens, q_heads, kv_heads, head_dim, value_dim: the shapes.
-        dtype: of q, k, v and bias.
+        name: test id.
+        mask: mask, or None.
+        block: (block_q, block_kv) of the layout built from `mask`; None passes the mask itself.
+        layout: builds the layout from this case instead.
+        batch, q_tokens, kv_tokens, q_heads, kv_heads, head_dim, value_dim: shapes.
+        dtype: dtype of q, k, v and bias.
         softcap, scale: as in `xsake.attention`.
         sinks: None, 0 for shape [Hq], or S for shape [Hq, S].
         bias: None, or the shape [B|1, Hq|1, Tq, Tk] by two flags (per batch, per head).
         segments: per batch entry, (q lengths, kv lengths) of consecutive segments; the rest is
             padding.
         q_positions, kv_positions: [T] or [B, T], or None for 0..T-1.
-        logits: factor on q, to make the softmax sharper or flatter.
+        logits: factor on q.
     """
 
     name: str
@@ -56,12 +56,12 @@ class Case:
 
     @property
     def rule(self) -> AbstractMask:
-        """The token rule, everything if there is none."""
+        """Mask, `Full()` if there is none."""
         return Full() if self.mask is None else self.mask
 
     @functools.cached_property
     def schedule(self) -> BlockLayout | None:
-        """The layout handed to the library, or None when it gets the mask itself."""
+        """Layout argument of the call, or None if the mask is passed."""
         if self.layout is not None:
             return self.layout(self)
         if self.block is None:
@@ -76,21 +76,21 @@ class Case:
 
     @property
     def static(self) -> dict[str, Any]:
-        """The arguments of `xsake.attention` that are not arrays."""
+        """Static arguments of `xsake.attention`."""
         schedule = self.schedule
-        who: dict[str, Any] = {"mask": self.mask} if schedule is None else {"layout": schedule}
-        if self._is_apart:
-            who["mask"] = self.mask
-        return {**who, "softcap": self.softcap, "scale": self.scale}
+        masking: dict[str, Any] = {"mask": self.mask} if schedule is None else {"layout": schedule}
+        if self._has_separate_mask:
+            masking["mask"] = self.mask
+        return {**masking, "softcap": self.softcap, "scale": self.scale}
 
     @property
-    def _is_apart(self) -> bool:
-        """Whether mask and layout are two arguments: the layout was built without the mask."""
+    def _has_separate_mask(self) -> bool:
+        """Whether mask and layout are separate arguments."""
         return self.schedule is not None and self.schedule.mask is None and self.mask is not None
 
     @property
     def coordinates(self) -> expand.Coordinates:
-        """Positions and segment ids as [B, T] arrays, defaults filled in."""
+        """Positions and segment ids as [B, T] arrays, with defaults."""
         return expand.Coordinates(
             _positions(self.q_positions, self.batch, self.q_tokens),
             _positions(self.kv_positions, self.batch, self.kv_tokens),
@@ -110,54 +110,54 @@ class Case:
 
     @functools.cached_property
     def allowed(self) -> np.ndarray:
-        """[B, Hq, Tq, Tk]: the pairs that exist, by the slow expander."""
+        """Allowed pairs [B, Hq, Tq, Tk] by `expand`."""
         at, schedule = self.coordinates, self.schedule
         if schedule is None:
             tokens = expand.mask_tokens(self.mask, at, self.q_heads)
         else:
             tokens = expand.layout_tokens(schedule, at, self.q_heads)
-            if self._is_apart:
+            if self._has_separate_mask:
                 tokens = tokens & expand.mask_tokens(self.mask, at, self.q_heads)
         return tokens & expand.same_segment(at, self.q_heads, self.batch)
 
-    def inputs(self, seed: int = 0) -> "Inputs":
-        """Unit-variance operands and cotangents, rounded to the dtype of the case."""
+    def inputs(self, seed: int = 0) -> "CaseInputs":
+        """Draw unit-variance operands and cotangents in the dtype of the case."""
         rng = np.random.default_rng(seed)
-        kind = np.dtype(getattr(ml_dtypes, self.dtype, self.dtype))
-        wide = np.dtype(np.float64 if self.dtype == "float64" else np.float32)
+        dtype = np.dtype(getattr(ml_dtypes, self.dtype, self.dtype))
+        wide_dtype = np.dtype(np.float64 if self.dtype == "float64" else np.float32)
         b, tq, tk = self.batch, self.q_tokens, self.kv_tokens
         draw = lambda *shape: rng.standard_normal(shape)
         operands = {
-            "q": (self.logits * draw(b, tq, self.q_heads, self.head_dim)).astype(kind),
-            "k": draw(b, tk, self.kv_heads, self.head_dim).astype(kind),
-            "v": draw(b, tk, self.kv_heads, self.value_dim).astype(kind),
+            "q": (self.logits * draw(b, tq, self.q_heads, self.head_dim)).astype(dtype),
+            "k": draw(b, tk, self.kv_heads, self.head_dim).astype(dtype),
+            "v": draw(b, tk, self.kv_heads, self.value_dim).astype(dtype),
         }
         if self.bias is not None:
             shape = (b if self.bias[0] else 1, self.q_heads if self.bias[1] else 1, tq, tk)
-            operands["bias"] = draw(*shape).astype(kind)
+            operands["bias"] = draw(*shape).astype(dtype)
         if self.sinks is not None:
             shape = (self.q_heads, self.sinks) if self.sinks else (self.q_heads,)
-            operands["sinks"] = draw(*shape).astype(wide)
-        d_out = draw(b, tq, self.q_heads, self.value_dim).astype(kind)
-        d_lse = draw(b, tq, self.q_heads).astype(wide)
-        return Inputs(operands, d_out, d_lse, self._integers())
+            operands["sinks"] = draw(*shape).astype(wide_dtype)
+        d_out = draw(b, tq, self.q_heads, self.value_dim).astype(dtype)
+        d_lse = draw(b, tq, self.q_heads).astype(wide_dtype)
+        return CaseInputs(operands, d_out, d_lse, self._integers())
 
     def _integers(self) -> dict[str, np.ndarray]:
         at = self.coordinates
-        found: dict[str, np.ndarray] = {}
+        arrays: dict[str, np.ndarray] = {}
         if self.q_positions is not None:
-            found["q_positions"] = np.asarray(self.q_positions, np.int32)
+            arrays["q_positions"] = np.asarray(self.q_positions, np.int32)
         if self.kv_positions is not None:
-            found["kv_positions"] = np.asarray(self.kv_positions, np.int32)
+            arrays["kv_positions"] = np.asarray(self.kv_positions, np.int32)
         if at.q_segment_ids is not None and at.kv_segment_ids is not None:
-            found["q_segment_ids"] = at.q_segment_ids
-            found["kv_segment_ids"] = at.kv_segment_ids
-        return found
+            arrays["q_segment_ids"] = at.q_segment_ids
+            arrays["kv_segment_ids"] = at.kv_segment_ids
+        return arrays
 
-    def operands(self, inputs: "Inputs") -> oracle.Operands:
-        """The call as the oracle and the comparator take it."""
+    def operands(self, inputs: "CaseInputs") -> oracle.DenseInputs:
+        """Return the inputs of the oracle and of naive attention."""
         x = inputs.operands
-        return oracle.Operands(
+        return oracle.DenseInputs(
             x["q"],
             x["k"],
             x["v"],
@@ -170,19 +170,19 @@ class Case:
 
 
 @dataclasses.dataclass(frozen=True)
-class Inputs:
-    """What one call gets: differentiable operands by name, cotangents, integer arrays by name."""
+class CaseInputs:
+    """Inputs of one call: differentiable operands, cotangents, integer arrays."""
 
     operands: dict[str, np.ndarray]
     d_out: np.ndarray
     d_lse: np.ndarray
     integers: dict[str, np.ndarray]
 
-    def replace(self, **operands: np.ndarray) -> "Inputs":
-        """The same call with some operands exchanged."""
+    def replace(self, **operands: np.ndarray) -> "CaseInputs":
+        """Return the inputs with some operands replaced."""
         return dataclasses.replace(self, operands={**self.operands, **operands})
 
 
-def _positions(given: tuple | None, batch: int, tokens: int) -> np.ndarray:
-    found = np.arange(tokens) if given is None else np.asarray(given)
-    return np.broadcast_to(found, (batch, tokens))
+def _positions(positions: tuple | None, batch: int, tokens: int) -> np.ndarray:
+    values = np.arange(tokens) if positions is None else np.asarray(positions)
+    return np.broadcast_to(values, (batch, tokens))

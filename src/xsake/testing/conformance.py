@@ -1,6 +1,6 @@
-"""Runs an attention function through a case and judges every output and gradient.
+"""Run an attention function on conformance cases and check every output and gradient.
 
-The function under test is handed in; it takes the arguments of `xsake.attention`.
+The tested function is an argument; it has the signature of `xsake.attention`.
 """
 
 import functools
@@ -11,17 +11,17 @@ import jax
 import numpy as np
 
 from xsake.testing import naive, oracle
-from xsake.testing.budget import Report, judge
-from xsake.testing.cases import Case, Inputs
+from xsake.testing.budget import ErrorReport, check_error
+from xsake.testing.cases import Case, CaseInputs
 from xsake.testing.oracle import Truth
 
 Arrays = dict[str, np.ndarray]
 
 
 def bind(attention: Callable[..., Any], case: Case, implementation: str) -> Callable[..., Any]:
-    """`attention` as a function of arrays only: operands by name, then integers by name."""
+    """Return `attention` as a function of arrays only: operands and integers by name."""
 
-    static = case.static  # built here, where arrays have values, and not while tracing
+    static = case.static  # built outside of tracing
 
     def attend(operands: dict[str, Any], integers: dict[str, Any]):
         return attention(
@@ -32,72 +32,75 @@ def bind(attention: Callable[..., Any], case: Case, implementation: str) -> Call
 
 
 def with_gradients(attend: Callable[..., Any]) -> Callable[..., Any]:
-    """Turn `attend(operands, integers) -> (out, lse)` into one that also returns every gradient."""
+    """Return a function that computes `attend(operands, integers)` and all gradients."""
 
     def run(operands, integers, d_out, d_lse):
-        (out, lse), pull = jax.vjp(lambda given: attend(given, integers), operands)
-        (gradients,) = pull((d_out, d_lse))
+        (out, lse), vjp = jax.vjp(lambda given: attend(given, integers), operands)
+        (gradients,) = vjp((d_out, d_lse))
         return {"out": out, "lse": lse, **{f"d_{name}": g for name, g in gradients.items()}}
 
     return run
 
 
-def call(run: Callable[..., Any], inputs: Inputs) -> Arrays:
-    """Call what `with_gradients` made, and bring the answer to NumPy."""
+def call(run: Callable[..., Any], inputs: CaseInputs) -> Arrays:
+    """Call a function of `with_gradients` and convert the results to NumPy."""
     answer = run(inputs.operands, inputs.integers, inputs.d_out, inputs.d_lse)
     return {name: np.asarray(value) for name, value in answer.items()}
 
 
 def run_case(
-    attention: Callable[..., Any], case: Case, implementation: str, inputs: Inputs
+    attention: Callable[..., Any], case: Case, implementation: str, inputs: CaseInputs
 ) -> Arrays:
-    """One jitted call of the library: out, lse and all gradients by name."""
+    """Run one jitted call; return out, lse and all gradients by name."""
     return call(jax.jit(with_gradients(bind(attention, case, implementation))), inputs)
 
 
-def named(found: Truth, inputs: Inputs) -> Arrays:
-    """Truth or comparator under the names `with_gradients` uses."""
+def select_outputs(results: Truth, inputs: CaseInputs) -> Arrays:
+    """Return results by the names of `with_gradients`."""
     names = ["out", "lse", *(f"d_{name}" for name in inputs.operands)]
-    return {name: getattr(found, name) for name in names}
+    return {name: getattr(results, name) for name in names}
 
 
-def truth_of(case: Case, inputs: Inputs) -> Arrays:
-    """The float64 answer."""
-    return named(oracle.attend(case.operands(inputs), inputs.d_out, inputs.d_lse), inputs)
+def compute_truth(case: Case, inputs: CaseInputs) -> Arrays:
+    """Return the float64 results."""
+    return select_outputs(oracle.attend(case.operands(inputs), inputs.d_out, inputs.d_lse), inputs)
 
 
-def run_naive(case: Case, inputs: Inputs) -> Arrays:
-    """The comparator's answers in the dtype of the case, its runs stacked on a new first axis."""
-    runs = naive.in_three_orders(case.operands(inputs), inputs.d_out, inputs.d_lse, case.dtype)
-    each = [named(found, inputs) for found in runs]
+def run_naive(case: Case, inputs: CaseInputs) -> Arrays:
+    """Return naive results in the dtype of the case, runs stacked on a new first axis."""
+    runs = naive.run_three_orders(case.operands(inputs), inputs.d_out, inputs.d_lse, case.dtype)
+    each = [select_outputs(results, inputs) for results in runs]
     return {name: np.stack([run[name] for run in each]) for name in each[0]}
 
 
 @functools.lru_cache(maxsize=128)
-def expected(case: Case) -> tuple[Inputs, Arrays, Arrays]:
-    """Inputs, truth and comparator of a case; they do not depend on the implementation."""
+def reference_results(case: Case) -> tuple[CaseInputs, Arrays, Arrays]:
+    """Return inputs, truth and naive results of a case, independent of the implementation."""
     inputs = case.inputs()
-    return inputs, truth_of(case, inputs), run_naive(case, inputs)
+    return inputs, compute_truth(case, inputs), run_naive(case, inputs)
 
 
-def compare(got: Arrays, plain: Arrays, truth: Arrays, *, dtype: str, **rules: Any) -> list[Report]:
-    """Judge every array the truth has."""
+def compare(
+    got: Arrays, naive_results: Arrays, truth: Arrays, *, dtype: str, **options: Any
+) -> list[ErrorReport]:
+    """Check every array of the truth."""
     missing = truth.keys() - got.keys()
     if missing:
         raise KeyError(f"the implementation returned no {sorted(missing)}")
     return [
-        judge(name, got[name], plain[name], truth[name], dtype=dtype, **rules) for name in truth
+        check_error(name, got[name], naive_results[name], truth[name], dtype=dtype, **options)
+        for name in truth
     ]
 
 
-def check_case(attention: Callable[..., Any], case: Case, implementation: str) -> list[Report]:
-    """Reports on out, lse and all gradients of one implementation in one case."""
-    inputs, truth, plain = expected(case)
+def check_case(attention: Callable[..., Any], case: Case, implementation: str) -> list[ErrorReport]:
+    """Check out, lse and all gradients of one implementation in one case."""
+    inputs, truth, naive_results = reference_results(case)
     got = run_case(attention, case, implementation, inputs)
-    # N3's absolute limit is stated for unit-variance inputs.
-    return compare(got, plain, truth, dtype=case.dtype, backstop=case.logits == 1.0)
+    # The absolute limit is defined for unit-variance inputs.
+    return compare(got, naive_results, truth, dtype=case.dtype, backstop=case.logits == 1.0)
 
 
-def failures(reports: list[Report]) -> list[str]:
-    """The broken rules, in words."""
+def failures(reports: list[ErrorReport]) -> list[str]:
+    """Return the messages of failed checks."""
     return [report.failure for report in reports if report.failure is not None]

@@ -1,4 +1,4 @@
-"""Attention as one dense JAX formula: its autodiff is what custom gradients are compared with."""
+"""Dense JAX attention, whose autodiff is the reference of custom gradients."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ def attend(
     softcap: float | None = None,
     scale: float | None = None,
 ) -> tuple[Float[Array, "B Tq Hq Dv"], Float[Array, "B Tq Hq"]]:
-    """Dense masked softmax attention; returns `(out, lse)`, differentiable by autodiff.
+    """Compute dense masked attention; return `(out, lse)`.
 
     Args:
         q: [B, Tq, Hq, D].

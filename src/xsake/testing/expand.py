@@ -1,7 +1,6 @@
-"""From a mask or a layout to one bool per (query, key) pair, by a second, slow route.
+"""Expand masks and layouts to one bool per (query, key) pair, independently of `xsake.masks`.
 
-It shares no rule with `xsake.masks`. Only `Random` cells and user functions are asked of the
-mask itself: the first is defined by its own hash, the second by its own code.
+Only `Random` and `FromFunction` are evaluated by the mask itself: they are defined by their code.
 """
 
 import dataclasses
@@ -14,14 +13,14 @@ from xsake.layout import BlockLayout
 from xsake.masks import AbstractMask
 
 
-def _ask(mask: AbstractMask, q: np.ndarray, k: np.ndarray) -> np.ndarray:
+def _call_mask(mask: AbstractMask, q: np.ndarray, k: np.ndarray) -> np.ndarray:
     return np.asarray(mask.allows(q, k))
 
 
-def _within(m, q, k):
-    ahead = k - q
-    enough = np.ones(ahead.shape, bool) if m.left is None else -ahead <= m.left
-    return enough if m.right is None else enough & (ahead <= m.right)
+def _window(m, q, k):
+    offset = k - q
+    allowed = np.ones(offset.shape, bool) if m.left is None else -offset <= m.left
+    return allowed if m.right is None else allowed & (offset <= m.right)
 
 
 def _longformer(m, q, k):
@@ -40,31 +39,31 @@ def _table(table, q, k):
     return inside & table[np.minimum(q, table.shape[0] - 1), np.minimum(k, table.shape[1] - 1)]
 
 
-# The rule of each leaf as a sentence on (mask, query position, key position).
+# Rules by mask name: (mask, query position, key position) -> bool.
 _RULES = {
     "Full": lambda m, q, k: (q >= 0) & (k >= 0),
     "Causal": lambda m, q, k: q >= k,
-    "Window": _within,
+    "Window": _window,
     "Chunked": lambda m, q, k: np.floor_divide(q, m.size) == np.floor_divide(k, m.size),
     "Sinks": lambda m, q, k: (q >= 0) & (k < m.count),
     "Strided": lambda m, q, k: (q >= 0) & (np.remainder(k, m.stride) < m.width),
     "Longformer": _longformer,
     "BigBird": lambda m, q, k: (
-        _longformer(m, q, k) | _ask(masks.Random(m.keep, m.seed, m.cell), q, k)
+        _longformer(m, q, k) | _call_mask(masks.Random(m.keep, m.seed, m.cell), q, k)
     ),
     "Segments": _segments,
     "Explicit": lambda m, q, k: _table(np.asarray(m.array), q, k),
-    "Random": _ask,
-    "FromFunction": _ask,
+    "Random": _call_mask,
+    "FromFunction": _call_mask,
 }
 
 
 def pairs(mask: AbstractMask | None, q: np.ndarray, k: np.ndarray, head: int = 0) -> np.ndarray:
-    """What `mask` says of positions `q` x `k` (broadcast) for one head, by the rules above."""
+    """Evaluate `mask` on positions `q` x `k` (broadcast) for one head."""
     q, k = np.asarray(q, np.int64), np.asarray(k, np.int64)
     if mask is None:
         return np.ones(np.broadcast_shapes(q.shape, k.shape), bool)
-    kind = type(mask).__name__
+    name = type(mask).__name__
     if isinstance(mask, masks.PerHead):
         return pairs(mask.members[head], q, k)
     if isinstance(mask, masks.And):
@@ -73,15 +72,15 @@ def pairs(mask: AbstractMask | None, q: np.ndarray, k: np.ndarray, head: int = 0
         return np.any([pairs(part, q, k, head) for part in mask.parts], axis=0)
     if isinstance(mask, masks.Not):
         return np.logical_not(pairs(mask.part, q, k, head))
-    if kind in _RULES and mask.heads is None:
-        return np.broadcast_to(_RULES[kind](mask, q, k), np.broadcast_shapes(q.shape, k.shape))
+    if name in _RULES and mask.heads is None:
+        return np.broadcast_to(_RULES[name](mask, q, k), np.broadcast_shapes(q.shape, k.shape))
     heads = None if mask.heads is None else np.full((1,) * max(q.ndim, k.ndim), head)
     return np.asarray(mask.allows(q, k, heads))
 
 
 @dataclasses.dataclass(frozen=True)
 class Coordinates:
-    """Where tokens stand: positions [B, T], and segment ids [B, T] or None."""
+    """Positions [B, T] and segment ids [B, T] or None."""
 
     q_positions: np.ndarray
     kv_positions: np.ndarray
@@ -90,13 +89,13 @@ class Coordinates:
 
     @property
     def are_moved(self) -> bool:
-        """Whether a token's position differs from its index somewhere."""
-        both = self.q_positions, self.kv_positions
-        return any((x != np.arange(x.shape[1])).any() for x in both)
+        """Whether any position differs from its token index."""
+        positions = self.q_positions, self.kv_positions
+        return any((x != np.arange(x.shape[1])).any() for x in positions)
 
 
 def _rule_head(mask: AbstractMask | None, head: int, heads: int) -> int:
-    """Which head of the mask speaks for query head `head`: under GQA a mask may list kv heads."""
+    """Return the mask head of a query head; under GQA a mask may have kv heads."""
     return head if mask is None or mask.heads is None else head * mask.heads // heads
 
 
@@ -114,7 +113,7 @@ def mask_tokens(
 def layout_tokens(
     layout: BlockLayout, at: Coordinates, heads: int
 ) -> Bool[np.ndarray, "B Hq Tq Tk"]:
-    """Expand a layout by reading its three arrays item by item."""
+    """Expand a layout item by item."""
     starts, columns, partial = (
         np.asarray(a) for a in (layout.row_starts, layout.kv_block, layout.is_partial)
     )
@@ -132,7 +131,7 @@ def layout_tokens(
                 ts = np.arange(i * bq, min((i + 1) * bq, q_tokens))
                 us = np.arange(columns[item] * bk, min((columns[item] + 1) * bk, kv_tokens))
                 tile = np.ones((ts.size, us.size), bool)
-                # "Full" was decided for positions 0, 1, 2, ...; elsewhere the rule decides anew.
+                # Full blocks are full at positions 0, 1, 2, ...; otherwise evaluate the mask.
                 if partial[item] or at.are_moved:
                     q, k = at.q_positions[b, ts], at.kv_positions[b, us]
                     tile = pairs(
@@ -143,7 +142,7 @@ def layout_tokens(
 
 
 def same_segment(at: Coordinates, heads: int, batch: int) -> np.ndarray:
-    """[B, Hq or 1, Tq or 1, Tk or 1]: True where both tokens carry one non-negative segment id."""
+    """Return [B, Hq or 1, Tq or 1, Tk or 1]: True for equal non-negative segment ids."""
     if at.q_segment_ids is None or at.kv_segment_ids is None:
         return np.ones((batch, 1, 1, 1), bool)
     q, k = at.q_segment_ids[:, None, :, None], at.kv_segment_ids[:, None, None, :]

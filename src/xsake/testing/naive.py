@@ -1,9 +1,7 @@
-"""The comparator of the error budget: dense attention, forward and backward, in the caller's dtype.
+"""Naive dense attention in the caller's dtype, forward and backward, for the error budget.
 
-It is what a careful user would write: matrix products whose operands and results have the dtype
-of the inputs, and softmax statistics in float32 at least. NumPy and not JAX, because a compiler
-may keep intermediate results wider than the dtype says, and would then promise more than the
-dtype can hold.
+Operands and results of matrix products have the input dtype; softmax statistics are at least
+float32. It uses NumPy because XLA may keep intermediate results in a wider dtype.
 """
 
 import dataclasses
@@ -11,23 +9,23 @@ import dataclasses
 import ml_dtypes
 import numpy as np
 
-from xsake.testing.oracle import Operands, Truth
+from xsake.testing.oracle import DenseInputs, Truth
 
 
 @dataclasses.dataclass(frozen=True)
 class _Rounding:
-    """Products in `wide`, results in `narrow`."""
+    """Rounding to `narrow` with arithmetic in `wide`."""
 
     narrow: np.dtype
     wide: np.dtype
 
     def __call__(self, x: np.ndarray) -> np.ndarray:
-        """`x` as `narrow` can hold it, ready for arithmetic in `wide`."""
+        """Round `x` to `narrow` and return it in `wide`."""
         return x.astype(self.narrow).astype(self.wide)
 
 
-def _probabilities(x: Operands, at: tuple[int, int], rounded: _Rounding):
-    """Of head `at = (b, h)`: weights of keys and sinks, both again from lse, lse, cap slope."""
+def _probabilities(x: DenseInputs, at: tuple[int, int], rounded: _Rounding):
+    """Return p of keys, of sinks, both recomputed from lse, lse and softcap slope of a head."""
     b, h = at
     g = h // (x.q.shape[2] // x.k.shape[2])
     q, k = (a.astype(rounded.wide) for a in (x.q[b, :, h], x.k[b, :, g]))
@@ -43,65 +41,68 @@ def _probabilities(x: Operands, at: tuple[int, int], rounded: _Rounding):
         x.sink_logits(h).astype(rounded.wide), (s.shape[0], x.sink_logits(h).size)
     )
     logits = np.concatenate([s, sinks], axis=1)
-    peak = logits.max(axis=1, keepdims=True, initial=-np.inf)
-    empty = peak == -np.inf
-    weights = np.exp(logits - np.where(empty, rounded.wide.type(0), peak))
-    mass = weights.sum(axis=1, keepdims=True)
-    p = weights / np.where(empty, rounded.wide.type(1), mass)
-    lse = np.where(empty, peak, peak + np.log(np.where(empty, 1, mass)))[:, 0]
-    again = np.exp(logits - np.where(empty, rounded.wide.type(0), lse[:, None]))
+    m = logits.max(axis=1, keepdims=True, initial=-np.inf)
+    empty = m == -np.inf
+    weights = np.exp(logits - np.where(empty, rounded.wide.type(0), m))
+    denominator = weights.sum(axis=1, keepdims=True)
+    p = weights / np.where(empty, rounded.wide.type(1), denominator)
+    lse = np.where(empty, m, m + np.log(np.where(empty, 1, denominator)))[:, 0]
+    recomputed = np.exp(logits - np.where(empty, rounded.wide.type(0), lse[:, None]))
     keys = s.shape[1]
-    return p[:, :keys], p[:, keys:], (again[:, :keys], again[:, keys:]), lse, slope
+    return p[:, :keys], p[:, keys:], (recomputed[:, :keys], recomputed[:, keys:]), lse, slope
 
 
-def in_three_orders(x: Operands, d_out: np.ndarray, d_lse: np.ndarray, dtype: str) -> list[Truth]:
-    """The comparator three times, each summing in another order; two recompute the weights.
+def run_three_orders(
+    x: DenseInputs, d_out: np.ndarray, d_lse: np.ndarray, dtype: str
+) -> list[Truth]:
+    """Run naive attention with three summation orders; two recompute p from lse.
 
-    One run on few elements may be exact by luck; the worst of three says what the dtype costs.
+    A single run on few elements may be exact by chance; the worst of three is used.
     """
     runs = [attend(x, d_out, d_lse, dtype)]
     for seed in (1, 2):
         rng = np.random.default_rng(seed)
         rows, keys, dims = (rng.permutation(n) for n in (*x.allowed.shape[2:], x.q.shape[-1]))
-        pick = lambda a, axis, order: a if a is None or a.shape[axis] == 1 else a.take(order, axis)
-        moved = dataclasses.replace(
+        permute = lambda a, axis, order: (
+            a if a is None or a.shape[axis] == 1 else a.take(order, axis)
+        )
+        permuted = dataclasses.replace(
             x,
             q=x.q[:, rows][..., dims],
             k=x.k[:, keys][..., dims],
             v=x.v[:, keys],
             allowed=x.allowed[:, :, rows][..., keys],
-            bias=pick(pick(x.bias, 2, rows), 3, keys),
+            bias=permute(permute(x.bias, 2, rows), 3, keys),
             scale=x.resolved_scale,
         )
-        found = attend(moved, d_out[:, rows], d_lse[:, rows], dtype, recompute=True)
+        result = attend(permuted, d_out[:, rows], d_lse[:, rows], dtype, recompute=True)
         row, key, dim = (np.argsort(order) for order in (rows, keys, dims))
         runs.append(
             Truth(
-                found.out[:, row],
-                found.lse[:, row],
-                found.d_q[:, row][..., dim],
-                found.d_k[:, key][..., dim],
-                found.d_v[:, key],
-                pick(pick(found.d_bias, 2, row), 3, key),
-                found.d_sinks,
+                result.out[:, row],
+                result.lse[:, row],
+                result.d_q[:, row][..., dim],
+                result.d_k[:, key][..., dim],
+                result.d_v[:, key],
+                permute(permute(result.d_bias, 2, row), 3, key),
+                result.d_sinks,
             )
         )
     return runs
 
 
 def attend(
-    x: Operands, d_out: np.ndarray, d_lse: np.ndarray, dtype: str, *, recompute: bool = False
+    x: DenseInputs, d_out: np.ndarray, d_lse: np.ndarray, dtype: str, *, recompute: bool = False
 ) -> Truth:
-    """Forward and backward; same results as `oracle.attend`, less exact.
+    """Compute outputs and gradients in `dtype`; see `oracle.attend`.
 
     Args:
-        x: the call.
+        x: inputs of the call.
         d_out: cotangent of out, [B, Tq, Hq, Dv].
         d_lse: cotangent of lse, [B, Tq, Hq].
-        dtype: what every array is rounded to.
-        recompute: the backward pass keeps the weights of the forward pass (as autodiff does), or
-            only lse, and recomputes exp(s - lse) and d_out.out from it (as any backward pass
-            without an N^2 array must). They differ by rounding, which shows where it cancels.
+        dtype: dtype of every array.
+        recompute: recompute p = exp(s - lse) and delta = d_out.out in the backward pass, as flash
+            attention does, instead of saving p, as autodiff does. They differ by rounding.
     """
     wide = np.dtype(np.float64 if dtype == "float64" else np.float32)
     rounded = _Rounding(np.dtype(getattr(ml_dtypes, dtype, dtype)), wide)
@@ -113,19 +114,19 @@ def attend(
     d_sinks = np.zeros((x.q.shape[2], x.sink_logits(0).size), wide)
     for b, h in np.ndindex(*x.allowed.shape[:2]):
         g = h // group
-        p, p_sinks, again, lse[b, :, h], slope = _probabilities(x, (b, h), rounded)
+        p, p_sinks, recomputed, lse[b, :, h], slope = _probabilities(x, (b, h), rounded)
         q, k, v = (a.astype(wide) for a in (x.q[b, :, h], x.k[b, :, g], x.v[b, :, g]))
         do, dl = d_out[b, :, h].astype(wide), d_lse[b, :, h].astype(wide)[:, None]
         out[b, :, h] = rounded(rounded(p) @ v)
         dp = rounded(do @ v.T)
-        through_out = (do * out[b, :, h] if recompute else p * dp).sum(axis=1, keepdims=True)
-        p, p_sinks = again if recompute else (p, p_sinks)
-        dx = rounded(rounded(p * (dp - through_out + dl)) * slope)
+        delta = (do * out[b, :, h] if recompute else p * dp).sum(axis=1, keepdims=True)
+        p, p_sinks = recomputed if recompute else (p, p_sinks)
+        dx = rounded(rounded(p * (dp - delta + dl)) * slope)
         scaled = rounded(dx * wide.type(x.resolved_scale))
         d_q[b, :, h] = rounded(scaled @ k)
         d_k[b, :, g] = rounded(d_k[b, :, g] + rounded(scaled.T @ q))
         d_v[b, :, g] = rounded(d_v[b, :, g] + rounded(rounded(p).T @ do))
-        d_sinks[h] += (p_sinks * (dl - through_out)).sum(axis=0)
+        d_sinks[h] += (p_sinks * (dl - delta)).sum(axis=0)
         d_bias[b, h] = dx
     if x.bias is not None:
         axes = tuple(a for a, n in enumerate(x.bias.shape) if n == 1 and d_bias.shape[a] != 1)

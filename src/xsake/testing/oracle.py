@@ -1,6 +1,6 @@
-"""Attention and its gradients in float64 NumPy, a query row at a time; knows no blocks and no JAX.
+"""Attention and its gradients in float64 NumPy, one query row at a time.
 
-For the keys j that row i may see, with cotangents `d_out` and `d_lse`:
+For the allowed keys j of row i, with cotangents `d_out` and `d_lse`:
 
     s_j   = cap(scale * q.k_j + bias_j)        cap(x) = c * tanh(x / c), or x without a softcap
     lse   = log(sum_j exp(s_j) + sum_t exp(sink_t))
@@ -10,7 +10,7 @@ For the keys j that row i may see, with cotangents `d_out` and `d_lse`:
     dq    = scale * sum_j dx_j k_j,  dk_j += scale * dx_j q,  dv_j += p_j d_out,  dbias_j = dx_j
     dsink_t += exp(sink_t - lse) * (d_lse - d_out.out)
 
-A row that sees nothing returns out 0 and lse -inf (with sinks: the sinks' own lse).
+A fully masked row has out 0 and lse -inf (with sinks: the lse of the sinks).
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from jaxtyping import Bool, Float
 
 @dataclasses.dataclass(frozen=True)
 class Truth:
-    """What attention must return; a gradient is None when its operand was."""
+    """Outputs and gradients; the gradient of an absent operand is None."""
 
     out: Float[np.ndarray, "B Tq Hq Dv"]
     lse: Float[np.ndarray, "B Tq Hq"]
@@ -33,14 +33,14 @@ class Truth:
 
 
 @dataclasses.dataclass(frozen=True)
-class Operands:
-    """Float64 copies of one call's operands.
+class DenseInputs:
+    """Inputs of one dense attention call.
 
     Args:
         q: [B, Tq, Hq, D].
         k: [B, Tk, Hk, D].
         v: [B, Tk, Hk, Dv].
-        allowed: [B, Hq, Tq, Tk], True where the pair exists.
+        allowed: [B, Hq, Tq, Tk], True for allowed pairs.
         bias: broadcastable to [B, Hq, Tq, Tk], or None.
         sinks: [Hq] or [Hq, S], or None.
         softcap: the cap c, or None.
@@ -58,69 +58,71 @@ class Operands:
 
     @property
     def resolved_scale(self) -> float:
-        """The scale in use."""
+        """Scale, 1 / sqrt(D) by default."""
         return self.q.shape[-1] ** -0.5 if self.scale is None else self.scale
 
     @property
     def full_bias(self) -> np.ndarray:
-        """The bias, or zeros, as a view [B, Hq, Tq, Tk]."""
+        """Bias or zeros, broadcast to [B, Hq, Tq, Tk]."""
         bias = np.zeros((1, 1, 1, 1)) if self.bias is None else self.bias.astype(np.float64)
         return np.broadcast_to(bias, self.allowed.shape)
 
     def sink_logits(self, head: int) -> np.ndarray:
-        """The sink logits of one head, possibly none."""
+        """Return the sink logits of one head, possibly empty."""
         if self.sinks is None:
             return np.zeros(0)
         return self.sinks.astype(np.float64).reshape(self.sinks.shape[0], -1)[head]
 
 
 @dataclasses.dataclass(frozen=True)
-class _Row:
-    """One query row: the keys it sees, its probabilities, and the slope of the cap."""
+class _QueryRow:
+    """One query row: visible keys, probabilities and derivative of the softcap."""
 
-    seen: np.ndarray
+    visible: np.ndarray
     p: np.ndarray
     p_sinks: np.ndarray
     slope: np.ndarray
     lse: float
 
 
-def _row(x: Operands, q: np.ndarray, k: np.ndarray, bias: np.ndarray, where) -> _Row:
-    """Softmax of row `where = (b, h, i)` over the keys it sees."""
-    b, h, i = where
-    seen = np.flatnonzero(x.allowed[b, h, i])
-    raw = x.resolved_scale * (k[seen] @ q) + bias[seen]
+def _row(x: DenseInputs, q: np.ndarray, k: np.ndarray, bias: np.ndarray, index) -> _QueryRow:
+    """Compute the softmax of row `index = (b, h, i)` over its visible keys."""
+    b, h, i = index
+    visible = np.flatnonzero(x.allowed[b, h, i])
+    raw = x.resolved_scale * (k[visible] @ q) + bias[visible]
     if x.softcap is None:
         s, slope = raw, np.ones_like(raw)
     else:
         t = np.tanh(raw / x.softcap)
         s, slope = x.softcap * t, 1.0 - t * t
     logits = np.concatenate([s, x.sink_logits(h)])
-    peak = logits.max() if logits.size else -np.inf
-    if peak == -np.inf:
-        return _Row(seen, np.zeros_like(s), np.zeros_like(x.sink_logits(h)), slope, -np.inf)
-    lse = peak + np.log(np.exp(logits - peak).sum())
+    m = logits.max() if logits.size else -np.inf
+    if m == -np.inf:
+        return _QueryRow(visible, np.zeros_like(s), np.zeros_like(x.sink_logits(h)), slope, -np.inf)
+    lse = m + np.log(np.exp(logits - m).sum())
     p = np.exp(logits - lse)
-    return _Row(seen, p[: seen.size], p[seen.size :], slope, float(lse))
+    return _QueryRow(visible, p[: visible.size], p[visible.size :], slope, float(lse))
 
 
-def probabilities(x: Operands) -> np.ndarray:
-    """The attention weights [B, Hq, Tq, Tk] of real keys (sinks take the rest of each row)."""
+def probabilities(x: DenseInputs) -> np.ndarray:
+    """Return the attention probabilities [B, Hq, Tq, Tk]; sinks take the rest of each row."""
     p = np.zeros(x.allowed.shape)
     k, group = x.k.astype(np.float64), x.q.shape[2] // x.k.shape[2]
     for b, h, i in np.ndindex(*x.allowed.shape[:3]):
         row = _row(
             x, x.q[b, i, h].astype(np.float64), k[b, :, h // group], x.full_bias[b, h, i], (b, h, i)
         )
-        p[b, h, i, row.seen] = row.p
+        p[b, h, i, row.visible] = row.p
     return p
 
 
-def attend(x: Operands, d_out: np.ndarray | None = None, d_lse: np.ndarray | None = None) -> Truth:
-    """Forward pass and gradients; without cotangents the gradients are zero.
+def attend(
+    x: DenseInputs, d_out: np.ndarray | None = None, d_lse: np.ndarray | None = None
+) -> Truth:
+    """Compute outputs and gradients; without cotangents the gradients are zero.
 
     Args:
-        x: the call.
+        x: inputs of the call.
         d_out: cotangent of out, [B, Tq, Hq, Dv].
         d_lse: cotangent of lse, [B, Tq, Hq].
     """
@@ -136,19 +138,19 @@ def attend(x: Operands, d_out: np.ndarray | None = None, d_lse: np.ndarray | Non
     for b, h, i in np.ndindex(batch, q_heads, q_tokens):
         g = h // group
         row = _row(x, q[b, i, h], k[b, :, g], bias[b, h, i], (b, h, i))
-        out[b, i, h] = row.p @ v[b, row.seen, g]
+        out[b, i, h] = row.p @ v[b, row.visible, g]
         lse[b, i, h] = row.lse
         if d_out is None or d_lse is None or row.lse == -np.inf:
             continue
         do, dl = d_out[b, i, h].astype(np.float64), float(d_lse[b, i, h])
-        through_out = do @ out[b, i, h]
-        dx = row.p * (v[b, row.seen, g] @ do - through_out + dl) * row.slope
-        d_q[b, i, h] = x.resolved_scale * (dx @ k[b, row.seen, g])
-        d_k[b, row.seen, g] += x.resolved_scale * np.outer(dx, q[b, i, h])
-        d_v[b, row.seen, g] += np.outer(row.p, do)
-        d_sinks[h] += row.p_sinks * (dl - through_out)
+        delta = do @ out[b, i, h]
+        dx = row.p * (v[b, row.visible, g] @ do - delta + dl) * row.slope
+        d_q[b, i, h] = x.resolved_scale * (dx @ k[b, row.visible, g])
+        d_k[b, row.visible, g] += x.resolved_scale * np.outer(dx, q[b, i, h])
+        d_v[b, row.visible, g] += np.outer(row.p, do)
+        d_sinks[h] += row.p_sinks * (dl - delta)
         if d_bias is not None:
-            d_bias[b, h, i, row.seen] = dx
+            d_bias[b, h, i, row.visible] = dx
     return Truth(
         out,
         lse,
@@ -161,6 +163,6 @@ def attend(x: Operands, d_out: np.ndarray | None = None, d_lse: np.ndarray | Non
 
 
 def _sum_to(full: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Undo a broadcast: sum the axes that `shape` holds once."""
+    """Sum `full` over the axes that have size 1 in `shape`."""
     axes = tuple(a for a, n in enumerate(shape) if n == 1 and full.shape[a] != 1)
     return full.sum(axis=axes, keepdims=True)

@@ -1,6 +1,6 @@
 """Hypothesis strategies: masks, block grids and whole cases, small enough for the oracle.
 
-Shapes come from a short list: every new shape is a new compilation.
+Shapes come from a short list, because every new shape is compiled.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from xsake.masks import (
 )
 from xsake.testing.cases import Case
 
-# What `composite` hands over; hypothesis' own protocol cannot be checked at run time.
+# Hypothesis' draw protocol cannot be checked at run time.
 Draw = Callable[..., Any]
 
 TOKENS = (1, 16, 17, 40)
@@ -34,7 +34,7 @@ BLOCKS = ((8, 8), (16, 8), (8, 32))
 
 
 def leaf_masks() -> st.SearchStrategy[AbstractMask]:
-    """One structured mask."""
+    """Parametric masks."""
     small = st.integers(0, 24)
     return st.one_of(
         st.just(Full()),
@@ -56,7 +56,7 @@ def leaf_masks() -> st.SearchStrategy[AbstractMask]:
 
 
 def masks() -> st.SearchStrategy[AbstractMask]:
-    """Leaves combined by `&`, `|` and `~`, three levels deep at most."""
+    """Leaves combined by `&`, `|` and `~`, at most three levels deep."""
     return st.recursive(
         leaf_masks(),
         lambda inner: st.one_of(
@@ -70,7 +70,7 @@ def masks() -> st.SearchStrategy[AbstractMask]:
 
 @st.composite
 def per_head_masks(draw: Draw, heads: int) -> AbstractMask:
-    """A mask for `heads` heads: one rule for all, or a rule each."""
+    """A mask for `heads` heads: shared or per head."""
     if draw(st.booleans()):
         return draw(masks())
     return PerHead([draw(masks()) for _ in range(heads)])
@@ -78,7 +78,7 @@ def per_head_masks(draw: Draw, heads: int) -> AbstractMask:
 
 @st.composite
 def token_tables(draw: Draw, q_tokens: int, kv_tokens: int) -> AbstractMask:
-    """Any set of pairs, by a seed and a density that reaches both ends."""
+    """Random sets of pairs with densities from 0 to 1."""
     density = draw(st.sampled_from([0.0, 0.05, 0.3, 0.9, 1.0]))
     rng = np.random.default_rng(draw(st.integers(0, 2**16)))
     return Explicit(rng.random((q_tokens, kv_tokens)) < density)
@@ -94,7 +94,7 @@ def block_grids(draw: Draw, heads: int, q_blocks: int, kv_blocks: int) -> np.nda
 
 @st.composite
 def cases(draw: Draw) -> Case:
-    """A whole case: shapes, heads, blocks, mask or layout, terms of the logits."""
+    """A case: shapes, heads, blocks, mask or layout, logit terms."""
     tq, tk = draw(st.sampled_from(TOKENS)), draw(st.sampled_from(TOKENS))
     kv_heads, group = draw(st.sampled_from([(1, 1), (2, 1), (1, 3), (2, 2)]))
     base = Case(
@@ -116,11 +116,11 @@ def cases(draw: Draw) -> Case:
         return dataclasses.replace(base, mask=rule, block=block)
     grid = draw(block_grids(base.q_heads, -(-tq // block[0]), -(-tk // block[1])))
     rule = draw(st.none() | masks())
-    return dataclasses.replace(base, mask=rule, layout=_Listed(grid, block))
+    return dataclasses.replace(base, mask=rule, layout=_GridLayout(grid, block))
 
 
-class _Listed:
-    """Builds the layout of a drawn grid; prints the grid when hypothesis shows a failure."""
+class _GridLayout:
+    """Layout builder of a drawn grid, with a readable repr for hypothesis."""
 
     def __init__(self, grid: np.ndarray, block: tuple[int, int]):
         self.grid, self.block = grid, block

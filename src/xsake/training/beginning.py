@@ -1,4 +1,4 @@
-"""Where a run begins: at its newest sound checkpoint, or with first weights and their attention."""
+"""Initial state of an attempt: newest valid checkpoint, or initial weights and their attention."""
 
 import contextlib
 import dataclasses
@@ -12,31 +12,31 @@ from xsake.training import processes
 from xsake.training.attention import (
     KvOrder,
     TrainingAttention,
-    calibrated,
+    calibrate_model,
     make_attention,
-    resumed,
-    set_profile_aside,
+    quarantine_profile,
+    restore_attention,
 )
-from xsake.training.balanced import order_of, placement_of
-from xsake.training.checkpoints import CheckpointStore, Restored
-from xsake.training.checkpoints.folders import quarantined
+from xsake.training.balanced import choose_placement, to_kv_order
+from xsake.training.checkpoints import CheckpointStore, RestoredStep
+from xsake.training.checkpoints.folders import list_quarantined_steps
 from xsake.training.config import TrainingConfig
 from xsake.training.data import TokenLoader
-from xsake.training.placing import Devices
-from xsake.training.same_run import require_whole
-from xsake.training.state import TrainState, define
+from xsake.training.placing import DeviceSetup
+from xsake.training.same_run import require_consistent
+from xsake.training.state import TrainState, define_model
 
 _LOG = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Beginning:
-    """What the first step of this life of a run is given.
+class InitialState:
+    """State, attention and head order at the first step of an attempt.
 
     Args:
-        state: all that the step depends on.
-        attention: what its layers look at.
-        kv_order: in which the weights have their heads; None: as they were drawn.
+        state: training state.
+        attention: of the run.
+        kv_order: order of the kv heads in the weights; None: unchanged.
     """
 
     state: TrainState
@@ -44,73 +44,74 @@ class Beginning:
     kv_order: KvOrder | None
 
 
-def begin(
-    config: TrainingConfig, devices: Devices, store: CheckpointStore, loader: TokenLoader
-) -> Beginning:
-    """The newest sound checkpoint, or the first state where none was ever saved."""
-    # Where all steps were set aside, restoring says so: a fresh start would hide what was lost.
-    if store.steps() or quarantined(config.checkpoint.folder / "steps"):
-        found = store.restore(devices.like(config))
-        require_whole(int(found.tree.step), found.extra, config)
-        loader.restore(found.extra["data"])
-        return Beginning(
-            found.tree, _attention_again(config, devices, found), found.extra.get("kv_order")
+def restore_or_init(
+    config: TrainingConfig, devices: DeviceSetup, store: CheckpointStore, loader: TokenLoader
+) -> InitialState:
+    """Restore the newest valid checkpoint, or initialize a run that has none."""
+    # With quarantined steps only, `restore` raises: a new start would hide the loss.
+    if store.steps() or list_quarantined_steps(config.checkpoint.folder / "steps"):
+        restored = store.restore(devices.abstract_state(config))
+        require_consistent(int(restored.tree.step), restored.extra, config)
+        loader.restore(restored.extra["data"])
+        return InitialState(
+            restored.tree,
+            _restore_attention(config, devices, restored),
+            restored.extra.get("kv_order"),
         )
-    return _first(config, devices)
+    return _init_run(config, devices)
 
 
-def _first(config: TrainingConfig, devices: Devices) -> Beginning:
-    """First weights, their plan if there is one, and both with heads that shards share equally."""
+def _init_run(config: TrainingConfig, devices: DeviceSetup) -> InitialState:
+    """Initialize weights and attention; heads are ordered for equal work of the tensor shards."""
     section, decoder = config.attention, config.model.decoder
-    state, profile = devices.first_state(config), None
+    state, profile = devices.init_state(config), None
     if section.needs_calibration:
-        profile = profiled(config, devices, state)
+        profile = recalibrate(config, devices, state)
     attention = make_attention(section, decoder, profile=profile, operator=devices.operator)
-    placement = placement_of(attention, shards=config.mesh.tensor)
+    placement = choose_placement(attention, shards=config.mesh.tensor)
     if placement is None:
-        return Beginning(state, attention, None)
+        return InitialState(state, attention, None)
     _LOG.info("balanced heads: %s", placement)
-    order = order_of(placement)
+    order = to_kv_order(placement)
     attention = make_attention(
         section, decoder, profile=profile, operator=devices.operator, kv_order=order
     )
-    return Beginning(devices.first_state(config, order), attention, order)
+    return InitialState(devices.init_state(config, order), attention, order)
 
 
-def _attention_again(
-    config: TrainingConfig, devices: Devices, found: Restored
+def _restore_attention(
+    config: TrainingConfig, devices: DeviceSetup, restored: RestoredStep
 ) -> TrainingAttention:
-    """The attention of a checkpoint; a profile that is damaged is made again, if it can be."""
-    section, record = config.attention, found.extra["attention"]
+    """Restore the attention of a checkpoint; recalibrate if its profile is damaged."""
+    section, record = config.attention, restored.extra["attention"]
     profiles = config.checkpoint.folder / "profiles"
-    again = lambda profile: resumed(
+    restore = lambda profile: restore_attention(
         section, config.model.decoder, record, profiles,
-        step=found.step, operator=devices.operator, profile=profile,
+        step=restored.step, operator=devices.operator, profile=profile,
     )  # fmt: skip
     try:
-        return again(None)
+        return restore(None)
     except ArgumentError as error:
-        # Weights of later steps, that a recalibration would have looked at, are gone.
-        if not section.needs_calibration or section.recalibrate_every:
+        # A later recalibration used weights that are no longer available.
+        if not section.needs_calibration or section.recalibration_interval:
             raise
-        _LOG.warning("the profile of the run is made again, it cannot be used: %s", error.got)
-    attention = again(profiled(config, devices, devices.first_state(config)))
-    if processes.is_first():
-        set_profile_aside(profiles, record["profile"])
+        _LOG.warning("recalibrating, the saved profile is not usable: %s", error.got)
+    attention = restore(recalibrate(config, devices, devices.init_state(config)))
+    if processes.is_primary():
+        quarantine_profile(profiles, record["profile"])
     return attention
 
 
-def profiled(config: TrainingConfig, devices: Devices, state: TrainState) -> hads.Profile:
-    """What heads look at with the weights of now, on windows that belong to this step alone."""
+def recalibrate(config: TrainingConfig, devices: DeviceSetup, state: TrainState) -> hads.Profile:
+    """Recalibrate with the current weights on this step's batch."""
     step, section = int(state.step), config.attention
     with contextlib.closing(devices.loader(config, prefetch=0, verify="size")) as reader:
-        # Every process reads the same windows: those of the batch that comes next.
-        windows = _rows(reader, step, section.calibration_windows)
-    model = define(config).merge(state.parameters)
+        # All processes read the same windows, those of the next batch.
+        windows = _read_windows(reader, step, section.calibration_windows)
+    model = define_model(config).merge(state.parameters)
     name = f"{config.digest[:16]} at step {step}"
-    return calibrated(section, model, windows, name=config.run.name, digest=name)
+    return calibrate_model(section, model, windows, name=config.run.name, digest=name)
 
 
-def _rows(reader: TokenLoader, step: int, count: int) -> np.ndarray:
-    numbers = reader.numbers(step)[:count]
-    return reader.windows.read(numbers)[:, :-1]
+def _read_windows(reader: TokenLoader, step: int, count: int) -> np.ndarray:
+    return reader.windows.read(reader.window_ids(step)[:count])[:, :-1]

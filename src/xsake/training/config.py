@@ -1,7 +1,6 @@
-"""What a training run is made of: one checked value, read from TOML, kept beside the run as JSON.
+"""Configuration of a training run: read from TOML, validated, saved with the run as JSON.
 
-`0` means never wherever something happens every so many steps. Paths are relative to the folder
-that the command is started in.
+An interval of 0 steps means never. Paths are relative to the working directory.
 """
 
 import hashlib
@@ -15,16 +14,17 @@ from pydantic import Field, ValidationError, model_validator
 
 from xsake._schema import Count, Frozen, LocalPath, Number, Positive
 from xsake.errors import ArgumentError
-from xsake.hads.budget import AlwaysOn, total_blocks
+from xsake.hads.budget import ForcedBlocks, total_blocks
 from xsake.layout.grid import blocks_of
 from xsake.model.config import DecoderConfig, LayerKind, Llama3Scaling, Rope
 from xsake.training.attention_section import AttentionSection, require_native
+from xsake.training.config_aliases import rename_path, rename_settings, restore_old_names
 from xsake.training.config_errors import describe
 from xsake.training.guard import GuardSection
 from xsake.training.optimizer import OptimizerSection
 from xsake.training.track_section import TrackSection
 
-MOST_BYTES = 2**20  # of a file that people write by hand
+MAX_BYTES = 2**20  # of a configuration file
 MAX_KEY_PARTS = 64  # of a dotted TOML key
 _BETWEEN_KEYS = re.compile(r"[=,{}\[\]\n]+")
 
@@ -47,58 +47,56 @@ PRESETS: dict[str, DecoderConfig] = {
             factor=32.0, low_factor=1.0, high_factor=4.0, original_context=8192))),),
     ),
 }  # fmt: skip
-"""Decoders by name: the shapes of published models, without their weights."""
+"""Decoder configurations by name: shapes of published models, without weights."""
 
 
 class ModelSection(Frozen):
-    """The decoder; parameters are float32 whatever it computes in."""
+    """Decoder and numerics; parameters are float32."""
 
-    preset: str | None = Field(default=None, description="what `decoder` starts from")
-    decoder: DecoderConfig = Field(description="with a preset: only what is different")
-    compute: Literal["bfloat16", "float32"] = "bfloat16"
-    is_rematerialised: Annotated[bool, Field(strict=True)] = Field(
-        default=False, description="gradients compute a layer's inside again, not keep it"
+    preset: str | None = Field(default=None, description="base of `decoder`")
+    decoder: DecoderConfig = Field(description="with a preset: only the fields that differ")
+    compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    remat: Annotated[bool, Field(strict=True)] = Field(
+        default=False, description="recompute activations of a layer in the backward pass"
     )
-    logit_positions: Positive = Field(
-        default=256, description="positions of each sequence whose logits exist at once"
+    loss_chunk_size: Positive = Field(
+        default=256, description="positions per sequence whose logits are in memory at a time"
     )
 
     @model_validator(mode="before")
     @classmethod
-    def _completed(cls, given: Any) -> Any:
+    def _apply_preset(cls, given: Any) -> Any:
         if not isinstance(given, dict):
             return given
         name, changes = given.get("preset"), given.get("decoder", {})
         if name is None and not changes:
             raise ArgumentError(
-                "the model is not described",
-                expected="a preset, a decoder, or a preset and what is different",
+                "the configuration has no model",
+                expected="model.preset, model.decoder, or a preset and the fields that differ",
                 fix=f"set model.preset to one of {', '.join(PRESETS)}",
             )
         if name is not None and name not in tuple(PRESETS):
-            raise ArgumentError(
-                "there is no such preset", got=repr(name), expected=", ".join(PRESETS)
-            )
+            raise ArgumentError("unknown preset", got=repr(name), expected=", ".join(PRESETS))
         if name is None or not isinstance(changes, dict):
             return given
         return given | {"decoder": PRESETS[name].model_dump() | changes}
 
 
 class DataSection(Frozen):
-    """What is read, and how much at a time."""
+    """Training data and batch size."""
 
     folder: LocalPath
-    context: Positive = Field(description="tokens that a sequence predicts")
-    batch: Positive = Field(description="sequences of one update, of all devices and microbatches")
-    seed: Count = Field(default=0, description="of the order in which windows are read")
+    context: Positive = Field(description="predicted tokens per sequence")
+    batch: Positive = Field(description="sequences per update, over all devices and microbatches")
+    seed: Count = Field(default=0, description="of the shuffle")
     verify: Literal["full", "size"] = Field(
         default="full",
-        description="full: compare digests of token files when they are first used; size: sizes",
+        description="full: verify digests of token files on first use; size: compare sizes only",
     )
 
 
 class MeshSection(Frozen):
-    """Devices along each axis; their product is how many there must be."""
+    """Devices along each mesh axis; their product is the number of devices."""
 
     data: Positive = 1
     fsdp: Positive = 1
@@ -107,32 +105,32 @@ class MeshSection(Frozen):
 
 
 class CheckpointSection(Frozen):
-    """Where and how often the state is kept."""
+    """Checkpoint folder, interval and retention."""
 
     folder: LocalPath
-    every: Count = 1000
-    keep: Positive = 3
+    save_interval: Count = 1000
+    max_to_keep: Positive = 3
     verify: Literal["full", "size", "off"] = "full"
     lease_seconds: Annotated[Number, Field(ge=1, le=3600)] = Field(
         default=60.0,
-        description="a run that gives no sign of life for so long may be taken over elsewhere",
+        description="without a heartbeat for this long, another host may take over the run",
     )
 
 
 class RunSection(Frozen):
-    """How long, and how often something is told."""
+    """Length of the run and intervals of logging, evaluation and checks."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")] = "run"
     steps: Positive
-    seed: Count = Field(default=0, description="of the first weights and of all draws")
-    log_every: Count = 10
-    evaluate_every: Count = 0
-    evaluation_batches: Positive = 8
-    check_replicas_every: Count = Field(
-        default=0, description="compares copies of parameters that should be equal, bit by bit"
+    seed: Count = Field(default=0, description="of the initial weights and all random numbers")
+    log_interval: Count = 10
+    eval_interval: Count = 0
+    eval_batches: Positive = 8
+    replica_check_interval: Count = Field(
+        default=0, description="compares replicas of the parameters bit by bit"
     )
-    hang_seconds: Annotated[float, Field(ge=0)] = Field(
-        default=0.0, description="a step that takes longer writes what every thread is doing"
+    step_timeout_s: Annotated[float, Field(ge=0)] = Field(
+        default=0.0, description="a longer step dumps the stacks of all threads; 0: no limit"
     )
 
 
@@ -140,14 +138,14 @@ class TrainingConfig(Frozen):
     """A training run.
 
     Example:
-        >>> config = TrainingConfig.of({
+        >>> config = TrainingConfig.from_dict({
         ...     "model": {"preset": "tiny", "decoder": {"layers": 2}},
         ...     "data": {"folder": "corpus", "context": 128, "batch": 8},
         ...     "optimizer": {"peak_learning_rate": 1e-3},
         ...     "checkpoint": {"folder": "run/checkpoints"},
         ...     "run": {"steps": 100},
-        ... }, overrides=["optimizer.accumulation=2"])
-        >>> config.model.decoder.layers, config.optimizer.accumulation, config.total_steps
+        ... }, overrides=["optimizer.grad_accum_steps=2"])
+        >>> config.model.decoder.layers, config.optimizer.grad_accum_steps, config.total_steps
         (2, 2, 100)
     """
 
@@ -162,15 +160,16 @@ class TrainingConfig(Frozen):
     run: RunSection
 
     @classmethod
-    def of(cls, document: dict[str, Any], overrides: Sequence[str] = ()) -> "TrainingConfig":
-        """A config from nested dictionaries; what is wrong with it is told in its own words.
+    def from_dict(cls, document: dict[str, Any], overrides: Sequence[str] = ()) -> "TrainingConfig":
+        """Build a configuration from nested dictionaries; errors name every wrong setting.
 
         Args:
-            document: what the TOML file says.
-            overrides: such as `optimizer.accumulation=4`; values as TOML writes them.
+            document: content of the TOML file; names of 0.1.0 are accepted.
+            overrides: such as `optimizer.grad_accum_steps=4`, with TOML values.
         """
+        document = rename_settings(document)
         for text in overrides:
-            document = _overridden(document, text)
+            document = _apply_override(document, text)
         try:
             return cls.model_validate(document)
         except ValidationError as error:
@@ -178,12 +177,12 @@ class TrainingConfig(Frozen):
 
     @classmethod
     def read(cls, path: Path, overrides: Sequence[str] = ()) -> "TrainingConfig":
-        """A config from a TOML file, at most 1 MB; see `of`."""
+        """Read a TOML file of at most 1 MB; see `from_dict`."""
         try:
             with path.open("rb") as file:
-                data = file.read(MOST_BYTES + 1)
-            if len(data) > MOST_BYTES:
-                raise ValueError(f"more than {MOST_BYTES} bytes")
+                data = file.read(MAX_BYTES + 1)
+            if len(data) > MAX_BYTES:
+                raise ValueError(f"more than {MAX_BYTES} bytes")
             document = _parse_toml(data.decode("utf-8"))
         except OSError as error:
             raise ArgumentError(
@@ -193,20 +192,20 @@ class TrainingConfig(Frozen):
             raise ArgumentError(
                 "the configuration is not TOML", got=f"{path}: {error}", expected="UTF-8 TOML"
             ) from error
-        return cls.of(document, overrides)
+        return cls.from_dict(document, overrides)
 
     def to_json(self) -> str:
-        """Its record: every setting with its value. Reading it gives an equal config."""
+        """Return all settings with their values; `from_json` returns an equal configuration."""
         return self.model_dump_json(indent=2) + "\n"
 
     @classmethod
     def from_json(cls, text: str | bytes) -> "TrainingConfig":
-        """A config from its record, at most 1 MB."""
-        if len(text) > MOST_BYTES:
+        """Parse the output of `to_json`, also that of earlier versions, at most 1 MB."""
+        if len(text) > MAX_BYTES:
             raise ArgumentError(
-                "the record of a run is too large",
+                "the saved configuration is too large",
                 got=f"{len(text):,} characters",
-                expected=f"at most {MOST_BYTES:,}",
+                expected=f"at most {MAX_BYTES:,}",
             )
         try:
             return cls.model_validate_json(text)
@@ -215,16 +214,21 @@ class TrainingConfig(Frozen):
 
     @property
     def digest(self) -> str:
-        """Names the configuration: equal digests, equal settings."""
-        return hashlib.sha256(self.to_json().encode()).hexdigest()
+        """SHA-256 of all settings, independent of renamed settings."""
+        return hashlib.sha256(restore_old_names(self.to_json()).encode()).hexdigest()
 
     @property
     def total_steps(self) -> int:
-        """Updates after which the learning rate is at its end."""
+        """Updates at which the learning rate schedule ends."""
         return self.optimizer.total_steps or self.run.steps
 
+    @model_validator(mode="before")
+    @classmethod
+    def _rename(cls, document: Any) -> Any:
+        return rename_settings(document)
+
     @model_validator(mode="after")
-    def _consistent(self) -> "TrainingConfig":
+    def _check_consistency(self) -> "TrainingConfig":
         _require_batch(self)
         _require_lengths(self)
         require_native(self.attention, self.model.decoder, self.mesh.context)
@@ -232,20 +236,20 @@ class TrainingConfig(Frozen):
         _require_blocks(self)
         if self.data.folder == self.checkpoint.folder:
             raise ArgumentError(
-                "data and checkpoints share a folder",
+                "data.folder and checkpoint.folder are the same",
                 got=str(self.data.folder),
-                expected="a folder for each",
+                expected="two folders",
                 fix="change checkpoint.folder",
             )
         return self
 
 
 def _require_batch(config: TrainingConfig) -> None:
-    parts, shards = config.optimizer.accumulation, config.mesh.data * config.mesh.fsdp
+    parts, shards = config.optimizer.grad_accum_steps, config.mesh.data * config.mesh.fsdp
     if config.data.batch % (parts * shards):
         raise ArgumentError(
-            "the batch cannot be cut evenly",
-            got=f"data.batch={config.data.batch}, optimizer.accumulation={parts}, "
+            "data.batch is not divisible",
+            got=f"data.batch={config.data.batch}, optimizer.grad_accum_steps={parts}, "
             f"mesh.data * mesh.fsdp = {shards}",
             expected=f"data.batch a multiple of {parts * shards}",
         )
@@ -262,15 +266,15 @@ def _require_lengths(config: TrainingConfig) -> None:
         )
     if context % mesh.context:
         raise ArgumentError(
-            "a sequence cannot be cut evenly over the devices",
+            "data.context is not divisible by mesh.context",
             got=f"data.context={context}, mesh.context={mesh.context}",
             expected=f"data.context a multiple of {mesh.context}",
         )
     if decoder.kv_heads % mesh.tensor:
         raise ArgumentError(
-            "heads cannot be cut evenly over the devices",
+            "the number of kv heads is not divisible by mesh.tensor",
             got=f"{decoder.kv_heads} kv heads, mesh.tensor={mesh.tensor}",
-            expected=f"a mesh.tensor that divides {decoder.kv_heads}",
+            expected=f"mesh.tensor a divisor of {decoder.kv_heads}",
         )
 
 
@@ -278,13 +282,13 @@ def _require_steps(config: TrainingConfig) -> None:
     total, steps = config.total_steps, config.run.steps
     if config.optimizer.warmup_steps >= total:
         raise ArgumentError(
-            "the warmup leaves no step for the rest of the schedule",
-            got=f"optimizer.warmup_steps={config.optimizer.warmup_steps}, {total} steps in all",
+            "the warmup is as long as the schedule or longer",
+            got=f"optimizer.warmup_steps={config.optimizer.warmup_steps}, {total} steps in total",
             expected=f"fewer than {total} warmup steps",
         )
     if steps > total:
         raise ArgumentError(
-            "the run is longer than the schedule of its learning rate",
+            "the run is longer than its learning rate schedule",
             got=f"run.steps={steps}, optimizer.total_steps={total}",
             expected=f"at most {total} steps",
             fix="raise optimizer.total_steps, or leave it out",
@@ -292,7 +296,7 @@ def _require_steps(config: TrainingConfig) -> None:
     annealing = config.attention.annealing
     if annealing and annealing.start_step + annealing.steps > steps:
         raise ArgumentError(
-            "the run ends before its budget is reached",
+            "the run ends before the annealing",
             got=f"annealing until step {annealing.start_step + annealing.steps}, run.steps={steps}",
             expected=f"annealing that ends by step {steps}",
             fix="lower attention.annealing.steps or its start_step",
@@ -300,59 +304,59 @@ def _require_steps(config: TrainingConfig) -> None:
 
 
 def _require_blocks(config: TrainingConfig) -> None:
-    """Raise now what making a plan would raise after the calibration."""
-    attention, decoder, always = config.attention, config.model.decoder, AlwaysOn()
+    """Raise before the calibration if no plan can be made from it."""
+    attention, decoder, always = config.attention, config.model.decoder, ForcedBlocks()
     if attention.kind != "plan" or attention.budget is None or attention.profile is not None:
         return
     n = blocks_of(config.data.context, attention.block)
-    if n <= always.level:
+    if n <= always.blocks_per_row:
         raise ArgumentError(
-            "sequences are too short to choose blocks in",
+            "sequences are too short for block selection",
             got=f"data.context={config.data.context}, {n} blocks of {attention.block}",
-            expected=f"more blocks than the {always.level} that are always on",
+            expected=f"more than the {always.blocks_per_row} forced blocks",
             fix="lower attention.block or raise data.context",
         )
     heads = decoder.layers * decoder.q_heads
-    total_blocks(attention.budget, heads=heads, n=n, always=always)
+    total_blocks(attention.budget, heads=heads, n=n, forced=always)
 
 
-def _overridden(document: dict[str, Any], text: str) -> dict[str, Any]:
-    """The document with one setting replaced."""
+def _apply_override(document: dict[str, Any], text: str) -> dict[str, Any]:
+    """Return the document with one setting replaced."""
     path, equals, value = (part.strip() for part in text.partition("="))
     steps = path.split(".")
     if not equals or not all(step.replace("_", "").isalnum() for step in steps):
         raise ArgumentError(
-            "an override names a setting and its value",
+            "an override is not of the form setting=value",
             got=repr(text),
-            expected="section.setting=value, such as optimizer.accumulation=4",
+            expected="section.setting=value, such as optimizer.grad_accum_steps=4",
         )
     try:
         parsed = _parse_toml(f"value = {value}")
     except (ValueError, RecursionError) as error:
         raise ArgumentError(
             f"the value of {path} is not TOML",
-            got=value or "nothing",
+            got=value or "no value",
             expected='a TOML value: 3, 0.5, true, [1, 2], "text"',
-            fix=f'text needs quotes: {path}="{value}"',
+            fix=f'quote strings: {path}="{value}"',
         ) from error
     if parsed.keys() != {"value"}:
-        raise ArgumentError("an override sets one value", got=repr(text), expected="one line")
-    return _with(document, steps, parsed["value"], path)
+        raise ArgumentError("an override has several values", got=repr(text), expected="one value")
+    return _set_value(document, rename_path(steps), parsed["value"], path)
 
 
 def _parse_toml(text: str) -> dict[str, Any]:
-    """Parse TOML; keys of very many parts, which take quadratic memory, raise `ValueError`."""
+    """Parse TOML; long dotted keys, which take quadratic memory, raise `ValueError`."""
     if any(part.count(".") >= MAX_KEY_PARTS for part in _BETWEEN_KEYS.split(text)):
         raise ValueError(f"a key of more than {MAX_KEY_PARTS} parts")
     return tomllib.loads(text)
 
 
-def _with(document: Any, steps: list[str], value: Any, path: str) -> dict[str, Any]:
+def _set_value(document: Any, steps: list[str], value: Any, path: str) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise ArgumentError(
-            "an override reaches into something that has no parts", got=path,
+            "an override addresses a setting inside a plain value", got=path,
             expected="section.setting=value",
         )  # fmt: skip
     first, *rest = steps
-    inner = _with(document.get(first, {}), rest, value, path) if rest else value
+    inner = _set_value(document.get(first, {}), rest, value, path) if rest else value
     return {**document, first: inner}

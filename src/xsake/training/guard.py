@@ -1,4 +1,4 @@
-"""Refuses updates that would do harm: numbers that are not finite, and sudden large gradients."""
+"""Skip updates with non-finite or outlier gradient norms."""
 
 import dataclasses
 from typing import Annotated, Any
@@ -10,37 +10,36 @@ from pydantic import Field
 
 from xsake._schema import Frozen, Number, Positive
 
-# Norms that hardly move would make any motion a spike: a deviation counts at least so much of the
-# mean.
-LEAST_DEVIATION = 0.05
+# Lower bound of the deviation, relative to the mean: nearly constant norms have a tiny deviation.
+MIN_RELATIVE_DEVIATION = 0.05
 
 
 class GuardSection(Frozen):
-    """Which updates are not made."""
+    """Settings of the update filter."""
 
-    is_on: Annotated[bool, Field(strict=True)] = True
+    enabled: Annotated[bool, Field(strict=True)] = True
     window: Annotated[Positive, Field(ge=2, le=2**16)] = Field(
-        default=128, description="accepted gradient norms that a new one is compared with"
+        default=128, description="number of accepted gradient norms that a new one is compared with"
     )
-    sigmas: Annotated[Number, Field(gt=0)] = Field(
-        default=6.0, description="deviations above their mean that are still accepted"
+    zscore_threshold: Annotated[Number, Field(gt=0)] = Field(
+        default=6.0, description="accepted distance from their mean, in standard deviations"
     )
-    most_skips: Positive = Field(
+    max_consecutive_skips: Positive = Field(
         default=3,
-        description="in a row, before a run is given up, or large numbers become usual",
+        description="after this many the run fails; large finite norms are accepted one earlier",
     )
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Guard:
-    """What the guard remembers; a part of the training state, so that resuming changes nothing.
+class GuardState:
+    """State of the update filter, part of the training state.
 
     Args:
-        norms: float32 [window], the last accepted gradient norms, as a ring.
-        accepted: int32, updates that were made.
-        skips: int32, updates in a row that were not made, up to now.
-        total: int32, all that were not made.
+        norms: float32 [window], ring buffer of the last accepted gradient norms.
+        accepted: int32, number of applied updates.
+        skips: int32, number of consecutive skipped updates.
+        total: int32, number of all skipped updates.
     """
 
     norms: Any
@@ -49,76 +48,82 @@ class Guard:
     total: Any
 
 
-def first_guard(section: GuardSection) -> Guard:
-    """A guard that has seen nothing."""
+def init_guard(section: GuardSection) -> GuardState:
+    """Return the state before the first update."""
     count = lambda: jnp.zeros((), jnp.int32)
-    return Guard(jnp.zeros((section.window,), jnp.float32), count(), count(), count())
+    return GuardState(jnp.zeros((section.window,), jnp.float32), count(), count(), count())
 
 
-def judge(
-    section: GuardSection, guard: Guard, loss: Float[Array, ""], norm: Float[Array, ""]
+def should_update(
+    section: GuardSection, guard: GuardState, loss: Float[Array, ""], norm: Float[Array, ""]
 ) -> Bool[Array, ""]:
-    """Whether an update is to be made.
+    """Return whether to apply an update.
 
-    Loss and norm must be finite; once `window` updates have been accepted, the norm must also be
-    below `mean + sigmas * deviation` of theirs. A spike is soon over, but gradients may grow for
-    good: where `most_skips - 1` updates in a row were refused, a large norm is accepted.
+    Loss and norm must be finite. Once `window` updates were accepted, the norm must also be below
+    `mean + zscore_threshold * deviation` of theirs. After `max_consecutive_skips - 1` skipped
+    updates a large finite norm is accepted, because gradients may have grown permanently.
 
     Args:
         section: the settings.
-        guard: what came before.
+        guard: state before the update.
         loss: of the batch.
-        norm: of all its gradients, before clipping.
+        norm: of all gradients, before clipping.
 
     Example:
         >>> section = GuardSection(window=2)
-        >>> guard = first_guard(section)
-        >>> bool(judge(section, guard, jnp.float32(1.0), jnp.float32(float("nan"))))
+        >>> guard = init_guard(section)
+        >>> bool(should_update(section, guard, jnp.float32(1.0), jnp.float32(float("nan"))))
         False
     """
-    if not section.is_on:
+    if not section.enabled:
         return jnp.ones((), bool)
-    is_to_stay = guard.skips + 1 >= section.most_skips
-    return jnp.isfinite(loss) & jnp.isfinite(norm) & (_is_usual(section, guard, norm) | is_to_stay)
+    is_persistent = guard.skips + 1 >= section.max_consecutive_skips
+    return (
+        jnp.isfinite(loss)
+        & jnp.isfinite(norm)
+        & (_is_in_range(section, guard, norm) | is_persistent)
+    )
 
 
-def _is_usual(section: GuardSection, guard: Guard, norm: Float[Array, ""]) -> Bool[Array, ""]:
-    """Whether a norm is no spike beside those that are remembered, or too few of them are."""
+def _is_in_range(
+    section: GuardSection, guard: GuardState, norm: Float[Array, ""]
+) -> Bool[Array, ""]:
+    """Return whether a norm is below the threshold, or fewer than `window` norms are known."""
     mean = guard.norms.mean()
-    deviation = jnp.maximum(guard.norms.std(), LEAST_DEVIATION * mean)
-    return (norm < mean + section.sigmas * deviation) | (guard.accepted < section.window)
+    deviation = jnp.maximum(guard.norms.std(), MIN_RELATIVE_DEVIATION * mean)
+    return (norm < mean + section.zscore_threshold * deviation) | (guard.accepted < section.window)
 
 
-def remembered(
-    section: GuardSection, guard: Guard, norm: Float[Array, ""], is_made: Bool[Array, ""]
-) -> Guard:
-    """The guard after an update that was made, or not.
+def update_guard(
+    section: GuardSection, guard: GuardState, norm: Float[Array, ""], is_applied: Bool[Array, ""]
+) -> GuardState:
+    """Return the state after an update was applied or skipped.
 
-    Norms that were accepted though they are large lift all that are remembered to where they are.
+    An accepted outlier shifts all stored norms to its level.
     """
-    is_lift = is_made & ~_is_usual(section, guard, norm)
-    place = guard.accepted % section.window
-    norms = guard.norms + jnp.where(is_lift, norm - guard.norms.mean(), 0)
-    norms = norms.at[place].set(jnp.where(is_made, norm, norms[place]))
-    one = is_made.astype(jnp.int32)
-    return Guard(
+    is_level_shift = is_applied & ~_is_in_range(section, guard, norm)
+    slot = guard.accepted % section.window
+    norms = guard.norms + jnp.where(is_level_shift, norm - guard.norms.mean(), 0)
+    norms = norms.at[slot].set(jnp.where(is_applied, norm, norms[slot]))
+    one = is_applied.astype(jnp.int32)
+    return GuardState(
         norms=norms,
         accepted=guard.accepted + one,
-        skips=jnp.where(is_made, 0, guard.skips + 1),
+        skips=jnp.where(is_applied, 0, guard.skips + 1),
         total=guard.total + 1 - one,
     )
 
 
-def either(is_made: Bool[Array, ""], new: Any, old: Any) -> Any:
-    """`new` or, bit for bit, `old`: leaf by leaf, so that both cost the same program."""
-    return jax.tree.map(lambda a, b: jnp.where(is_made, a, b), new, old)
+def select_tree(is_applied: Bool[Array, ""], new: Any, old: Any) -> Any:
+    """Return `new` or `old` leaf by leaf, without a branch in the program."""
+    return jax.tree.map(lambda a, b: jnp.where(is_applied, a, b), new, old)
 
 
-def is_hopeless(section: GuardSection, skips: int) -> bool:
-    """Whether so many skips in a row mean that the run is to be given up.
+def should_abort(section: GuardSection, consecutive_skips: int) -> bool:
+    """Return whether this many consecutive skipped updates end the run.
 
     Example:
-        >>> is_hopeless(GuardSection(), 2), is_hopeless(GuardSection(), 3)
+        >>> should_abort(GuardSection(), 2), should_abort(GuardSection(), 3)
         (False, True)
     """
-    return skips >= section.most_skips
+    return consecutive_skips >= section.max_consecutive_skips

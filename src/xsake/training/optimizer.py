@@ -1,4 +1,4 @@
-"""AdamW with a warmup and a cosine: which parameters decay, and how fast all of them move."""
+"""AdamW with linear warmup, cosine decay and selective weight decay."""
 
 import dataclasses
 import fnmatch
@@ -15,13 +15,13 @@ from xsake.errors import ArgumentError
 from xsake.model.sharding import LOGICAL_AXES
 
 Names = Mapping[str, tuple[str, ...]]
-"""From the paths of parameters to the logical names of their axes."""
+"""Logical axis names of parameters by path."""
 
-Above0 = Annotated[Number, Field(gt=0)]
-AtLeast0 = Annotated[Number, Field(ge=0)]
-Below1 = Annotated[Number, Field(ge=0, lt=1)]
+PositiveNumber = Annotated[Number, Field(gt=0)]
+NonNegativeNumber = Annotated[Number, Field(ge=0)]
+DecayRate = Annotated[Number, Field(ge=0, lt=1)]
 
-_KINDS: dict[str, Callable[[str], bool]] = {
+_PARAMETER_GROUPS: dict[str, Callable[[str], bool]] = {
     "norms": lambda path: any(part.endswith("norm") for part in path.split(".")),
     "biases": lambda path: path.endswith("bias"),
     "embeddings": lambda path: path in ("embedding", "positions"),
@@ -29,49 +29,52 @@ _KINDS: dict[str, Callable[[str], bool]] = {
 
 
 class OptimizerSection(Frozen):
-    """AdamW; a linear warmup, then a cosine down to a share of the peak."""
+    """AdamW with a linear warmup and cosine decay to a fraction of the peak learning rate."""
 
-    peak_learning_rate: Above0
+    peak_learning_rate: PositiveNumber
     warmup_steps: Count = 0
     total_steps: Positive | None = Field(
-        default=None, description="where the cosine ends; None: at run.steps"
+        default=None, description="end of the cosine decay; None: run.steps"
     )
-    final_share: Fraction = Field(default=0.1, description="of the peak, at the end")
-    weight_decay: AtLeast0 = 0.1
-    undecayed: tuple[Literal["norms", "biases", "embeddings"], ...] = Field(
-        default=("norms", "biases", "embeddings"), description="kinds of parameters"
+    end_lr_ratio: Fraction = Field(default=0.1, description="final / peak learning rate")
+    weight_decay: NonNegativeNumber = 0.1
+    no_decay: tuple[Literal["norms", "biases", "embeddings"], ...] = Field(
+        default=("norms", "biases", "embeddings"),
+        description="groups of parameters without weight decay",
     )
-    undecayed_paths: tuple[str, ...] = Field(
-        default=(), description="further ones by their paths; * stands for anything"
+    no_decay_paths: tuple[str, ...] = Field(
+        default=(), description="more parameters without weight decay, by path; * is a wildcard"
     )
-    undecayed_axes: tuple[str, ...] = Field(
-        default=(), description="further ones by a logical axis that they have, such as vocab"
+    no_decay_axes: tuple[str, ...] = Field(
+        default=(), description="more parameters without weight decay, by axis, such as vocab"
     )
-    beta1: Below1 = 0.9
-    beta2: Below1 = 0.95
-    epsilon: Above0 = 1e-8
-    clip_norm: AtLeast0 = Field(default=1.0, description="of all gradients; 0: not clipped")
-    accumulation: Positive = Field(default=1, description="microbatches of one update")
+    beta1: DecayRate = 0.9
+    beta2: DecayRate = 0.95
+    epsilon: PositiveNumber = 1e-8
+    clip_norm: NonNegativeNumber = Field(
+        default=1.0, description="of all gradients; 0: not clipped"
+    )
+    grad_accum_steps: Positive = Field(default=1, description="microbatches of one update")
 
-    @field_validator("undecayed_axes")
+    @field_validator("no_decay_axes")
     @classmethod
-    def _known(cls, axes: tuple[str, ...]) -> tuple[str, ...]:
+    def _check_axes(cls, axes: tuple[str, ...]) -> tuple[str, ...]:
         if unknown := [axis for axis in axes if axis not in LOGICAL_AXES]:
             raise ArgumentError(
-                "no parameter has such an axis",
+                "unknown logical axis",
                 got=", ".join(map(repr, unknown)),
-                expected="one of " + ", ".join(LOGICAL_AXES),
+                expected=", ".join(LOGICAL_AXES),
             )
         return axes
 
 
 @dataclasses.dataclass(frozen=True)
 class Optimizer:
-    """How gradients become updates.
+    """Gradient transformation and learning rate schedule.
 
     Args:
         transform: clipping, AdamW and the learning rate.
-        learning_rate: by the number of updates made before.
+        learning_rate: by the number of previous updates.
     """
 
     transform: optax.GradientTransformation
@@ -79,89 +82,91 @@ class Optimizer:
 
     @staticmethod
     def updates(state: Any) -> Int[Array, ""]:
-        """How many updates a state of `transform` has seen."""
+        """Return the number of updates of a `transform` state."""
         adam = next(part for part in state if isinstance(part, optax.ScaleByAdamState))
         return jnp.asarray(adam.count)
 
 
 def make_optimizer(section: OptimizerSection, names: Names, *, total_steps: int) -> Optimizer:
-    """The optimizer of a run.
+    """Build the optimizer of a run.
 
     Args:
-        section: its settings.
+        section: the settings.
         names: of all parameters.
-        total_steps: updates after which the learning rate is at its end.
+        total_steps: length of the learning rate schedule in updates.
     """
-    rate = schedule(section, total_steps)
+    rate = make_schedule(section, total_steps)
     clip = optax.clip_by_global_norm(section.clip_norm) if section.clip_norm else optax.identity()
     transform = optax.chain(
         clip,
         optax.scale_by_adam(section.beta1, section.beta2, section.epsilon, mu_dtype=jnp.float32),
-        optax.add_decayed_weights(section.weight_decay, mask=nested(decayed(section, names))),
+        optax.add_decayed_weights(
+            section.weight_decay, mask=unflatten(make_decay_mask(section, names))
+        ),
         optax.scale_by_learning_rate(rate),
     )
     return Optimizer(transform, rate)
 
 
-def schedule(section: OptimizerSection, total_steps: int) -> Callable[[Any], Array]:
-    """The learning rate, by the number of updates made before.
+def make_schedule(section: OptimizerSection, total_steps: int) -> Callable[[Any], Array]:
+    """Build the learning rate as a function of the number of previous updates.
 
-    The first update moves already, update `warmup_steps` has the peak, and the last one of
-    `total_steps` has `final_share` of it, as all later ones have.
+    The first update has a positive learning rate, update `warmup_steps` has the peak, and update
+    `total_steps` and all later ones have `end_lr_ratio` times the peak.
 
     Example:
-        >>> section = OptimizerSection(peak_learning_rate=1.0, warmup_steps=2, final_share=0.5)
-        >>> [round(float(schedule(section, 4)(i)), 3) for i in range(5)]
+        >>> section = OptimizerSection(peak_learning_rate=1.0, warmup_steps=2, end_lr_ratio=0.5)
+        >>> [round(float(make_schedule(section, 4)(i)), 3) for i in range(5)]
         [0.5, 1.0, 0.75, 0.5, 0.5]
     """
     peak, warmup = section.peak_learning_rate, section.warmup_steps
-    cosine = optax.cosine_decay_schedule(peak, total_steps - warmup, section.final_share)
+    cosine = optax.cosine_decay_schedule(peak, total_steps - warmup, section.end_lr_ratio)
     if not warmup:
         return lambda count: jnp.asarray(cosine(count + 1), jnp.float32)
     joined = optax.join_schedules([optax.linear_schedule(0.0, peak, warmup), cosine], [warmup])
     return lambda count: jnp.asarray(joined(count + 1), jnp.float32)
 
 
-def decayed(section: OptimizerSection, names: Names) -> dict[str, bool]:
-    """Whether weight decay pulls at a parameter, by path.
+def make_decay_mask(section: OptimizerSection, names: Names) -> dict[str, bool]:
+    """Return whether weight decay applies to a parameter, by path.
 
     Args:
-        section: what it leaves alone.
+        section: the exclusions.
         names: of all parameters.
 
     Example:
         >>> section = OptimizerSection(peak_learning_rate=1.0)
-        >>> decayed(section, {"head": ("embed", "vocab"), "final_norm.weight": ("embed",)})
+        >>> make_decay_mask(section, {"head": ("embed", "vocab"), "final_norm.weight": ("embed",)})
         {'head': True, 'final_norm.weight': False}
     """
-    for pattern in section.undecayed_paths:
+    for pattern in section.no_decay_paths:
         if not fnmatch.filter(names, pattern):
             raise ArgumentError(
-                "optimizer.undecayed_paths names no parameter of this model",
+                "optimizer.no_decay_paths matches no parameter",
                 got=repr(pattern),
                 expected="a path or a pattern of one of " + ", ".join(names),
             )
 
-    def is_left_alone(path: str) -> bool:
-        by_kind = any(_KINDS[kind](path) for kind in section.undecayed)
-        by_path = any(fnmatch.fnmatchcase(path, pattern) for pattern in section.undecayed_paths)
-        return by_kind or by_path or bool(set(names[path]) & set(section.undecayed_axes))
+    def is_excluded(path: str) -> bool:
+        by_group = any(_PARAMETER_GROUPS[group](path) for group in section.no_decay)
+        by_path = any(fnmatch.fnmatchcase(path, pattern) for pattern in section.no_decay_paths)
+        return by_group or by_path or bool(set(names[path]) & set(section.no_decay_axes))
 
-    return {path: not is_left_alone(path) for path in names}
+    return {path: not is_excluded(path) for path in names}
 
 
-def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Values by dotted path as dictionaries inside each other, as parameters are kept.
+def unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Return nested dictionaries from values by dotted path.
 
     Example:
-        >>> nested({"a.b": 1, "a.c": 2, "d": 3})
+        >>> unflatten({"a.b": 1, "a.c": 2, "d": 3})
         {'a': {'b': 1, 'c': 2}, 'd': 3}
     """
-    found: dict[str, Any] = {}
+    tree: dict[str, Any] = {}
     for path, value in flat.items():
         *parents, last = path.split(".")
-        inner = found
+        inner = tree
         for part in parents:
             inner = inner.setdefault(part, {})
         inner[last] = value
-    return found
+    return tree

@@ -1,4 +1,4 @@
-"""The processes of one run: how they find each other, wait for each other and share numbers."""
+"""Processes of a run: detection, start-up, barrier and exchange of arrays."""
 
 import contextlib
 import ipaddress
@@ -17,25 +17,25 @@ from xsake.errors import ArgumentError, UnsupportedError, XsakeError
 
 COORDINATOR, PROCESSES, PROCESS = "XSAKE_COORDINATOR", "XSAKE_PROCESSES", "XSAKE_PROCESS"
 BIND = "XSAKE_BIND"
-CANNOT_RUN = 2  # exit code: the same command would be refused again
+EXIT_FATAL = 2  # a restart of the same command would fail again
 LOOPBACK = "127.0.0.1"
-_FIRST_PORT, _PORTS = 61440, 4096  # where SLURM's jobs meet: above what systems hand out themselves
+_FIRST_PORT, _PORTS = 61440, 4096  # coordinator ports of SLURM jobs: above the ephemeral range
 
 
-class MeetingError(UnsupportedError):
-    """Processes that cannot meet: the next attempt has another port."""
+class RendezvousError(UnsupportedError):
+    """Processes that cannot connect; the next attempt uses another port."""
 
     is_transient = True
 
 
 @dataclass(frozen=True)
-class Place:
-    """One process among the processes of a run.
+class ProcessSpec:
+    """Index of this process and address of the coordinator.
 
     Args:
-        process: its number, from 0.
-        processes: how many there are.
-        coordinator: `host:port` where they meet; None for a process that is alone.
+        process: index of this process, from 0.
+        processes: number of processes.
+        coordinator: `host:port` of process 0; None for a single process.
         bind: address that process 0 listens on.
     """
 
@@ -45,8 +45,8 @@ class Place:
     bind: str = LOOPBACK
 
     @property
-    def is_alone(self) -> bool:
-        """Nobody to meet."""
+    def is_single(self) -> bool:
+        """Whether there is only one process."""
         return self.processes == 1
 
 
@@ -58,137 +58,137 @@ def start(
     heartbeat_seconds: int = 10,
     bind: str | None = None,
     start_seconds: int = 300,
-) -> Place:
-    """Meet the other processes of the run; one that is alone does nothing.
+) -> ProcessSpec:
+    """Connect to the other processes of the run; a single process does nothing.
 
-    Must come before anything that touches a device. What is not given comes from the variables
-    XSAKE_COORDINATOR, XSAKE_PROCESSES, XSAKE_PROCESS and XSAKE_BIND, or else from SLURM's own,
-    inside `srun`. The connection has no password: bind it to a network that you trust.
+    Call it before anything touches a device. Defaults come from XSAKE_COORDINATOR, XSAKE_PROCESSES,
+    XSAKE_PROCESS and XSAKE_BIND, or inside `srun` from SLURM's variables. The connection has no
+    password: bind it to a trusted network.
 
     Args:
         coordinator: `host:port` of process 0.
-        processes: how many there are.
-        process: number of this one, from 0.
-        heartbeat_seconds: a process that is silent for so long is dead, and the others end too.
-        bind: address that process 0 listens on; the loopback, 127.0.0.1, unless told.
+        processes: number of processes.
+        process: index of this process, from 0.
+        heartbeat_seconds: without a heartbeat for this long a process counts as dead, and all end.
+        bind: address that process 0 listens on; default: the loopback, 127.0.0.1.
         start_seconds: how long to wait for the others; then jaxlib aborts the process.
     """
     if heartbeat_seconds < 1 or start_seconds < 1:
         raise ArgumentError(
-            "the seconds of processes must be positive",
+            "timeouts must be positive",
             got=f"{heartbeat_seconds=}, {start_seconds=}",
             expected="at least 1",
         )
-    place = find_place(os.environ, coordinator, processes, process, bind)
-    if place.is_alone:
-        return place
+    spec = detect_process(os.environ, coordinator, processes, process, bind)
+    if spec.is_single:
+        return spec
     if jax.distributed.is_initialized():
         raise ArgumentError(
-            "the processes have met already", expected="one call of start in the life of a process"
+            "the processes are already connected", expected="one call of start per process"
         )
-    assert place.coordinator is not None
+    assert spec.coordinator is not None
     jax.config.update("jax_enable_preemption_service", True)
     if jax.config.jax_cpu_collectives_implementation is None:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    port = place.coordinator.rpartition(":")[2]
-    host = f"[{place.bind}]" if ":" in place.bind else place.bind
+    port = spec.coordinator.rpartition(":")[2]
+    host = f"[{spec.bind}]" if ":" in spec.bind else spec.bind
     try:
         jax.distributed.initialize(
-            place.coordinator,
-            place.processes,
-            place.process,
-            # All is said here; what else the environment says must not add to it.
+            spec.coordinator,
+            spec.processes,
+            spec.process,
+            # Everything is given here; ignore other cluster variables.
             cluster_detection_method="deactivate",
             coordinator_bind_address=f"{host}:{port}",
             heartbeat_timeout_seconds=heartbeat_seconds,
             initialization_timeout=start_seconds,
         )
     except RuntimeError as error:
-        raise MeetingError(
-            f"process {place.process} of {place.processes} cannot meet the others at "
-            f"{place.coordinator}",
+        raise RendezvousError(
+            f"process {spec.process} of {spec.processes} cannot connect to the others at "
+            f"{spec.coordinator}",
             got=str(error).partition("\n")[0][:300],
-            expected="all processes started, the port free, and no device touched before",
-            fix=f"start all of them with the same {COORDINATOR} and {PROCESSES}",
+            expected="all processes started, a free port, and no device used before",
+            fix=f"start all processes with the same {COORDINATOR} and {PROCESSES}",
         ) from error
-    return place
+    return spec
 
 
-def find_place(
+def detect_process(
     variables: Mapping[str, str],
     coordinator: str | None = None,
     processes: int | None = None,
     process: int | None = None,
     bind: str | None = None,
-) -> Place:
-    """Which process this is, from what was given and from the environment.
+) -> ProcessSpec:
+    """Return index and coordinator of this process from arguments and environment.
 
     Args:
         variables: the environment.
-        coordinator: `host:port` of process 0; None asks the environment, as below.
-        processes: how many there are.
-        process: number of this one.
+        coordinator: `host:port` of process 0; None: from the environment, like all below.
+        processes: number of processes.
+        process: index of this process.
         bind: address that process 0 listens on.
 
     Example:
-        >>> find_place({"XSAKE_PROCESSES": "2", "XSAKE_PROCESS": "1"}, "127.0.0.1:5000")
-        Place(process=1, processes=2, coordinator='127.0.0.1:5000', bind='127.0.0.1')
+        >>> detect_process({"XSAKE_PROCESSES": "2", "XSAKE_PROCESS": "1"}, "127.0.0.1:5000")
+        ProcessSpec(process=1, processes=2, coordinator='127.0.0.1:5000', bind='127.0.0.1')
     """
-    slurm = _of_slurm(variables)
+    slurm = _read_slurm(variables)
     address = coordinator or variables.get(COORDINATOR) or slurm.get(COORDINATOR)
-    total = _number(PROCESSES, processes, variables, slurm)
-    own = _number(PROCESS, process, variables, slurm)
-    if total is None and own is None and address is None:
-        return Place()
-    if total is None:
+    num_processes = _number(PROCESSES, processes, variables, slurm)
+    index = _number(PROCESS, process, variables, slurm)
+    if num_processes is None and index is None and address is None:
+        return ProcessSpec()
+    if num_processes is None:
         raise ArgumentError(
-            "the number of processes is not known",
-            got=f"coordinator {address}, process {own}",
+            "the number of processes is missing",
+            got=f"coordinator {address}, process {index}",
             expected=f"processes= or {PROCESSES}",
         )
-    if total == 1 and own in (None, 0):
-        return Place()
-    if total < 1 or own is None or not 0 <= own < total:
+    if num_processes == 1 and index in (None, 0):
+        return ProcessSpec()
+    if num_processes < 1 or index is None or not 0 <= index < num_processes:
         raise ArgumentError(
-            "a process needs a number below the number of processes",
-            got=f"process {own} of {total}",
+            "the index of the process is missing or out of range",
+            got=f"process {index} of {num_processes}",
             expected=f"process= or {PROCESS}, from 0 to processes - 1",
         )
     if address is None or not _is_address(address):
         raise ArgumentError(
-            "processes need a place to meet",
+            "the address of the coordinator is missing or invalid",
             got=address,
             expected=f"coordinator= or {COORDINATOR}, such as 127.0.0.1:5000",
         )
-    listens = bind or variables.get(BIND) or LOOPBACK
-    _check_bind(listens, address, own)
-    return Place(own, total, address, listens)
+    bind_address = bind or variables.get(BIND) or LOOPBACK
+    _check_bind(bind_address, address, index)
+    return ProcessSpec(index, num_processes, address, bind_address)
 
 
-def is_first() -> bool:
-    """This is process 0: the one that prints and writes for all."""
+def is_primary() -> bool:
+    """Return whether this is process 0, which prints and writes for all."""
     return jax.process_index() == 0
 
 
-def wait_for_all(name: str) -> None:
-    """A barrier: returns when every process has come here.
+def barrier(name: str) -> None:
+    """Wait until every process has called this.
 
     Args:
-        name: of the place; processes that wait at different places raise an error.
+        name: of the barrier; processes at different barriers raise an error.
     """
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(name)
 
 
 def gather(values: np.ndarray) -> np.ndarray:
-    """The values of all processes, in their order, along a new first axis.
+    """Return the values of all processes along a new leading axis.
 
     Args:
-        values: of this process, in at most 32 bits each; the same shape and type everywhere.
+        values: of this process, at most 32 bits each; same shape and dtype on all processes.
     """
     if values.dtype.itemsize > 4:
         raise ArgumentError(
-            "numbers lose bits on their way between processes",
+            "values of 64 bits cannot be gathered without loss",
             got=values.dtype,
             expected="at most 32 bits each",
         )
@@ -196,11 +196,11 @@ def gather(values: np.ndarray) -> np.ndarray:
 
 
 @contextlib.contextmanager
-def failing_at_once() -> Iterator[None]:
-    """An error in the body ends this process at once, if there are others; see `exit_code`.
+def exit_on_error() -> Iterator[None]:
+    """Exit immediately on an error if there are other processes; see `exit_code`.
 
-    Without it, Python's own end waits minutes for processes that in turn wait for this one. A
-    regular exit, `SystemExit`, goes the regular way.
+    A regular interpreter shutdown would wait minutes for processes that wait for this one.
+    `SystemExit` is not affected.
     """
     try:
         yield
@@ -219,11 +219,11 @@ def failing_at_once() -> Iterator[None]:
 
 
 def exit_code(error: BaseException) -> int:
-    """2: the run cannot be made so, and starting it again will not help; 1: anything else."""
+    """Return 2 for errors that a restart cannot fix, 130 for Ctrl-C, and 1 otherwise."""
     if isinstance(error, KeyboardInterrupt):
         return 130
     is_final = isinstance(error, XsakeError) and not error.is_transient
-    return CANNOT_RUN if is_final else 1
+    return EXIT_FATAL if is_final else 1
 
 
 def _number(
@@ -231,16 +231,16 @@ def _number(
 ) -> int | None:
     if given is not None:
         return given
-    words = variables.get(name) or slurm.get(name)
-    if words is None:
+    text = variables.get(name) or slurm.get(name)
+    if text is None:
         return None
-    if not (words.isascii() and words.isdigit()):
-        raise ArgumentError(f"{name} is not a number", got=repr(words), expected="such as 2")
-    return int(words)
+    if not (text.isascii() and text.isdigit()):
+        raise ArgumentError(f"{name} is not a number", got=repr(text), expected="such as 2")
+    return int(text)
 
 
-def _is_address(words: str) -> bool:
-    host, colon, port = words.rpartition(":")
+def _is_address(text: str) -> bool:
+    host, colon, port = text.rpartition(":")
     is_port = port.isascii() and port.isdigit() and 0 < int(port) < 2**16
     return bool(host and colon) and is_port and not re.search(r"[\s/@]", host)
 
@@ -254,10 +254,10 @@ def _check_bind(bind: str, coordinator: str, process: int) -> None:
         ) from error
     if process == 0 and is_local and not _is_loopback(coordinator.rpartition(":")[0]):
         raise ArgumentError(
-            "the others cannot reach process 0, which listens on this machine only",
+            "process 0 listens on the loopback, but the coordinator is another host",
             got=f"coordinator {coordinator}, bind {bind}",
-            expected="the address of a network that you trust",
-            fix=f"set {BIND} to this machine's address there, or to 0.0.0.0 for every network",
+            expected="an address of a trusted network",
+            fix=f"set {BIND} to this host's address there, or to 0.0.0.0 for every network",
         )
 
 
@@ -267,26 +267,26 @@ def _is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
-        return False  # the name of a machine
+        return False  # a host name
 
 
-def _of_slurm(variables: Mapping[str, str]) -> dict[str, str]:
-    """Our variables, as far as SLURM's tell them; only a job step, `srun`, has several tasks."""
+def _read_slurm(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return XSAKE variables derived from SLURM's; only a job step of `srun` has several tasks."""
     names = ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_STEP_NODELIST", "SLURM_JOB_ID")
     if any(not variables.get(name) for name in names):
         return {}
     tasks, process, nodes, job = (variables[name] for name in names)
-    found = {PROCESSES: tasks, PROCESS: process}
+    values = {PROCESSES: tasks, PROCESS: process}
     if job.isdigit():
         step = variables.get("SLURM_STEP_ID", "")
         port = _FIRST_PORT + (int(job) + (int(step) if step.isdigit() else 0)) % _PORTS
         is_one_machine = variables.get("SLURM_STEP_NUM_NODES") == "1"
-        found[COORDINATOR] = f"{LOOPBACK if is_one_machine else _first_node(nodes)}:{port}"
-    return found
+        values[COORDINATOR] = f"{LOOPBACK if is_one_machine else _first_node(nodes)}:{port}"
+    return values
 
 
 def _first_node(nodes: str) -> str:
-    """The first machine of a SLURM list.
+    """Return the first host of a SLURM node list.
 
     Example:
         >>> _first_node("gpu[007,010-012]-a,login1")

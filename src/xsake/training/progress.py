@@ -1,4 +1,4 @@
-"""What a run tells while it goes: progress for a screen, and an alarm while saves fail."""
+"""Progress events of a run, and a counter of failed saves."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,20 +8,20 @@ from xsake.training.checkpoints.events import log_failure
 
 
 @dataclass(frozen=True)
-class Progress:
-    """A step is done: told to whoever watches.
+class TrainingProgress:
+    """Progress event passed to the callback.
 
     Args:
-        step: its number, from 0.
+        step: number of the finished step, from 0.
         steps: of the whole run.
         loss: mean over the batch, nats per token.
         gradient_norm: before clipping.
         learning_rate: of the update.
-        is_skipped: whether the guard refused the update.
+        is_skipped: whether the update was skipped.
         budget: computed / visible blocks of attention; None for a mask.
-        tokens_per_second: since the last line that was told.
-        remaining_seconds: to go, at that speed.
-        note: what else happened, such as an evaluation.
+        tokens_per_second: since the previous event.
+        remaining_seconds: estimate at this speed.
+        note: other events, such as an evaluation.
     """
 
     step: int
@@ -36,29 +36,29 @@ class Progress:
     note: str = ""
 
 
-Watch = Callable[[Progress], None]
+ProgressCallback = Callable[[TrainingProgress], None]
 
 
-class SaveAlarm:
-    """Rings while saves fail: how many did since the last one that did not."""
+class SaveFailureCounter:
+    """Count of failed saves since the last successful one."""
 
     def __init__(self) -> None:
         self._failures, self._last = 0, -1
 
-    def ring(self, failure: SaveFailure) -> None:
-        """A save has failed; told by the thread that saves.
+    def record_failure(self, failure: SaveFailure) -> None:
+        """Count and log a failed save; called by the saving thread.
 
         Args:
-            failure: what the store says about it.
+            failure: from the store.
         """
         self._failures, self._last = self._failures + 1, failure.step
         log_failure(failure)
 
     def count(self, store: CheckpointStore) -> int:
-        """Saves that failed, 0 again as soon as a later step is there.
+        """Return the number of failed saves; a later committed step resets it to 0.
 
         Args:
-            store: that saves.
+            store: of the run.
         """
         if self._failures and max(store.steps(), default=-1) > self._last:
             self._failures = 0

@@ -1,4 +1,4 @@
-"""The state of a training run, all that the next step depends on, and what model it belongs to."""
+"""Training state, and the definition of the model it belongs to."""
 
 import dataclasses
 import hashlib
@@ -16,27 +16,27 @@ from jaxtyping import Array
 
 from xsake.model import Decoder
 from xsake.training.config import TrainingConfig
-from xsake.training.guard import first_guard
-from xsake.training.optimizer import Optimizer, make_optimizer, nested
+from xsake.training.guard import init_guard
+from xsake.training.optimizer import Optimizer, make_optimizer, unflatten
 
 Parameters = dict[str, Any]
-"""float32 arrays in dictionaries inside each other; the keys on the way to one are its path."""
+"""Nested dictionaries of float32 arrays; the keys form the path of a parameter."""
 
-Place = Callable[[str, tuple[str, ...], tuple[int, ...]], Sharding]
-"""From a parameter's path, the logical names of its axes and its shape to where it lies."""
+ShardingRule = Callable[[str, tuple[str, ...], tuple[int, ...]], Sharding]
+"""Maps a parameter's path, logical axis names and shape to its sharding."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """All that the next step depends on, as a pytree of arrays.
+    """Everything the next step depends on, as a pytree of arrays.
 
     Args:
-        step: int32, batches that were read; skipped updates count.
-        parameters: float32, as `Definition.parameters` gives them.
+        step: int32, number of batches read; skipped updates count.
+        parameters: float32, see `ModelDefinition.parameters`.
         optimizer: state of `Optimizer.transform`.
         key: uint32, data of the run's random key; see `step_key`.
-        guard: what `xsake.training.guard` remembers.
+        guard: state of the update filter.
     """
 
     step: Any
@@ -47,51 +47,51 @@ class TrainState:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Definition:
-    """A decoder without its parameters.
+class ModelDefinition:
+    """A decoder without its parameter values.
 
     Args:
-        graph: what it is made of.
-        template: its parameters' shapes and names, without values.
+        graph: nnx graph definition.
+        template: shapes and names of the parameters.
     """
 
     graph: Any
     template: Any
 
     @classmethod
-    def of(cls, model: Decoder) -> "Definition":
-        """What a model is, with or without values."""
+    def from_model(cls, model: Decoder) -> "ModelDefinition":
+        """Split a model, concrete or abstract."""
         graph, state = nnx.split(model)
         return cls(graph, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state))
 
     @property
     def names(self) -> dict[str, tuple[str, ...]]:
-        """Logical names of the axes of every parameter, by path."""
+        """Logical axis names of every parameter, by path."""
         return {
             ".".join(map(str, path)): tuple(variable.get_metadata("out_sharding"))
             for path, variable in nnx.to_flat_state(self.template)
         }
 
     def parameters(self, model: Decoder) -> Parameters:
-        """Copies of a model's weights in float32: steps give their own arrays away."""
+        """Copy a model's weights in float32; steps donate their arrays."""
         weights = nnx.to_pure_dict(nnx.split(model)[1])
         return jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), weights)
 
     def merge(self, parameters: Parameters) -> Decoder:
-        """The model with these parameters."""
+        """Return the model with these parameters."""
 
-        def filled(path, variable):
+        def fill(path, variable):
             value = parameters
             for part in path:
                 value = value[part]
             return variable.replace(value)
 
-        return nnx.merge(self.graph, nnx.map_state(filled, self.template))
+        return nnx.merge(self.graph, nnx.map_state(fill, self.template))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Shardings:
-    """Where everything lies that a step is given.
+    """Shardings of the arguments of a step.
 
     Args:
         state: a `TrainState` of shardings.
@@ -103,97 +103,99 @@ class Shardings:
 
 
 def make_model(config: TrainingConfig, key: Array) -> Decoder:
-    """The decoder of a run with its first weights, drawn from `key`."""
+    """Build the decoder of a run with initial weights from `key`."""
     return Decoder(
         config.model.decoder,
         rngs=nnx.Rngs(params=key),
-        compute_dtype=config.model.compute,
+        compute_dtype=config.model.compute_dtype,
         param_dtype=jnp.float32,
-        is_rematerialised=config.model.is_rematerialised,
+        remat=config.model.remat,
     )
 
 
-def define(config: TrainingConfig) -> Definition:
-    """The decoder of a run without weights; nothing is computed."""
-    return Definition.of(nnx.eval_shape(lambda: make_model(config, jax.random.key(0))))
+def define_model(config: TrainingConfig) -> ModelDefinition:
+    """Return the decoder of a run without weights; nothing is computed."""
+    return ModelDefinition.from_model(nnx.eval_shape(lambda: make_model(config, jax.random.key(0))))
 
 
-def optimizer_of(config: TrainingConfig, definition: Definition) -> Optimizer:
-    """The optimizer of a run."""
+def build_optimizer(config: TrainingConfig, definition: ModelDefinition) -> Optimizer:
+    """Build the optimizer of a run."""
     return make_optimizer(config.optimizer, definition.names, total_steps=config.total_steps)
 
 
 def make_state(config: TrainingConfig, model: Decoder, key: Array) -> TrainState:
-    """The state before the first step.
+    """Build the state before the first step.
 
     Args:
         config: of the run.
-        model: the first weights; they are copied.
-        key: for whatever a step draws.
+        model: initial weights; they are copied.
+        key: for random numbers of steps.
     """
-    definition = Definition.of(model)
+    definition = ModelDefinition.from_model(model)
     parameters = definition.parameters(model)
     return TrainState(
         step=jnp.zeros((), jnp.int32),
         parameters=parameters,
-        optimizer=optimizer_of(config, definition).transform.init(parameters),
+        optimizer=build_optimizer(config, definition).transform.init(parameters),
         key=jax.random.key_data(key),
-        guard=first_guard(config.guard),
+        guard=init_guard(config.guard),
     )
 
 
-def first_state(config: TrainingConfig) -> TrainState:
-    """The state before the first step, all from `run.seed`.
+def init_state(config: TrainingConfig) -> TrainState:
+    """Build the state before the first step from `run.seed`.
 
-    Under `jax.jit` with `out_shardings` no device ever holds more than its part of it.
+    Under `jax.jit` with `out_shardings` each device holds only its shard.
     """
     weights, draws = jax.random.split(jax.random.key(config.run.seed))
     return make_state(config, make_model(config, weights), draws)
 
 
 def abstract_state(config: TrainingConfig) -> TrainState:
-    """Shapes and dtypes of a run's state; nothing is computed."""
-    return jax.eval_shape(lambda: first_state(config))
+    """Return shapes and dtypes of a run's state; nothing is computed."""
+    return jax.eval_shape(lambda: init_state(config))
 
 
-def state_shardings(config: TrainingConfig, place: Place, everywhere: Sharding) -> TrainState:
-    """Where the state of a run lies: moments beside their parameters, the rest on every device.
+def state_shardings(
+    config: TrainingConfig, sharding_rule: ShardingRule, replicated: Sharding
+) -> TrainState:
+    """Return the shardings of a run's state: moments as their parameters, the rest replicated.
 
     Args:
         config: of the run.
-        place: tells it for a parameter.
-        everywhere: a sharding that repeats an array on every device.
+        sharding_rule: sharding of a parameter.
+        replicated: sharding of everything else.
     """
-    definition, state = define(config), abstract_state(config)
+    definition, state = define_model(config), abstract_state(config)
     shapes = flat_parameters(state.parameters)
-    placed = nested({
-        path: place(path, names, tuple(shapes[path].shape))
+    shardings = unflatten({
+        path: sharding_rule(path, names, tuple(shapes[path].shape))
         for path, names in definition.names.items()
     })  # fmt: skip
-    transform = optimizer_of(config, definition).transform
+    transform = build_optimizer(config, definition).transform
     optimizer = optax.tree.map_params(
-        transform.init, lambda _, own: own, state.optimizer, placed,
-        transform_non_params=lambda _: everywhere,
+        transform.init, lambda _, sharding: sharding, state.optimizer, shardings,
+        transform_non_params=lambda _: replicated,
     )  # fmt: skip
-    rest = jax.tree.map(lambda _: everywhere, state)
-    return dataclasses.replace(rest, parameters=placed, optimizer=optimizer)
+    rest = jax.tree.map(lambda _: replicated, state)
+    return dataclasses.replace(rest, parameters=shardings, optimizer=optimizer)
 
 
 def flat_parameters(parameters: Parameters) -> dict[str, Any]:
-    """Parameters by dotted path."""
+    """Return parameters by dotted path."""
     leaves = jax.tree_util.tree_leaves_with_path(parameters)
     return {".".join(str(key.key) for key in path): leaf for path, leaf in leaves}
 
 
 def step_key(state: TrainState) -> Array:
-    """The random key of the step that comes next: the run's key, folded by the step."""
+    """Return the random key of the next step: the run's key folded with the step."""
     return jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
 
 
 def digest(tree: Any) -> str:
-    """SHA-256 over the paths, types, shapes and bytes of all leaves: equal only bit for bit.
+    """Return a SHA-256 over paths, dtypes, shapes and bytes of all leaves.
 
-    Where several processes hold parts of an array, all of them must call it.
+    If several processes hold parts of an array, all of them must call it.
 
     Example:
         >>> digest({"a": np.float32(0.0)}) == digest({"a": np.float32(-0.0)})

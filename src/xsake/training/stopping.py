@@ -1,6 +1,6 @@
-"""How a run stops: every process after the same step, saved, with a code that asks for a restart.
+"""Graceful preemption: all processes stop after the same step, save, and exit with a restart code.
 
-A step that hangs cannot be stopped so; it is made to say where it hangs.
+A step that exceeds its timeout dumps the stacks of all threads.
 """
 
 import contextlib
@@ -19,68 +19,67 @@ from jax.experimental import multihost_utils
 
 from xsake.errors import ArgumentError, UnsupportedError
 
-RESTART_ME = 75  # exit code, EX_TEMPFAIL: all is saved, start the same command again
-INTERRUPTED = 130  # exit code of a second Ctrl-C
+EXIT_RESTART = 75  # EX_TEMPFAIL: the state is saved, start the same command again
+EXIT_INTERRUPTED = 130  # exit code of a second Ctrl-C
 
 
-class StopRequest:
-    """Turns SIGTERM and SIGINT into a stop that all processes agree on, a context manager.
+class PreemptionHandler:
+    """Context manager that turns SIGTERM and SIGINT into a stop that all processes agree on.
 
-    Enter it in the main thread, after `processes.start`, and ask `reached` after every step. A
-    second SIGINT ends the process at once, even inside a step that hangs. With a file for
-    stacks, SIGUSR1 writes what every thread is doing, and so does a step that takes too long.
+    Enter it in the main thread, after `processes.start`, and call `should_stop` after every step. A
+    second SIGINT ends the process immediately, even during a step. With `stack_file`, SIGUSR1 and
+    steps that exceed the timeout append the stacks of all threads to it.
 
     Args:
-        hang_seconds: a step that takes longer writes all stacks, once; None: no limit.
-        stacks: the file that they are added to, one per process.
-        is_fatal: a step that takes too long ends the process too, so that it can be restarted.
-        on_signal: told the name of each signal that comes, on a thread of its own.
+        step_timeout_s: a longer step dumps all stacks once; None: no limit.
+        stack_file: file for stacks, one per process.
+        is_fatal: whether a timeout also ends the process, so that it can be restarted.
+        on_signal: called in a separate thread with the name of each signal.
     """
 
     def __init__(
         self,
         *,
-        hang_seconds: float | None = None,
-        stacks: Path | None = None,
+        step_timeout_s: float | None = None,
+        stack_file: Path | None = None,
         is_fatal: bool = False,
         on_signal: Callable[[str], None] | None = None,
     ):
-        if hang_seconds is not None and not hang_seconds > 0:
-            raise ArgumentError("hang_seconds must be positive", got=hang_seconds)
-        if hang_seconds is not None and stacks is None:
+        if step_timeout_s is not None and not step_timeout_s > 0:
+            raise ArgumentError("step_timeout_s must be positive", got=step_timeout_s)
+        if step_timeout_s is not None and stack_file is None:
             raise ArgumentError(
-                "stacks of a step that hangs need a place", got="stacks=None", expected="a file"
+                "a step timeout needs a file for stacks", got="stack_file=None", expected="a path"
             )
-        self._hang_seconds, self._path, self._is_fatal = hang_seconds, stacks, is_fatal
+        self._step_timeout_s, self._path, self._is_fatal = step_timeout_s, stack_file, is_fatal
         self._on_signal = on_signal
         self._is_requested = threading.Event()
-        self._undo = contextlib.ExitStack()
+        self._cleanup = contextlib.ExitStack()
         self._file: TextIO | None = None
         self._interrupts = 0
         self._step_began: float | None = None
 
-    def __enter__(self) -> "StopRequest":
+    def __enter__(self) -> "PreemptionHandler":
         if threading.current_thread() is not threading.main_thread():
             raise UnsupportedError(
-                "signals come to the main thread only", fix="enter StopRequest in the main thread"
+                "signal handlers need the main thread", fix="enter PreemptionHandler there"
             )
-        with contextlib.ExitStack() as undo:
-            self._open_stacks(undo)
-            self._listen(undo)
-            self._undo = undo.pop_all()
+        with contextlib.ExitStack() as cleanup:
+            self._open_stack_file(cleanup)
+            self._install_handlers(cleanup)
+            self._cleanup = cleanup.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._undo.close()
+        self._cleanup.close()
 
-    def reached(self, step: int) -> bool:
-        """Whether this is the step after which to save and to exit with `RESTART_ME`.
+    def should_stop(self, step: int) -> bool:
+        """Return whether to save and exit with `EXIT_RESTART` after this step.
 
-        Every process gets the same answer at the same step. Once true, steps are over, and what
-        follows may take its time.
+        All processes get the same answer at the same step. After True the step timeout is off.
 
         Args:
-            step: that was just done; ask after each, without gaps, in every process.
+            step: that just finished; call this after each step in every process.
         """
         self._disarm(step)
         if jax.distributed.is_initialized():
@@ -92,8 +91,8 @@ class StopRequest:
         return is_last
 
     @contextlib.contextmanager
-    def patiently(self) -> Iterator[None]:
-        """What happens in the body, such as an evaluation, is no step and may take its time."""
+    def without_timeout(self) -> Iterator[None]:
+        """Suspend the step timeout, for evaluation, compilation and saves."""
         was_armed = self._step_began is not None
         self._disarm(None)
         try:
@@ -102,69 +101,71 @@ class StopRequest:
             if was_armed:
                 self._arm()
 
-    def _open_stacks(self, undo: contextlib.ExitStack) -> None:
+    def _open_stack_file(self, cleanup: contextlib.ExitStack) -> None:
         if self._path is None:
             return
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = undo.enter_context(self._path.open("a", encoding="utf-8"))
+            self._file = cleanup.enter_context(self._path.open("a", encoding="utf-8"))
         except OSError as error:
             raise ArgumentError(
-                "stacks cannot be written", got=f"{self._path}: {error.strerror}"
+                "cannot write the file for stacks", got=f"{self._path}: {error.strerror}"
             ) from error
         faulthandler.register(signal.SIGUSR1, file=self._file, all_threads=True)
-        undo.callback(faulthandler.unregister, signal.SIGUSR1)
-        undo.callback(self._disarm, None)
+        cleanup.callback(faulthandler.unregister, signal.SIGUSR1)
+        cleanup.callback(self._disarm, None)
 
-    def _listen(self, undo: contextlib.ExitStack) -> None:
-        """A thread hears signals at once; the main thread may be inside a step for minutes."""
-        ear, mouth = os.pipe()
-        os.set_blocking(mouth, False)
-        before = signal.set_wakeup_fd(mouth, warn_on_full_buffer=False)
-        listener = threading.Thread(target=self._hear, args=(ear,), name="signals", daemon=True)
+    def _install_handlers(self, cleanup: contextlib.ExitStack) -> None:
+        """Read signals in a thread: the main thread may be inside a step for minutes."""
+        read_fd, write_fd = os.pipe()
+        os.set_blocking(write_fd, False)
+        before = signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
+        listener = threading.Thread(
+            target=self._read_signals, args=(read_fd,), name="signals", daemon=True
+        )
         listener.start()
-        undo.callback(listener.join)
-        undo.callback(os.close, mouth)  # the listener's file ends, and so does it
-        undo.callback(signal.set_wakeup_fd, before)
-        # With several processes, the preemption service of jax has SIGTERM.
-        own = () if jax.distributed.is_initialized() else (signal.SIGTERM,)
-        for name in (signal.SIGINT, *own):
-            undo.callback(signal.signal, name, signal.signal(name, _do_nothing))
+        cleanup.callback(listener.join)
+        cleanup.callback(os.close, write_fd)  # ends the listener
+        cleanup.callback(signal.set_wakeup_fd, before)
+        # With several processes, the preemption service of jax handles SIGTERM.
+        signals = () if jax.distributed.is_initialized() else (signal.SIGTERM,)
+        for name in (signal.SIGINT, *signals):
+            cleanup.callback(signal.signal, name, signal.signal(name, _do_nothing))
 
-    def _hear(self, ear: int) -> None:
-        with open(ear, "rb", buffering=0) as file:
+    def _read_signals(self, read_fd: int) -> None:
+        with open(read_fd, "rb", buffering=0) as file:
             while numbers := file.read(64):
                 for number in numbers:
-                    if number in (signal.SIGINT, signal.SIGTERM):  # others have their own listeners
-                        self._take(signal.Signals(number))
+                    if number in (signal.SIGINT, signal.SIGTERM):
+                        self._handle_signal(signal.Signals(number))
 
-    def _take(self, name: signal.Signals) -> None:
+    def _handle_signal(self, name: signal.Signals) -> None:
         self._interrupts += name == signal.SIGINT
         if self._interrupts > 1:
-            os._exit(INTERRUPTED)
+            os._exit(EXIT_INTERRUPTED)
         self._is_requested.set()
         if jax.distributed.is_initialized():
-            os.kill(os.getpid(), signal.SIGTERM)  # which tells the others
+            os.kill(os.getpid(), signal.SIGTERM)  # the service notifies the other processes
         if self._on_signal is not None:
             self._on_signal(name.name)
 
     def _arm(self) -> None:
         self._step_began = time.monotonic()
-        if self._hang_seconds is not None and self._file is not None:
+        if self._step_timeout_s is not None and self._file is not None:
             faulthandler.dump_traceback_later(
-                self._hang_seconds, file=self._file, exit=self._is_fatal
+                self._step_timeout_s, file=self._file, exit=self._is_fatal
             )
 
     def _disarm(self, step: int | None) -> None:
         began, self._step_began = self._step_began, None
-        if self._hang_seconds is None or self._file is None:
+        if self._step_timeout_s is None or self._file is None:
             return
         faulthandler.cancel_dump_traceback_later()
         seconds = 0.0 if began is None else time.monotonic() - began
-        if step is not None and seconds > self._hang_seconds:
-            self._file.write(f"The stacks above: step {step}, which ended after {seconds:.1f} s.\n")
+        if step is not None and seconds > self._step_timeout_s:
+            self._file.write(f"Stacks above: step {step}, which took {seconds:.1f} s.\n")
             self._file.flush()
 
 
 def _do_nothing(number: int, frame: FrameType | None) -> None:
-    """Python passes on only signals that have a handler; the listener does the work."""
+    """Handler that makes Python write the signal to the wakeup file descriptor."""

@@ -1,4 +1,4 @@
-"""Whom a run tells its metrics beside its own file, as a configuration says it."""
+"""Tracker settings of a training run."""
 
 from typing import Annotated
 
@@ -9,14 +9,16 @@ from xsake.observability.trackers import TrackerName
 
 
 class TrackSection(Frozen):
-    """Trackers beside metrics.jsonl, which is always written."""
+    """Trackers in addition to metrics.jsonl, which is always written."""
 
-    trackers: tuple[TrackerName, ...] = Field(default=(), description="of the extra `trackers`")
-    seconds: Annotated[Number, Field(ge=0, le=3600)] = Field(
+    trackers: tuple[TrackerName, ...] = Field(
+        default=(), description="installed by the extra `trackers`"
+    )
+    min_interval_s: Annotated[Number, Field(ge=0, le=3600)] = Field(
         default=1.0,
-        description="in which quick steps tell trackers only their newest line; 0: every line",
+        description="trackers get at most one line of fast steps per interval; 0: every line",
     )
     project: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")] = "xsake"
     is_online: Annotated[bool, Field(strict=True)] = Field(
-        default=False, description="whether wandb may use the network; else `wandb sync` does later"
+        default=False, description="let wandb use the network; otherwise upload with `wandb sync`"
     )

@@ -1,1 +1,1 @@
-"""XSAKE inside other libraries' layers: one module per library, imported only by who uses it."""
+"""Adapters for layers of other libraries, one module each, imported on demand."""

@@ -1,4 +1,4 @@
-"""Turns a boolean array, as other libraries pass masks, into arguments of `xsake.attention`."""
+"""Convert boolean mask arrays of other libraries to arguments of `xsake.attention`."""
 
 from typing import Any
 
@@ -6,21 +6,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from xsake.errors import ShapeError, UnsupportedError
-from xsake.layout.ragged import is_concrete
+from xsake.layout.csr import is_concrete
 from xsake.masks import Explicit
 
 
-def arguments_of(
+def attention_kwargs(
     allowed, shape: tuple[int, int, int, int], softcap: float | None
 ) -> dict[str, Any]:
-    """Keyword arguments that exclude the pairs where `allowed` is False, and no others.
+    """Return keyword arguments equivalent to the boolean mask `allowed`.
 
-    A mask on keys alone becomes segment ids, one that is known now and the same for the whole
-    batch an `Explicit` mask; both skip blocks. Any other becomes a bias of 0 and -inf, which skips
-    nothing.
+    A mask on keys becomes segment ids, a concrete mask shared by the batch becomes `Explicit`; both
+    skip blocks. Any other becomes a bias of 0 and -inf, which skips none.
 
     Args:
-        allowed: True (or not zero) where a query may see a key; broadcasts to `shape`.
+        allowed: True (or nonzero) where a query may attend to a key; broadcasts to `shape`.
         shape: [B, Hq, Tq, Tk] of the call.
         softcap: the call's softcap.
     """
@@ -35,19 +34,19 @@ def arguments_of(
         )
     batch, _, q_tokens, kv_tokens = shape
     if allowed.shape[1:3] == (1, 1):
-        kept = xp.broadcast_to(allowed[:, 0, 0], (batch, kv_tokens))
+        is_valid = xp.broadcast_to(allowed[:, 0, 0], (batch, kv_tokens))
         return {
             "q_segment_ids": jnp.zeros((batch, q_tokens), jnp.int32),
-            "kv_segment_ids": jnp.where(kept, 0, -1),
+            "kv_segment_ids": jnp.where(is_valid, 0, -1),
         }
     allowed = xp.broadcast_to(allowed, (*allowed.shape[:2], q_tokens, kv_tokens))
     if isinstance(allowed, np.ndarray) and (allowed == allowed[:1]).all():
         return {"mask": Explicit(allowed[0] if allowed.shape[1] > 1 else allowed[0, 0])}
     if softcap is not None:
         raise UnsupportedError(
-            "a softcap would bring back pairs that a traced or batched boolean mask excludes",
+            "softcap is not supported with a traced or batched boolean mask",
             got=f"boolean mask {allowed.shape}, {softcap=}",
-            expected="a mask on keys alone, or one that is known before tracing",
+            expected="a mask on keys only, or a concrete mask",
             fix="pass a mask of xsake.masks to the adapter instead",
         )
     return {"bias": jnp.where(allowed, jnp.float32(0), -jnp.inf)}

@@ -1,4 +1,4 @@
-"""Multi-head attention as an equinox module, called like `equinox.nn.MultiheadAttention`."""
+"""Multi-head attention as an equinox module, with the API of `equinox.nn.MultiheadAttention`."""
 
 import dataclasses
 from collections.abc import Callable
@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
-from xsake.attention.adapters.boolean_masks import arguments_of
+from xsake.attention.adapters.boolean_masks import attention_kwargs
 from xsake.attention.operator import BlockSparseAttention
 from xsake.errors import ShapeError
 from xsake.layout import BlockLayout
@@ -18,14 +18,14 @@ from xsake.masks import AbstractMask
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Widths of a `MultiheadAttention`; None takes the value that comment says.
+    """Channel sizes of a `MultiheadAttention`.
 
     Args:
         query: channels of the query input.
         key: channels of the key input; None: `query`.
         value: channels of the value input; None: `query`.
         output: channels of the output; None: `query`.
-        qk: channels per head that queries and keys are compared over; None: `query // heads`.
+        qk: channels per head of queries and keys; None: `query // heads`.
         vo: channels per head of values; None: `query // heads`.
     """
 
@@ -38,9 +38,9 @@ class Sizes:
 
 
 class MultiheadAttention(eqx.Module):
-    """Projections around `xsake.attention`: no batch axis, use `jax.vmap`; grouped kv heads.
+    """Projections around `xsake.attention` with grouped kv heads; unbatched, use `jax.vmap`.
 
-    There is no attention dropout. A query that may see nothing gets zeros before the output
+    Attention dropout is not supported. A fully masked query gets zeros before the output
     projection.
 
     Example:
@@ -72,16 +72,16 @@ class MultiheadAttention(eqx.Module):
         dtype=None,
         key: PRNGKeyArray,
     ):
-        """Fresh projections.
+        """Initialize the projections.
 
         Args:
             num_heads: query heads.
-            sizes: channels of the input, or `Sizes` for widths of their own.
-            num_kv_heads: kv heads, which divide the query heads; None: as many as these.
+            sizes: channels of the input, or `Sizes`.
+            num_kv_heads: kv heads, a divisor of `num_heads`; None: `num_heads`.
             use_bias: whether projections add a bias.
             attend: block sizes, scale, implementation.
             dtype: of the parameters.
-            key: a key of `jax.random`.
+            key: PRNG key.
         """
         sizes = Sizes(sizes) if isinstance(sizes, int) else sizes
         kv_heads = num_heads if num_kv_heads is None else num_kv_heads
@@ -92,13 +92,13 @@ class MultiheadAttention(eqx.Module):
                 expected=f"kv heads that divide {num_heads}",
                 fix="each kv head serves num_heads / num_kv_heads query heads",
             )
-        own = lambda size, default: default if size is None else size
-        qk, vo = (own(size, sizes.query // num_heads) for size in (sizes.qk, sizes.vo))
+        resolve = lambda size, default: default if size is None else size
+        qk, vo = (resolve(size, sizes.query // num_heads) for size in (sizes.qk, sizes.vo))
         widths = (
             (sizes.query, num_heads * qk),
-            (own(sizes.key, sizes.query), kv_heads * qk),
-            (own(sizes.value, sizes.query), kv_heads * vo),
-            (num_heads * vo, own(sizes.output, sizes.query)),
+            (resolve(sizes.key, sizes.query), kv_heads * qk),
+            (resolve(sizes.value, sizes.query), kv_heads * vo),
+            (num_heads * vo, resolve(sizes.output, sizes.query)),
         )
         self.query_proj, self.key_proj, self.value_proj, self.output_proj = (
             eqx.nn.Linear(*width, use_bias=use_bias, dtype=dtype, key=each)
@@ -118,17 +118,17 @@ class MultiheadAttention(eqx.Module):
         key: PRNGKeyArray | None = None,
         inference: bool | None = None,
     ) -> Float[Array, "Tq Co"]:
-        """Attention of `query` to `key_` and `value`.
+        """Compute attention of `query` to `key_` and `value`.
 
         Args:
             query: [Tq, channels].
             key_: [Tk, channels].
             value: [Tk, channels].
             mask: a mask of `xsake.masks`, or booleans [Tq, Tk] or [heads, Tq, Tk].
-            layout: the blocks to compute; None derives them from the mask.
-            process_heads: `(q, k, v) -> (q, k, v)` on [T, heads, size], for rotary embeddings, say.
-            key: not used: nothing here is random; accepted for calls written for equinox.
-            inference: not used, likewise.
+            layout: blocks to compute; None derives them from the mask.
+            process_heads: `(q, k, v) -> (q, k, v)` on [T, heads, size], e.g. rotary embeddings.
+            key: unused, for compatibility with equinox.
+            inference: unused, for compatibility with equinox.
 
         Returns:
             [Tq, output channels].
@@ -145,7 +145,7 @@ class MultiheadAttention(eqx.Module):
         arguments: dict[str, Any] = {"mask": mask}
         if mask is not None and not isinstance(mask, AbstractMask):
             shape = (1, self.num_heads, query.shape[0], key_.shape[0])
-            arguments = arguments_of(mask, shape, None)
+            arguments = attention_kwargs(mask, shape, None)
         out = self.attend(q, k, v, layout=layout, **arguments).out[0]
         return jax.vmap(self.output_proj)(jnp.reshape(out, (query.shape[0], -1)))
 

@@ -1,20 +1,20 @@
-"""The report of a plan: one page that a model's owner reads, and the figures behind it."""
+"""HTML report of a plan, its figures as JSON and its plots."""
 
-from xsake.hads.report.bounds import Bounds, read_bounds
-from xsake.hads.report.figures import Figures
-from xsake.hads.report.ladder import TARGET_KL, Comparison, read_ladder
-from xsake.hads.report.page import MOST_PAGE_BYTES, page, write
+from xsake.hads.report.bounds import BoundFigures, read_bounds
+from xsake.hads.report.figures import ReportData
+from xsake.hads.report.ladder import TARGET_KL, RuleComparison, read_comparisons
+from xsake.hads.report.page import MAX_PAGE_BYTES, page, write
 from xsake.hads.report.pictures import draw
 
 __all__ = [
-    "MOST_PAGE_BYTES",
+    "MAX_PAGE_BYTES",
     "TARGET_KL",
-    "Bounds",
-    "Comparison",
-    "Figures",
+    "BoundFigures",
+    "RuleComparison",
+    "ReportData",
     "draw",
     "page",
     "read_bounds",
-    "read_ladder",
+    "read_comparisons",
     "write",
 ]

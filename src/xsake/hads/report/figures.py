@@ -1,4 +1,4 @@
-"""The figures behind a report, from its files alone; draws nothing."""
+"""Data of a report, from its files."""
 
 import dataclasses
 from typing import Any
@@ -10,27 +10,20 @@ from xsake.hads.budget import visible_blocks
 from xsake.hads.drift import loss_at, require_profile
 from xsake.hads.plan import SparsityPlan
 from xsake.hads.profile import Profile
-from xsake.hads.report.bounds import Bounds
-from xsake.hads.report.ladder import Comparison
+from xsake.hads.report.bounds import BoundFigures
+from xsake.hads.report.ladder import RuleComparison
 
 ORACLE = "oracle"
 
 
 @dataclasses.dataclass(frozen=True)
-class Figures:
-    """What a report is made of.
-
-    Args:
-        plan: whose report it is.
-        profile: the one that the plan was made of.
-        comparisons: of rules, measured elsewhere.
-        bounds: figures about proved bounds, likewise.
-    """
+class ReportData:
+    """Inputs of a report."""
 
     plan: SparsityPlan
     profile: Profile | None = None
-    comparisons: tuple[Comparison, ...] = ()
-    bounds: Bounds | None = None
+    comparisons: tuple[RuleComparison, ...] = ()
+    bounds: BoundFigures | None = None
 
     def __post_init__(self) -> None:
         if self.profile is not None:
@@ -38,45 +31,44 @@ class Figures:
 
     @property
     def shares(self) -> Float[np.ndarray, "L Hq"]:
-        """Of the visible blocks that each head computes."""
+        """Computed / visible blocks of each head."""
         return self.plan.blocks / visible_blocks(self.plan.n)
 
     def curves(self, name: str | None = None) -> Float[np.ndarray, "L Hq levels"] | None:
-        """Mean of -log(kept mass) at every level, by the plan's selector or another.
+        """Return the mean of -log(kept mass) at every level, by the plan's selector or another.
 
-        None without a profile, and where no such selector was calibrated: what a static plan or
-        a random one keeps was not measured.
+        None without a profile and for selectors that were not calibrated (static and random plans).
         """
         curves = {} if self.profile is None else self.profile.curves
         return curves.get(self.plan.selector.name if name is None else name)
 
     def losses(self, name: str | None = None) -> Float[np.ndarray, "L Hq"] | None:
-        """KL(sparse || dense) of each head where the plan puts it, likewise."""
+        """Return KL(sparse || dense) of each head at the plan's budget, or None."""
         curves = self.curves(name)
-        return None if curves is None else loss_at(curves, self.plan.blocks, self.plan.always)
+        return None if curves is None else loss_at(curves, self.plan.blocks, self.plan.forced)
 
     def effects(self) -> Float[np.ndarray, "L Hq"] | None:
-        """KL of the model's predictions that each head causes alone, if that was measured."""
-        known = {} if self.profile is None else self.profile.effects
-        effects = known.get(self.plan.selector.name)
-        return None if effects is None else loss_at(effects, self.plan.blocks, self.plan.always)
+        """Return the KL of the model's predictions caused by each head alone, or None."""
+        by_selector = {} if self.profile is None else self.profile.effects
+        effects = by_selector.get(self.plan.selector.name)
+        return None if effects is None else loss_at(effects, self.plan.blocks, self.plan.forced)
 
-    def measured(self) -> dict[str, Float[np.ndarray, "L Hq"]]:
-        """Numbers of each head that the files have, by name."""
-        found = {"share": self.shares}
+    def head_metrics(self) -> dict[str, Float[np.ndarray, "L Hq"]]:
+        """Return the available metrics of each head, by name."""
+        metrics = {"share": self.shares}
         if self.profile is not None:
             names = ("entropy", "outside", "need90")
-            found |= {name: getattr(self.profile, name) for name in names}
+            metrics |= {name: getattr(self.profile, name) for name in names}
         losses = {"kl": self.losses(), "kl_oracle": self.losses(ORACLE), "effect": self.effects()}
-        return found | {name: array for name, array in losses.items() if array is not None}
+        return metrics | {name: array for name, array in losses.items() if array is not None}
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything the page shows, as JSON has it."""
-        plan, measured = self.plan, self.measured()
+        """Return all data of the page as JSON values."""
+        plan, metrics = self.plan, self.head_metrics()
         heads = [
             [
                 {"kind": head.kind, "blocks": head.blocks}
-                | {name: _digits(array[i, j]) for name, array in measured.items()}
+                | {name: _digits(array[i, j]) for name, array in metrics.items()}
                 for j, head in enumerate(layer)
             ]
             for i, layer in enumerate(plan.heads)
@@ -84,8 +76,8 @@ class Figures:
         parts = {"model", "calibration", "policy", "selector", "budget", "effective_budget"}
         return {
             "summary": plan.summary,
-            **plan.model_dump(mode="json", include=parts | {"block", "always"}),
-            "means": {name: _digits(array.mean()) for name, array in measured.items()},
+            **plan.model_dump(mode="json", include=parts | {"block", "forced"}),
+            "means": {name: _digits(array.mean()) for name, array in metrics.items()},
             "heads": heads,
             "comparisons": [one.to_dict() for one in self.comparisons],
             "bounds": None if self.bounds is None else dataclasses.asdict(self.bounds),

@@ -1,4 +1,4 @@
-"""Rows of a policy comparison from a file, and how many blocks each rule needs for a given KL."""
+"""Rule comparisons from a file of rows, and the blocks that a rule requires for a given KL."""
 
 import dataclasses
 import itertools
@@ -13,29 +13,29 @@ from xsake import _json
 from xsake._schema import Count, Fraction, Frozen, Number, Positive, Text, validate
 from xsake.errors import ArgumentError
 
-MOST_BYTES, MOST_LINES = 2**24, 20_000
-MOST_PARTS = 2**12  # of one line
-LEAST_KL = 1e-9
+MAX_BYTES, MAX_LINES = 2**24, 20_000
+MAX_CONTAINERS = 2**12  # of one line
+MIN_KL = 1e-9
 TARGET_KL = 0.089
 OURS = "hads"
 WHAT = "a row of a policy comparison"
 
 
-class Row(Frozen, extra="ignore"):
-    """What one rule loses at one budget; other fields of a row are not looked at."""
+class ComparisonRow(Frozen, extra="ignore"):
+    """KL of one rule at one budget; other keys of a row are ignored."""
 
     context: Positive
     block: Positive
     rule: Text
     budget: Fraction
-    effective: Annotated[Number, Field(ge=0)] = Field(description="budget + what choosing costs")
+    effective: Annotated[Number, Field(ge=0)] = Field(description="budget + selection cost")
     documents: Count
     kl: Annotated[Number, Field(ge=0)]
 
 
 @dataclasses.dataclass(frozen=True)
-class Needed:
-    """The share of blocks that a rule needs: exactly so many, or outside of what was measured."""
+class RequiredShare:
+    """Share of blocks that a rule requires, or a bound if it is outside of the measured range."""
 
     share: float
     relation: Literal["=", "<", ">"]
@@ -46,51 +46,51 @@ class Needed:
 
 
 @dataclasses.dataclass(frozen=True)
-class Rule:
-    """One rule at all its budgets, in their order."""
+class RuleCurve:
+    """KL of one rule at ascending budgets."""
 
     name: str
-    rows: tuple[Row, ...]
+    rows: tuple[ComparisonRow, ...]
 
     @property
     def is_ours(self) -> bool:
         return self.name == OURS
 
-    def needed(self, kl: float = TARGET_KL, *, with_choosing: bool = False) -> Needed:
-        """Blocks for a KL, by a straight line between logarithms of the measured KLs."""
+    def blocks_for_kl(self, kl: float = TARGET_KL, *, with_choosing: bool = False) -> RequiredShare:
+        """Return the share of blocks for a KL, by log-linear interpolation."""
         shares = [row.effective if with_choosing else row.budget for row in self.rows]
-        return needed(shares, [row.kl for row in self.rows], kl)
+        return interpolate_share(shares, [row.kl for row in self.rows], kl)
 
 
 @dataclasses.dataclass(frozen=True)
-class Comparison:
+class RuleComparison:
     """All rules at one context and block size.
 
     Args:
         context: tokens of each document.
         block: tokens of a block.
-        rules: those that need fewest blocks first.
-        commit: of the code that measured; None if the file does not tell.
+        rules: by ascending number of required blocks.
+        commit: of the measured code; None if unknown.
     """
 
     context: int
     block: int
-    rules: tuple[Rule, ...]
+    rules: tuple[RuleCurve, ...]
     commit: str | None
 
     @property
     def documents(self) -> int:
-        """The fewest that a row is a mean of."""
+        """Smallest number of documents of a row."""
         return min(row.documents for rule in self.rules for row in rule.rows)
 
     @property
     def origin(self) -> str:
-        """Where the numbers come from."""
+        """Documents and commit of the measurement."""
         texts = f"{self.documents} document{'' if self.documents == 1 else 's'}"
-        return f"{texts}, commit {self.commit or 'not told'}"
+        return f"{texts}, commit {self.commit or 'unknown'}"
 
     def to_dict(self, kl: float = TARGET_KL) -> dict[str, Any]:
-        """The figures behind chart and table."""
+        """Return the data of chart and table as JSON values."""
         return {
             "context": self.context,
             "block": self.block,
@@ -100,8 +100,10 @@ class Comparison:
             "rules": [
                 {
                     "rule": rule.name,
-                    "needed": dataclasses.asdict(rule.needed(kl)),
-                    "needed_with_choosing": dataclasses.asdict(rule.needed(kl, with_choosing=True)),
+                    "needed": dataclasses.asdict(rule.blocks_for_kl(kl)),
+                    "needed_with_choosing": dataclasses.asdict(
+                        rule.blocks_for_kl(kl, with_choosing=True)
+                    ),
                     "budget": [row.budget for row in rule.rows],
                     "effective": [row.effective for row in rule.rows],
                     "kl": [row.kl for row in rule.rows],
@@ -111,8 +113,10 @@ class Comparison:
         }
 
 
-def needed(shares: Sequence[float], kls: Sequence[float], target: float) -> Needed:
-    """The share at which a falling KL first reaches a target.
+def interpolate_share(
+    shares: Sequence[float], kls: Sequence[float], target: float
+) -> RequiredShare:
+    """Return the share at which a falling KL first reaches a target.
 
     Args:
         shares: of blocks, ascending.
@@ -120,70 +124,68 @@ def needed(shares: Sequence[float], kls: Sequence[float], target: float) -> Need
         target: KL.
 
     Example:
-        >>> str(needed([0.1, 0.2, 0.4], [0.4, 0.2, 0.05], 0.1))
+        >>> str(interpolate_share([0.1, 0.2, 0.4], [0.4, 0.2, 0.05], 0.1))
         '30.0%'
-        >>> str(needed([0.1, 0.2], [0.4, 0.2], 0.1))
+        >>> str(interpolate_share([0.1, 0.2], [0.4, 0.2], 0.1))
         '> 20.0%'
     """
-    place = next((i for i, kl in enumerate(kls) if kl <= target), None)
-    if place is None:
-        return Needed(shares[-1], ">")
-    if place == 0:
-        return Needed(shares[0], "=" if kls[0] == target else "<")
-    above, below, wanted = (
-        math.log(max(kl, LEAST_KL)) for kl in (kls[place - 1], kls[place], target)
-    )
-    part = (above - wanted) / (above - below)
-    return Needed(shares[place - 1] + part * (shares[place] - shares[place - 1]), "=")
+    index = next((i for i, kl in enumerate(kls) if kl <= target), None)
+    if index is None:
+        return RequiredShare(shares[-1], ">")
+    if index == 0:
+        return RequiredShare(shares[0], "=" if kls[0] == target else "<")
+    above, below, goal = (math.log(max(kl, MIN_KL)) for kl in (kls[index - 1], kls[index], target))
+    fraction = (above - goal) / (above - below)
+    return RequiredShare(shares[index - 1] + fraction * (shares[index] - shares[index - 1]), "=")
 
 
-def read_ladder(path: Path) -> tuple[Comparison, ...]:
-    """The comparisons of a file of rows, one JSON object per line.
+def read_comparisons(path: Path) -> tuple[RuleComparison, ...]:
+    """Read the comparisons of a .jsonl file.
 
-    A line without a rule says where the rows after it come from.
-
-    Args:
-        path: of the file, at most 16 MB.
+    A line without a rule has the environment of the rows after it.
     """
-    data = _json.read(path, max_bytes=MOST_BYTES)
+    data = _json.read(path, max_bytes=MAX_BYTES)
     lines = [line for line in data.splitlines() if line.strip()]
-    if len(data) > MOST_BYTES or len(lines) > MOST_LINES:
+    if len(data) > MAX_BYTES or len(lines) > MAX_LINES:
         raise _json.invalid_file("rows of a policy comparison", "more than 16 MB or 20000 lines")
     rows, commit = [], None
     for line in lines:
-        document = _json.loads(line, what=WHAT, max_bytes=MOST_BYTES, max_containers=MOST_PARTS)
+        document = _json.loads(line, what=WHAT, max_bytes=MAX_BYTES, max_containers=MAX_CONTAINERS)
         if "rule" in document:
-            rows.append((validate(Row, document, what=WHAT), commit))
+            rows.append((validate(ComparisonRow, document, what=WHAT), commit))
         else:
             commit = _commit(document)
     if not rows:
-        raise ArgumentError("the file has no rows", got=path, expected="a line per measurement")
-    place = lambda pair: (pair[0].context, pair[0].block)
-    groups = itertools.groupby(sorted(rows, key=place), key=place)
-    return tuple(_comparison(*sizes, list(group)) for sizes, group in groups)
+        raise ArgumentError("the file has no rows", got=path, expected="one line per measurement")
+    sizes = lambda pair: (pair[0].context, pair[0].block)
+    groups = itertools.groupby(sorted(rows, key=sizes), key=sizes)
+    return tuple(_comparison(*key, list(group)) for key, group in groups)
 
 
-def _comparison(context: int, block: int, pairs: list[tuple[Row, str | None]]) -> Comparison:
-    rules: dict[str, list[Row]] = {}
+def _comparison(
+    context: int, block: int, pairs: list[tuple[ComparisonRow, str | None]]
+) -> RuleComparison:
+    rules: dict[str, list[ComparisonRow]] = {}
     for row, _ in pairs:
         rules.setdefault(row.rule, []).append(row)
-    found = [Rule(name, _ordered(rows)) for name, rows in rules.items()]
-    found.sort(key=_by_need)
-    return Comparison(context, block, tuple(found), pairs[-1][1])
+    curves = [RuleCurve(name, _sort_rows(rows)) for name, rows in rules.items()]
+    curves.sort(key=_sort_key)
+    return RuleComparison(context, block, tuple(curves), pairs[-1][1])
 
 
-def _by_need(rule: Rule) -> tuple[bool, float, float]:
-    """What was never reached comes last, by the KL where it ends."""
-    found = rule.needed(with_choosing=True)
-    return found.relation == ">", 0.0 if found.relation == ">" else found.share, rule.rows[-1].kl
+def _sort_key(rule: RuleCurve) -> tuple[bool, float, float]:
+    """Sort by required share; rules that do not reach the target come last, by their last KL."""
+    required = rule.blocks_for_kl(with_choosing=True)
+    is_above = required.relation == ">"
+    return is_above, 0.0 if is_above else required.share, rule.rows[-1].kl
 
 
-def _ordered(rows: Iterable[Row]) -> tuple[Row, ...]:
+def _sort_rows(rows: Iterable[ComparisonRow]) -> tuple[ComparisonRow, ...]:
     ordered = tuple(sorted(rows, key=lambda row: row.budget))
     for before, after in itertools.pairwise(ordered):
         if before.budget == after.budget:
             raise ArgumentError(
-                "a rule is there twice at one budget",
+                "duplicate row of a rule at one budget",
                 got=f"{after.rule} at {after.budget:.1%}, context {after.context}",
                 expected="every measurement once",
             )

@@ -1,4 +1,4 @@
-"""The report's pictures as PNG: heads and rules; matplotlib is imported when asked for."""
+"""Plots of a report as PNG: heat maps of heads and rule comparisons; requires matplotlib."""
 
 import math
 from collections.abc import Sequence
@@ -6,18 +6,18 @@ from pathlib import Path
 
 from xsake.errors import MissingExtraError
 from xsake.hads.report.chart import spread
-from xsake.hads.report.figures import Figures
-from xsake.hads.report.ladder import LEAST_KL, TARGET_KL, Comparison, Rule
+from xsake.hads.report.figures import ReportData
+from xsake.hads.report.ladder import MIN_KL, TARGET_KL, RuleComparison, RuleCurve
 
 OURS, OTHERS, SOFT = "#d1495b", "#9aa5b1", "#555555"
 
 
-def draw(figures: Figures, folder: Path) -> tuple[Path, ...]:
-    """Write the pictures; needs `pip install xsake[viz]`.
+def draw(figures: ReportData, folder: Path) -> tuple[Path, ...]:
+    """Write the plots; requires `pip install xsake[viz]`.
 
     Args:
-        figures: what they show.
-        folder: made if there is none.
+        figures: data of the report.
+        folder: created if it is missing.
 
     Returns:
         The files: `heads.png`, and `rules_<context>_<block>.png` for each comparison.
@@ -35,20 +35,20 @@ def draw(figures: Figures, folder: Path) -> tuple[Path, ...]:
     return tuple(folder / name for name in sheets)
 
 
-def _heads(kind, figures: Figures):
-    """Layers down, heads across, one panel for each thing that was measured."""
+def _heads(figure_class, figures: ReportData):
+    """Draw heat maps of layers and heads, one panel per measurement."""
     panels = [("share of blocks, %", 100 * figures.shares, 100.0, "{:.0f}")]
     if (profile := figures.profile) is not None:
         highest = float(profile.entropy.max())
         panels.append(("entropy, nats", profile.entropy, highest, "{:.1f}"))
-        panels.append(("mass outside always-on, %", 100 * profile.outside, 100.0, "{:.0f}"))
+        panels.append(("mass outside forced blocks, %", 100 * profile.outside, 100.0, "{:.0f}"))
     layers, heads = figures.shares.shape
     size = (1.2 + len(panels) * (0.6 + 0.32 * heads), 1.4 + 0.2 * layers)
-    sheet = kind(figsize=size, layout="constrained")
-    for axes, (title, values, most, form) in zip(
+    sheet = figure_class(figsize=size, layout="constrained")
+    for axes, (title, values, max_value, form) in zip(
         sheet.subplots(1, len(panels), squeeze=False)[0], panels, strict=True
     ):
-        axes.imshow(values, cmap="Blues", vmin=0, vmax=1.6 * most, aspect="auto")
+        axes.imshow(values, cmap="Blues", vmin=0, vmax=1.6 * max_value, aspect="auto")
         for (layer, head), value in _cells(values):
             axes.text(head, layer, form.format(value), ha="center", va="center", fontsize=6)
         axes.set_title(title, loc="left", fontsize=9)
@@ -63,9 +63,11 @@ def _cells(values):
     return (((i, j), value) for i, row in enumerate(values.tolist()) for j, value in enumerate(row))
 
 
-def _rules(kind, comparison: Comparison):
-    """KL against effective budget; ours is thick and has points."""
-    sheet = kind(figsize=(8.6, max(5.6, 1.6 + 0.18 * len(comparison.rules))), layout="constrained")
+def _rules(figure_class, comparison: RuleComparison):
+    """Draw KL against the effective budget; ours is thick and has points."""
+    sheet = figure_class(
+        figsize=(8.6, max(5.6, 1.6 + 0.18 * len(comparison.rules))), layout="constrained"
+    )
     axes = sheet.subplots()
     for rule in comparison.rules:
         style = {"color": OTHERS, "linewidth": 1.0}
@@ -77,29 +79,29 @@ def _rules(kind, comparison: Comparison):
     axes.set_xlim(left=0)
     _name_lines(axes, comparison.rules)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.set_xlabel("effective budget: computed blocks and the cost of choosing")
+    axes.set_xlabel("effective budget: computed blocks and selection cost")
     axes.set_ylabel("KL(sparse || dense), nats")
-    axes.set_title(f"in brackets: needed for KL {TARGET_KL}", loc="left", fontsize=9)
+    axes.set_title(f"in brackets: blocks for KL {TARGET_KL}", loc="left", fontsize=9)
     sizes = f"{comparison.context:,} tokens, blocks of {comparison.block}"
     _sign(sheet, f"Rules at equal numbers of blocks: {sizes}", comparison.origin)
     return sheet
 
 
-def _kls(rule: Rule) -> list[float]:
-    return [max(row.kl, LEAST_KL) for row in rule.rows]
+def _kls(rule: RuleCurve) -> list[float]:
+    return [max(row.kl, MIN_KL) for row in rule.rows]
 
 
-def _name_lines(axes, rules: Sequence[Rule]) -> None:
-    """Names to the right of the plane, moved apart where they would cover each other."""
+def _name_lines(axes, rules: Sequence[RuleCurve]) -> None:
+    """Draw names to the right of the axes, without overlap."""
     low, high = (math.log(limit) for limit in axes.get_ylim())
     down = lambda rule: (high - math.log(_kls(rule)[-1])) / (high - low)
     ends = sorted(rules, key=down)
-    places = spread([down(rule) for rule in ends], min(0.034, 1 / len(ends)), 1.0)
-    for rule, place in zip(ends, places, strict=True):
+    positions = spread([down(rule) for rule in ends], min(0.034, 1 / len(ends)), 1.0)
+    for rule, position in zip(ends, positions, strict=True):
         axes.annotate(
-            f"{rule.name} ({rule.needed(with_choosing=True)})",
+            f"{rule.name} ({rule.blocks_for_kl(with_choosing=True)})",
             xy=(rule.rows[-1].effective, _kls(rule)[-1]),
-            xytext=(1.04, 1 - place),
+            xytext=(1.04, 1 - position),
             textcoords="axes fraction",
             fontsize=7,
             fontweight="bold" if rule.is_ours else "normal",
@@ -109,7 +111,7 @@ def _name_lines(axes, rules: Sequence[Rule]) -> None:
         )
 
 
-def _origin(figures: Figures) -> str:
+def _origin(figures: ReportData) -> str:
     origin = figures.plan.calibration
     machine = origin.environment
     commit = "no commit" if machine.commit is None else machine.commit[:10]
@@ -120,7 +122,7 @@ def _origin(figures: Figures) -> str:
 
 
 def _sign(sheet, title: str, origin: str) -> None:
-    """A title, and a line that says where the numbers come from; neither is a formula."""
+    """Add the title and the origin of the numbers, without math parsing."""
     bold = {"fontweight": "bold", "fontsize": 11, "wrap": True}
     sheet.suptitle(title, x=0.01, ha="left", parse_math=False, **bold)
     sheet.supxlabel(origin, x=0.99, ha="right", fontsize=6, color=SOFT, parse_math=False)

@@ -1,4 +1,4 @@
-"""Pictures of heads and policies as SVG that lives inside a page; knows shapes, not files."""
+"""SVG heat maps and curves of heads, embedded in the page."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -6,49 +6,49 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from jaxtyping import Float
 
-from xsake.hads.budget import AlwaysOn, level_totals, visible_blocks
+from xsake.hads.budget import ForcedBlocks, level_totals, visible_blocks
 from xsake.pages.markup import Markup, element
 
-MOST_POINTS = 24  # of a line
+MAX_POINTS = 24  # of a line
 CELL = 38, 20
-MARGIN = 34  # for the numbers of layers
-PANEL = 240, 120  # of kept mass, in units of a head's picture
-STRIP = 56  # of mass by distance, below it
-LIGHTEST = 1e-5  # mass that is still told from nothing
+MARGIN = 34  # for layer numbers
+PANEL = 240, 120  # width and height of the plot of kept mass
+STRIP = 56  # height of the plot of mass by distance
+MIN_MASS = 1e-5  # lower end of the logarithmic axis
 
 
 def heat_map(
     values: Float[np.ndarray, "L Hq"],
     *,
     label: str,
-    most: float,
-    shown: Callable[[float], str],
-    told: Callable[[float], str],
+    max_value: float,
+    cell_text: Callable[[float], str],
+    tooltip: Callable[[float], str],
 ) -> Markup:
-    """Layers down, heads across, a number in every cell.
+    """Draw a heat map of layers (rows) and heads (columns) with a number in every cell.
 
     Args:
         values: at least 0.
-        label: what they are.
-        most: the value of the strongest colour.
-        shown: a value in two or three letters.
-        told: a value as the words that a pointer gets.
+        label: accessible name.
+        max_value: value of the strongest colour.
+        cell_text: formats a value in two or three characters.
+        tooltip: formats a value for the tooltip.
     """
     layers, heads = values.shape
     wide, high = CELL
     cells = [
         element(
             "g",
-            element("title", f"layer {i}, head {j}: {told(value)}"),
+            element("title", f"layer {i}, head {j}: {tooltip(value)}"),
             element(
                 "rect",
                 x=MARGIN + j * wide,
                 y=high + i * high,
                 width=wide - 1,
                 height=high - 1,
-                fill_opacity=round(min(value / most, 1), 2) if most > 0 else 0,
+                fill_opacity=round(min(value / max_value, 1), 2) if max_value > 0 else 0,
             ),
-            element("text", shown(value), x=MARGIN + (j + 0.5) * wide, y=high * (i + 1.7)),
+            element("text", cell_text(value), x=MARGIN + (j + 0.5) * wide, y=high * (i + 1.7)),
         )
         for i, row in enumerate(values.tolist())
         for j, value in enumerate(row)
@@ -84,25 +84,25 @@ def head_picture(
     curves: Sequence[tuple[str, Float[np.ndarray, " levels"]]],
     point: tuple[float, float] | None,
     offset_mass: Float[np.ndarray, " Nk"],
-    always: AlwaysOn,
+    forced: ForcedBlocks,
 ) -> Markup:
-    """What one head keeps at every share of blocks, and how far back it looks.
+    """Draw the kept mass of one head against the share of blocks, and its mass by distance.
 
     Args:
-        title: for pointers and for those who hear the page.
-        curves: class of the line, and mean of -log(kept mass) at `k` from 0 blocks per row.
+        title: tooltip and accessible name.
+        curves: CSS class and mean of -log(kept mass) at `k` from 0 blocks per row.
         point: share of blocks and kept mass of the plan.
         offset_mass: mean mass of blocks by distance.
-        always: what the head computes anyway.
+        forced: blocks that the head always computes.
     """
     wide, high = PANEL
     lines = [
-        element("polyline", class_=name, points=_kept_points(curve, always))
+        element("polyline", class_=name, points=_kept_points(curve, forced))
         for name, curve in curves
     ]
     if point is not None:
-        place = {"cx": round(point[0] * wide), "cy": round((1 - point[1]) * high)}
-        lines.append(element("circle", class_="plan", r=7, **place))
+        centre = {"cx": round(point[0] * wide), "cy": round((1 - point[1]) * high)}
+        lines.append(element("circle", class_="plan", r=7, **centre))
     return element(
         "svg",
         element("title", title),
@@ -115,26 +115,26 @@ def head_picture(
     )
 
 
-def _kept_points(curve: Float[np.ndarray, " levels"], always: AlwaysOn) -> str:
-    """Kept mass over the share of blocks, at most `MOST_POINTS`, evenly spread over blocks."""
+def _kept_points(curve: Float[np.ndarray, " levels"], forced: ForcedBlocks) -> str:
+    """Return kept mass over the share of blocks, at most `MAX_POINTS` points."""
     n = len(curve) - 1
-    levels = np.arange(min(always.level, n), n + 1)
-    cost = level_totals(levels, n, always)
-    wanted = np.linspace(cost[0], cost[-1], MOST_POINTS)
-    taken = np.unique(np.searchsorted(cost, wanted))
-    x = cost[taken] / visible_blocks(n) * PANEL[0]
-    y = (1 - np.exp(-curve[levels[taken]])) * PANEL[1]
+    levels = np.arange(min(forced.blocks_per_row, n), n + 1)
+    cost = level_totals(levels, n, forced)
+    grid = np.linspace(cost[0], cost[-1], MAX_POINTS)
+    index = np.unique(np.searchsorted(cost, grid))
+    x = cost[index] / visible_blocks(n) * PANEL[0]
+    y = (1 - np.exp(-curve[levels[index]])) * PANEL[1]
     return _points(x, y)
 
 
 def _distance_points(offset_mass: Float[np.ndarray, " Nk"]) -> str:
-    """Mass over distance in blocks, both in logarithms; far distances are averaged."""
+    """Return mass over distance in blocks, both logarithmic; large distances are averaged."""
     n = len(offset_mass)
-    edges = np.unique(np.geomspace(1, n + 1, MOST_POINTS + 1).round().astype(int)) - 1
+    edges = np.unique(np.geomspace(1, n + 1, MAX_POINTS + 1).round().astype(int)) - 1
     sums = np.add.reduceat(offset_mass, edges[:-1])
-    masses = np.clip(sums / np.diff(edges), LIGHTEST, 1)
+    masses = np.clip(sums / np.diff(edges), MIN_MASS, 1)
     middle = np.log1p((edges[:-1] + edges[1:] - 1) / 2) / max(math.log(n), 1e-9)
-    return _points(middle * PANEL[0], PANEL[1] + 8 + np.log(masses) / math.log(LIGHTEST) * STRIP)
+    return _points(middle * PANEL[0], PANEL[1] + 8 + np.log(masses) / math.log(MIN_MASS) * STRIP)
 
 
 def _points(x: Float[np.ndarray, " P"], y: Float[np.ndarray, " P"]) -> str:

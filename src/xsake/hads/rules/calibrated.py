@@ -1,4 +1,4 @@
-"""Monotone curves of heads, learnt from true masses, and the rules whose estimates pass them."""
+"""Monotone calibration curves per head, and rules that use them."""
 
 import dataclasses
 
@@ -6,22 +6,22 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from xsake.errors import ArgumentError
-from xsake.hads.rules.cumulative import descending, remaining, remaining_of_rows
-from xsake.hads.rules.rule import Ranking, Scene, Scope, always_on, visible
-from xsake.hads.rules.scores import POOLED, Proxy
+from xsake.hads.rules.cumulative import descending_order, remaining_mass, remaining_row_mass
+from xsake.hads.rules.rule import LayerSample, Ranking, RuleScope, causal_grid, forced_grid
+from xsake.hads.rules.scores import POOLED, MassEstimator
 
 BINS = 64
-LEAST = 1e-7  # masses below it are one bin
-TILT = 1e-4  # of the logarithm, so that a flat piece of a curve keeps the order of its input
+MIN_MASS = 1e-7  # lower end of the bins
+TILT = 1e-4  # slope in log space, so that flat parts of a curve keep the order of the input
 
 Samples = Float[np.ndarray, "Hq samples"]
 
 
 class HeadCurves:
-    """For every head an increasing curve: the mean of `y` at a given `x`, both in 0..1.
+    """Increasing curve of every head: the mean of `y` at a given `x`, both in 0..1.
 
-    Samples are collected in bins of `log x`; isotonic regression over the bins' means makes each
-    curve increasing, and between bins `log y` is linear in `log x`.
+    Samples are binned by `log x`, isotonic regression over the bin means makes each curve
+    increasing, and `log y` is interpolated linearly in `log x`.
 
     Example:
         >>> curves, x = HeadCurves(), np.geomspace(1e-4, 1, 500)[None]
@@ -42,17 +42,17 @@ class HeadCurves:
         y: Samples,
         is_sample: Bool[np.ndarray, "Hq samples"] | None = None,
     ) -> None:
-        """Samples of the heads of a layer; without `is_sample` all are."""
+        """Add samples of the heads of a layer, masked by `is_sample`."""
         heads, log_x = len(x), _log(x)
         weights = np.ones(log_x.shape) if is_sample is None else is_sample
-        place = np.floor(log_x / np.log(LEAST) * BINS).astype(int).clip(0, BINS - 1)
-        place = (place + BINS * np.arange(heads)[:, None]).ravel()
+        index = np.floor(log_x / np.log(MIN_MASS) * BINS).astype(int).clip(0, BINS - 1)
+        index = (index + BINS * np.arange(heads)[:, None]).ravel()
         values = (weights, weights * log_x, weights * y)
-        sums = np.stack([np.bincount(place, x.ravel(), heads * BINS) for x in values])
+        sums = np.stack([np.bincount(index, x.ravel(), heads * BINS) for x in values])
         self._sums[layer] = self._sums.get(layer, 0) + sums.reshape(3, heads, BINS)
 
     def finish(self) -> None:
-        """Draw the curves through all samples so far."""
+        """Fit the curves to all samples."""
         self._curves = {
             layer: [_curve(*sums[:, head]) for head in range(sums.shape[1])]
             for layer, sums in self._sums.items()
@@ -61,13 +61,13 @@ class HeadCurves:
     def __call__(
         self, layer: int, x: Float[np.ndarray, "Hq *blocks"]
     ) -> Float[np.ndarray, "Hq *blocks"]:
-        """The curves of a layer's heads at `x`, increasing even where a curve is flat."""
+        """Evaluate the curves of a layer's heads at `x`, strictly increasing."""
         if layer not in self._curves:
             raise ArgumentError(
-                "this rule has not been calibrated for the layer",
+                "the rule is not calibrated for this layer",
                 got=f"{layer=}",
                 expected=f"one of {sorted(self._curves)}",
-                fix="let it watch scenes of every layer, then call finish()",
+                fix="call observe() with samples of every layer, then finish()",
             )
         log_x = _log(x)
         pairs = zip(log_x, self._curves[layer], strict=True)
@@ -77,76 +77,75 @@ class HeadCurves:
 
 @dataclasses.dataclass(frozen=True)
 class EqualCoverage:
-    """A cumulative rule whose thresholds are calibrated: one level is equal true coverage.
+    """Cumulative rule with calibrated thresholds: a level is equal true coverage of all heads.
 
     XAttention (arXiv 2503.16428) fits a threshold per head offline, so that its estimate covers
-    90% of the true mass. Here each head learns a curve from the estimated mass that remains to the
-    true mass that remains, over all rows of the calibration scenes, and the priority of a block is
-    the curve's value: a level `t` gives each head its own threshold, at which the true mass left
-    out is `t` on average over that head's calibration rows. Sink, diagonal and previous block are
-    forced and cover first.
+    90% of the true mass. Here a curve per head maps the remaining estimated mass to the remaining
+    true mass, fitted over all rows of the calibration samples. The priority of a block is the value
+    of the curve: a level `t` is a threshold per head at which the dropped true mass is `t`, mean
+    over the calibration rows. Sink, diagonal and previous block are forced and come first.
 
     Args:
-        name: its key in `RULES`.
-        proxy: the estimate.
+        name: key in `RULES`.
+        estimator: of block masses.
     """
 
     name: str
-    proxy: Proxy
-    scope: Scope = Scope.MODEL
+    estimator: MassEstimator
+    scope: RuleScope = RuleScope.MODEL
     curves: HeadCurves = dataclasses.field(default_factory=HeadCurves, repr=False)
 
     def cost(self, tokens: int, block: int, head_dim: int) -> float:
-        return self.proxy.cost(tokens, block, head_dim)
+        return self.estimator.cost(tokens, block, head_dim)
 
-    def watch(self, scene: Scene) -> None:
-        mass, first = self.proxy.mass(scene), always_on(scene.blocks)
-        order = descending(mass, first=first)
-        is_choice = visible(scene.blocks) & ~first
-        left, truth = remaining(mass, order), remaining(scene.true_masses(), order)
-        self.curves.add(scene.layer, left[:, is_choice], truth[:, is_choice])
+    def observe(self, sample: LayerSample) -> None:
+        mass, first = self.estimator.mass(sample), forced_grid(sample.blocks)
+        order = descending_order(mass, first=first)
+        is_choice = causal_grid(sample.blocks) & ~first
+        left, truth = remaining_mass(mass, order), remaining_mass(sample.true_masses(), order)
+        self.curves.add(sample.layer, left[:, is_choice], truth[:, is_choice])
 
     def finish(self) -> None:
         self.curves.finish()
 
-    def rank(self, scene: Scene) -> Ranking:
-        left = remaining_of_rows(scene, self.proxy.mass(scene))
-        return Ranking.of(self.curves(scene.layer, left), forced=always_on(scene.blocks))
+    def rank(self, sample: LayerSample) -> Ranking:
+        left = remaining_row_mass(sample, self.estimator.mass(sample))
+        return Ranking.of(self.curves(sample.layer, left), forced=forced_grid(sample.blocks))
 
 
 @dataclasses.dataclass(frozen=True)
 class AdaKv:
-    """The blocks of greatest mass of the whole model (Ada-KV, arXiv 2407.11550, theorem 3.3).
+    """Blocks of the largest mass of the whole model (Ada-KV, arXiv 2407.11550, theorem 3.3).
 
-    Heads compete for one budget by mass, not by what it adds to the logarithm of the kept mass.
-    Ada-KV sums the attention of a few last queries over a cache; a prefill has rows instead, so
-    the mass of a block is its pooled estimate, passed through a curve of the head that was learnt
-    as the mean true mass at a given estimate. The floor that Ada-KV leaves to each head are the
-    sink, the diagonal and the previous block.
+    Heads compete for one budget by mass, not by the gain in the logarithm of the kept mass. Ada-KV
+    sums the attention of the last queries over a cache; a prefill has rows instead, so the mass of
+    a block is its pooled estimate mapped through a calibrated curve of the head, the mean true mass
+    at a given estimate. The floor of Ada-KV for each head is the sink, the diagonal and the
+    previous block.
     """
 
     name: str = "ada_kv"
-    scope: Scope = Scope.MODEL
+    scope: RuleScope = RuleScope.MODEL
     curves: HeadCurves = dataclasses.field(default_factory=HeadCurves, repr=False)
 
     def cost(self, tokens: int, block: int, head_dim: int) -> float:
         return POOLED.cost(tokens, block, head_dim)
 
-    def watch(self, scene: Scene) -> None:
-        is_choice = visible(scene.blocks) & ~always_on(scene.blocks)
-        mass, truth = POOLED.mass(scene), scene.true_masses()
-        self.curves.add(scene.layer, mass[:, is_choice], truth[:, is_choice])
+    def observe(self, sample: LayerSample) -> None:
+        is_choice = causal_grid(sample.blocks) & ~forced_grid(sample.blocks)
+        mass, truth = POOLED.mass(sample), sample.true_masses()
+        self.curves.add(sample.layer, mass[:, is_choice], truth[:, is_choice])
 
     def finish(self) -> None:
         self.curves.finish()
 
-    def rank(self, scene: Scene) -> Ranking:
-        mass = self.curves(scene.layer, POOLED.mass(scene))
-        return Ranking.of(mass, forced=always_on(scene.blocks))
+    def rank(self, sample: LayerSample) -> Ranking:
+        mass = self.curves(sample.layer, POOLED.mass(sample))
+        return Ranking.of(mass, forced=forced_grid(sample.blocks))
 
 
 def _log(x: Float[np.ndarray, "Hq *samples"]) -> Float[np.ndarray, "Hq *samples"]:
-    return np.log(np.clip(x, LEAST, 1.0, dtype=np.float64))
+    return np.log(np.clip(x, MIN_MASS, 1.0, dtype=np.float64))
 
 
 def _curve(
@@ -154,20 +153,20 @@ def _curve(
     log_x: Float[np.ndarray, " bins"],
     y: Float[np.ndarray, " bins"],
 ) -> Float[np.ndarray, "2 knots"]:
-    """Knots `(log x, log y)` of an increasing curve, from the sums of bins in falling order."""
+    """Return knots `(log x, log y)` of an increasing curve from bin sums in descending order."""
     filled = np.flatnonzero(counts)[::-1]
-    if not filled.size:  # no choice was ever left to this head: any increasing curve will do
-        return np.array([[np.log(LEAST), 0.0], [np.log(LEAST), 0.0]])
+    if not filled.size:  # no selectable blocks in this head: any increasing curve is valid
+        return np.array([[np.log(MIN_MASS), 0.0], [np.log(MIN_MASS), 0.0]])
     weights = counts[filled]
     means = _isotonic(y[filled] / weights, weights)
-    return np.stack([log_x[filled] / weights, np.log(np.maximum(means, LEAST**2))])
+    return np.stack([log_x[filled] / weights, np.log(np.maximum(means, MIN_MASS**2))])
 
 
 def _isotonic(
     values: Float[np.ndarray, " knots"], weights: Float[np.ndarray, " knots"]
 ) -> Float[np.ndarray, " knots"]:
-    """The closest non-decreasing values in weighted least squares, by pooling violators."""
-    pools: list[tuple[float, float, int]] = []  # mean, weight, how many values
+    """Return the weighted least-squares non-decreasing fit, by pooling adjacent violators."""
+    pools: list[tuple[float, float, int]] = []  # mean, weight, number of values
     for value, weight in zip(values, weights, strict=True):
         count = 1
         while pools and pools[-1][0] >= value:

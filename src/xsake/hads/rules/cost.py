@@ -1,7 +1,7 @@
-"""What choosing blocks costs, as a share of dense causal attention; counts products only.
+"""Selection cost as a share of dense causal attention, in flops of matrix products.
 
-Dense attention multiplies `4 D` per visible pair: `2 D` for the score and `2 D` for the value.
-Softmax, pooling and sorting are counted on neither side.
+Dense attention has `4 D` flops per visible pair: `2 D` for the score and `2 D` for the value.
+Softmax, pooling and sorting are not counted.
 """
 
 from collections.abc import Callable
@@ -18,36 +18,36 @@ def _triangle(side: int) -> float:
     return side * (side + 1) / 2
 
 
-def free(tokens: int, block: int, head_dim: int) -> float:
-    """Nothing: the rule does not look at the queries."""
+def zero_cost(tokens: int, block: int, head_dim: int) -> float:
+    """Return 0: the rule does not use queries."""
     return 0.0
 
 
-def of_pooled(tokens: int, block: int, head_dim: int) -> float:
-    """One product of `2 D` per visible block: about `1 / (2 block^2)`.
+def pooled_cost(tokens: int, block: int, head_dim: int) -> float:
+    """Return one product of `2 D` per visible block: about `1 / (2 block^2)`.
 
     Example:
-        >>> f"{of_pooled(8192, 32, 64):.5f}"
+        >>> f"{pooled_cost(8192, 32, 64):.5f}"
         '0.00049'
     """
     return _share(2 * head_dim * _triangle(tokens // block), tokens, head_dim)
 
 
-def of_gates(tokens: int, block: int, head_dim: int) -> float:
-    """One product of `2 D` per token and visible block: about `1 / (2 block)`."""
-    return block * of_pooled(tokens, block, head_dim)
+def gate_cost(tokens: int, block: int, head_dim: int) -> float:
+    """Return one product of `2 D` per token and visible block: about `1 / (2 block)`."""
+    return block * pooled_cost(tokens, block, head_dim)
 
 
-def of_bounds(tokens: int, block: int, head_dim: int) -> float:
-    """Two products of `2 D` per token and visible block: about `1 / block`."""
-    return 2 * of_gates(tokens, block, head_dim)
+def bound_cost(tokens: int, block: int, head_dim: int) -> float:
+    """Return two products of `2 D` per token and visible block: about `1 / block`."""
+    return 2 * gate_cost(tokens, block, head_dim)
 
 
-def of_antidiagonals(stride: int) -> Cost:
-    """One product of `2 stride D` per visible cell of `stride` x `stride`: about `1 / (2 stride)`.
+def antidiagonal_cost(stride: int) -> Cost:
+    """Return one product of `2 stride D` per visible cell: about `1 / (2 stride)`.
 
     Example:
-        >>> f"{of_antidiagonals(8)(8192, 32, 64):.3f}"
+        >>> f"{antidiagonal_cost(8)(8192, 32, 64):.3f}"
         '0.063'
     """
 
@@ -58,12 +58,12 @@ def of_antidiagonals(stride: int) -> Cost:
     return cost
 
 
-def of_last_queries(count: int) -> Cost:
-    """One product of `2 D` per visible pair of the last `count` queries: about `count / tokens`."""
+def last_queries_cost(count: int) -> Cost:
+    """Return one product of `2 D` per pair of the last `count` queries: about `count / tokens`."""
 
     def cost(tokens: int, block: int, head_dim: int) -> float:
-        seen = min(count, tokens)
-        pairs = seen * tokens - _triangle(seen - 1)
+        queries = min(count, tokens)
+        pairs = queries * tokens - _triangle(queries - 1)
         return _share(2 * head_dim * pairs, tokens, head_dim)
 
     return cost

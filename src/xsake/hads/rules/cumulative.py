@@ -1,86 +1,87 @@
-"""Rules made of a mass estimate alone: the best blocks of a row, or all up to a cumulative mass."""
+"""Top-k and top-p rules on estimated block masses."""
 
 import dataclasses
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from xsake.hads.rules.rule import LearnsNothing, Ranking, Scene, Scope, always_on
-from xsake.hads.rules.scores import Proxy
+from xsake.hads.rules.rule import LayerSample, Ranking, RuleScope, Uncalibrated, forced_grid
+from xsake.hads.rules.scores import MassEstimator
 
 Masses = Float[np.ndarray, "*rows blocks"]
 
 
-def descending(mass: Masses, *, first: Bool[np.ndarray, "..."]) -> Int[np.ndarray, "*rows blocks"]:
-    """The order in which cumulative rules take the blocks of rows: `first` ones, then by mass."""
+def descending_order(
+    mass: Masses, *, first: Bool[np.ndarray, "..."]
+) -> Int[np.ndarray, "*rows blocks"]:
+    """Return the blocks of each row: `first` ones, then by descending mass."""
     return np.argsort(np.where(first, -2.0, -mass), axis=-1, kind="stable")
 
 
-def remaining(mass: Masses, order: Int[np.ndarray, "*rows blocks"]) -> Masses:
-    """Mass of each block and of all that come after it in the order.
+def remaining_mass(mass: Masses, order: Int[np.ndarray, "*rows blocks"]) -> Masses:
+    """Return the mass of each block and of all later ones in the order.
 
-    A rule that keeps the smallest set of mass `p` keeps the blocks before which less than `p` is
-    covered: those of which more than `1 - p` remains. Summed from the end, this is exact where
-    the covered mass is so close to one that float32 cannot tell.
+    The smallest set of mass `p` consists of the blocks whose remaining mass exceeds `1 - p`. The
+    sum runs from the end, which is exact where the covered mass rounds to one in float32.
 
     Example:
         >>> mass = np.array([[0.1, 0.6, 0.3]])
-        >>> remaining(mass, descending(mass, first=np.zeros((1, 3), bool))).round(2)
+        >>> remaining_mass(mass, descending_order(mass, first=np.zeros((1, 3), bool))).round(2)
         array([[0.1, 1. , 0.4]])
     """
-    taken = np.take_along_axis(mass, order, axis=-1).astype(np.float64)
-    tails = np.cumsum(taken[..., ::-1], axis=-1)[..., ::-1]
-    found = np.empty_like(tails)
-    np.put_along_axis(found, order, tails, axis=-1)
-    return found
+    ordered = np.take_along_axis(mass, order, axis=-1).astype(np.float64)
+    tails = np.cumsum(ordered[..., ::-1], axis=-1)[..., ::-1]
+    remaining = np.empty_like(tails)
+    np.put_along_axis(remaining, order, tails, axis=-1)
+    return remaining
 
 
-def remaining_of_rows(scene: Scene, mass: Masses) -> Masses:
-    """`remaining` with the always-on blocks of every row taken first."""
-    return remaining(mass, descending(mass, first=always_on(scene.blocks)))
-
-
-@dataclasses.dataclass(frozen=True)
-class TopK(LearnsNothing):
-    """The blocks of greatest estimated mass; sink, diagonal and previous block forced.
-
-    Args:
-        name: its key in `RULES`.
-        proxy: the estimate.
-        scope: `ROWS` for a top-k of every row, `MODEL` for one of all rows together.
-    """
-
-    name: str
-    proxy: Proxy
-    scope: Scope = Scope.ROWS
-
-    def cost(self, tokens: int, block: int, head_dim: int) -> float:
-        return self.proxy.cost(tokens, block, head_dim)
-
-    def rank(self, scene: Scene) -> Ranking:
-        return Ranking.of(self.proxy.mass(scene), forced=always_on(scene.blocks))
+def remaining_row_mass(sample: LayerSample, mass: Masses) -> Masses:
+    """Return `remaining_mass` with the forced blocks of every row first."""
+    return remaining_mass(mass, descending_order(mass, first=forced_grid(sample.blocks)))
 
 
 @dataclasses.dataclass(frozen=True)
-class TopP(LearnsNothing):
-    """The smallest set of blocks of every row that covers a share of its estimated mass.
-
-    The priority of a block is the estimated mass that remains without it and all after it in
-    the row's order. All blocks above a level `t` are exactly the rule with threshold `1 - t`, in
-    every row of the model. Sink, diagonal and previous block are forced and cover first.
+class TopKRule(Uncalibrated):
+    """Blocks of the largest estimated mass; sink, diagonal and previous block forced.
 
     Args:
-        name: its key in `RULES`.
-        proxy: the estimate.
+        name: key in `RULES`.
+        estimator: of block masses.
+        scope: `ROWS` for a top-k per row, `MODEL` for one over all rows.
     """
 
     name: str
-    proxy: Proxy
-    scope: Scope = Scope.MODEL
+    estimator: MassEstimator
+    scope: RuleScope = RuleScope.ROWS
 
     def cost(self, tokens: int, block: int, head_dim: int) -> float:
-        return self.proxy.cost(tokens, block, head_dim)
+        return self.estimator.cost(tokens, block, head_dim)
 
-    def rank(self, scene: Scene) -> Ranking:
-        mass = self.proxy.mass(scene)
-        return Ranking.of(remaining_of_rows(scene, mass), forced=always_on(scene.blocks))
+    def rank(self, sample: LayerSample) -> Ranking:
+        return Ranking.of(self.estimator.mass(sample), forced=forced_grid(sample.blocks))
+
+
+@dataclasses.dataclass(frozen=True)
+class TopPRule(Uncalibrated):
+    """Smallest set of blocks of every row that covers a share of its estimated mass.
+
+    The priority of a block is the estimated mass of it and all later blocks in the row's order.
+    The blocks above a level `t` are those of the rule with threshold `1 - t` in every row of the
+    model. Sink, diagonal and previous block are forced and come first.
+
+    Args:
+        name: key in `RULES`.
+        estimator: of block masses.
+    """
+
+    name: str
+    estimator: MassEstimator
+    scope: RuleScope = RuleScope.MODEL
+
+    def cost(self, tokens: int, block: int, head_dim: int) -> float:
+        return self.estimator.cost(tokens, block, head_dim)
+
+    def rank(self, sample: LayerSample) -> Ranking:
+        mass = self.estimator.mass(sample)
+        return Ranking.of(remaining_row_mass(sample, mass), forced=forced_grid(sample.blocks))

@@ -1,4 +1,4 @@
-"""The original HADS: budgets of heads by their entropy, blocks by chance."""
+"""The original HADS: budgets of heads by entropy, random blocks."""
 
 import dataclasses
 
@@ -6,62 +6,61 @@ import numpy as np
 from jaxtyping import Float
 
 from xsake.errors import ArgumentError
-from xsake.hads.rules.cost import free
-from xsake.hads.rules.fixed import draws
-from xsake.hads.rules.rule import Ranking, Scene, Scope, always_on
+from xsake.hads.rules.cost import zero_cost
+from xsake.hads.rules.fixed import random_priorities
+from xsake.hads.rules.rule import LayerSample, Ranking, RuleScope, forced_grid
 
 LOW, HIGH = 0.1, 0.9
 
 
 @dataclasses.dataclass(frozen=True)
 class EntropyShares:
-    """Heads keep a share of their blocks that grows with their entropy, from 0.1 to 0.9.
+    """Share of blocks of each head by its entropy, from 0.1 to 0.9; random blocks.
 
     `share = 0.1 + 0.8 (H - min H) / (max H - min H)` over all heads of the model, with the mean
-    entropy `H` of a head's attention on calibration documents: the most focused head skips 90%, the
-    broadest 10%. The blocks up to two before the diagonal are forced, no sink is, and random blocks
-    fill the share, which is rescaled to the budget.
+    attention entropy `H` of a head on calibration documents. The diagonal and two blocks before it
+    are forced, no sink is; random blocks fill the share, which is rescaled to the budget.
 
     Args:
-        name: its key in `RULES`.
-        from_first_layer: literal reading: the profile of layer 0, with its own least and greatest
-            entropy, serves all layers.
+        name: key in `RULES`.
+        from_first_layer: literal reading of the original: the entropies of layer 0, with their own
+            minimum and maximum, are used for all layers.
     """
 
     name: str = "entropy_original"
     from_first_layer: bool = False
-    scope: Scope = Scope.HEADS
+    scope: RuleScope = RuleScope.HEADS
     sums: dict[int, Float[np.ndarray, " Hq"]] = dataclasses.field(default_factory=dict, repr=False)
     counts: dict[int, int] = dataclasses.field(default_factory=dict, repr=False)
-    cost = staticmethod(free)
+    cost = staticmethod(zero_cost)
 
-    def watch(self, scene: Scene) -> None:
-        if scene.entropy is None:
+    def observe(self, sample: LayerSample) -> None:
+        if sample.entropy is None:
             raise ArgumentError(
-                "this rule learns from the entropy of heads",
+                "this rule requires the entropy of heads",
                 got="entropy=None",
-                fix="give entropy to the scenes that it watches",
+                fix="pass entropy for calibration",
             )
-        entropy = np.asarray(scene.entropy, np.float64)
-        self.sums[scene.layer] = self.sums.get(scene.layer, 0) + entropy
-        self.counts[scene.layer] = self.counts.get(scene.layer, 0) + 1
+        entropy = np.asarray(sample.entropy, np.float64)
+        self.sums[sample.layer] = self.sums.get(sample.layer, 0) + entropy
+        self.counts[sample.layer] = self.counts.get(sample.layer, 0) + 1
 
     def finish(self) -> None:
-        """Nothing is left to do: shares are computed when they are asked for."""
+        """Do nothing: shares are computed on demand."""
 
-    def rank(self, scene: Scene) -> Ranking:
-        forced = always_on(scene.blocks, sinks=0, locals=3)
-        return Ranking.of(draws(scene), forced=forced)
+    def rank(self, sample: LayerSample) -> Ranking:
+        forced = forced_grid(sample.blocks, num_sink=0, num_local=3)
+        return Ranking.of(random_priorities(sample), forced=forced)
 
     def shares(self, layer: int) -> Float[np.ndarray, " Hq"]:
         layer = 0 if self.from_first_layer else layer
-        means = {seen: total / self.counts[seen] for seen, total in self.sums.items()}
+        means = {number: total / self.counts[number] for number, total in self.sums.items()}
         if layer not in means:
             raise ArgumentError(
-                "this rule has not been calibrated for the layer",
+                "the rule is not calibrated for this layer",
                 got=f"{layer=}",
                 expected=f"one of {sorted(means)}",
-                fix="let it watch scenes of every layer",
+                fix="call observe() with samples of every layer",
             )
         ends = means[layer] if self.from_first_layer else np.concatenate(list(means.values()))
         span = max(ends.max() - ends.min(), np.finfo(np.float64).tiny)

@@ -1,40 +1,40 @@
-"""MoBA: every token gates blocks for itself, and the row takes those that most tokens voted for."""
+"""MoBA: every query gates blocks; a row takes the blocks with the most votes."""
 
 import dataclasses
 
 import numpy as np
 from jaxtyping import Float
 
-from xsake.hads.rules.cost import of_gates
-from xsake.hads.rules.rule import LearnsNothing, Ranking, Scene, Scope, always_on
+from xsake.hads.rules.cost import gate_cost
+from xsake.hads.rules.rule import LayerSample, Ranking, RuleScope, Uncalibrated, forced_grid
 from xsake.hads.rules.scores import gate_scores, pooled_mass
 
 
 @dataclasses.dataclass(frozen=True)
-class Moba(LearnsNothing):
-    """Votes of tokens for the blocks with the greatest query . mean key (arXiv 2502.13189).
+class Moba(Uncalibrated):
+    """Votes of queries for the blocks with the largest query . mean key (arXiv 2502.13189).
 
-    MoBA lets each token attend to its own best blocks; a row of a block layout has one list. Each
-    token votes for its best `share` of the visible blocks, 3 of 16 as in the paper's 8k runs, and
-    blocks rank by votes. Equal votes are decided by the mean of the gates. The untrained gate gets
-    the forced sink and previous block that the paper does not have; the diagonal it does.
+    In MoBA each query has its own blocks; a row of a block layout has one list. Each query votes
+    for its best `share` of the visible blocks, 3 of 16 as in the paper's 8k runs, and blocks are
+    ranked by votes, then by the mean of the gates. The diagonal is forced as in the paper; sink
+    and previous block are forced in addition because the gate is untrained.
 
     Args:
-        share: of the visible blocks that a token votes for, rounded up.
+        share: of the visible blocks that a query votes for, rounded up.
     """
 
     name: str = "moba"
-    scope: Scope = Scope.ROWS
+    scope: RuleScope = RuleScope.ROWS
     share: float = 3 / 16
-    cost = staticmethod(of_gates)
+    cost = staticmethod(gate_cost)
 
-    def rank(self, scene: Scene) -> Ranking:
-        priority = votes(gate_scores(scene), self.share) + pooled_mass(scene) / 2
-        return Ranking.of(priority, forced=always_on(scene.blocks))
+    def rank(self, sample: LayerSample) -> Ranking:
+        priority = votes(gate_scores(sample), self.share) + pooled_mass(sample) / 2
+        return Ranking.of(priority, forced=forced_grid(sample.blocks))
 
 
 def votes(gates: Float[np.ndarray, "Hq Nq B Nk"], share: float) -> Float[np.ndarray, "Hq Nq Nk"]:
-    """How many tokens of a row have a block among their best `share` of the visible blocks.
+    """Count the queries of a row that have a block among their best `share` of visible blocks.
 
     Example:
         >>> gates = np.zeros((1, 3, 2, 3), np.float32)
@@ -42,10 +42,10 @@ def votes(gates: Float[np.ndarray, "Hq Nq B Nk"], share: float) -> Float[np.ndar
         >>> votes(gates, 2 / 3)[0, 2]
         array([0., 2., 2.], dtype=float32)
     """
-    found = np.zeros((*gates.shape[:2], gates.shape[3]), np.float32)
+    counts = np.zeros((*gates.shape[:2], gates.shape[3]), np.float32)
     for row in range(gates.shape[1]):
-        seen = gates[:, row, :, : row + 1]
-        place = row + 1 - int(np.ceil(share * (row + 1)))
-        least = np.partition(seen, place, axis=-1)[..., place, None]
-        found[:, row, : row + 1] = np.count_nonzero(seen >= least, axis=1)
-    return found
+        visible = gates[:, row, :, : row + 1]
+        index = row + 1 - int(np.ceil(share * (row + 1)))
+        threshold = np.partition(visible, index, axis=-1)[..., index, None]
+        counts[:, row, : row + 1] = np.count_nonzero(visible >= threshold, axis=1)
+    return counts

@@ -1,4 +1,4 @@
-"""What a rule sees and what it answers: a scene in, a ranking of blocks out; knows no budget."""
+"""Rule protocol: from the queries and keys of a layer to a ranking of its blocks."""
 
 import dataclasses
 import enum
@@ -8,23 +8,22 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from xsake.errors import ArgumentError
-from xsake.hads.budget import AlwaysOn
+from xsake.hads.budget import ForcedBlocks
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Scene:
-    """One layer of one document: causal self-attention, and what a rule may look at.
+class LayerSample:
+    """Causal self-attention of one layer on one document.
 
     Args:
-        q: queries as they enter the scores, rotations included.
-        k: keys, likewise.
-        scale: factor of the scores.
-        block: tokens of a query block and of a key block.
-        layer: which layer of the model.
-        seed: of rules that draw.
-        masses: true attention masses of blocks, each the mean over the queries of its row; for
-            oracles, and for rules that learn while they watch.
-        entropy: mean entropy of the heads' attention in nats, for rules that learn from it.
+        q: queries after rotary embedding.
+        k: keys after rotary embedding.
+        scale: factor on q.k.
+        block: tokens of a query block and of a kv block.
+        layer: number of the layer.
+        seed: of random rules.
+        masses: true block masses, mean over the queries of a row; for oracles and calibration.
+        entropy: mean attention entropy of each head in nats; for calibration.
     """
 
     q: Float[Array | np.ndarray, "Tq Hq D"]
@@ -40,7 +39,7 @@ class Scene:
         tokens, heads, _ = self.q.shape
         if len(self.k) != tokens or tokens % self.block or heads % self.k.shape[1]:
             raise ArgumentError(
-                "a scene is self-attention over whole blocks",
+                "invalid shapes of a layer sample",
                 got=f"q {self.q.shape}, k {self.k.shape}, block {self.block}",
                 expected="equal tokens, a multiple of the block; Hq a multiple of Hk",
             )
@@ -54,23 +53,23 @@ class Scene:
         return len(self.q) // self.block
 
     def true_masses(self) -> Float[np.ndarray, "Hq Nq Nk"]:
-        """The true masses, or an error that says who must give them."""
+        """Return the true masses; raise if there are none."""
         if self.masses is None:
             raise ArgumentError(
-                "this rule needs the true masses of the scene",
+                "this rule requires true masses",
                 got="masses=None",
-                fix="give masses to scenes that are watched, and to those of an oracle",
+                fix="pass masses for calibration and for oracles",
             )
         return np.asarray(self.masses)
 
 
-class Scope(enum.Enum):
-    """How far a rule lets blocks compete for a budget.
+class RuleScope(enum.Enum):
+    """Blocks that compete for one budget.
 
     Attributes:
-        ROWS: every head has the same total, every row the same count as far as it is visible.
-        HEADS: totals differ between heads by the rule's `shares`, rows of a head are alike.
-        MODEL: one threshold for all blocks of all heads of all layers.
+        ROWS: equal totals per head, equal counts per row.
+        HEADS: totals per head by the rule's `shares`, equal counts per row.
+        MODEL: one threshold for all blocks of all heads and layers.
     """
 
     ROWS = "rows"
@@ -80,11 +79,11 @@ class Scope(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Ranking:
-    """The order in which a rule takes blocks.
+    """Selection order of blocks.
 
     Args:
-        priority: float32; the higher, the earlier. `inf`: the rule takes the block at any budget,
-            inside which it is counted. `-inf`: hidden by causality, never taken.
+        priority: float32, highest first. `inf`: forced at any budget, which includes it. `-inf`:
+            masked by causality.
     """
 
     priority: Float[np.ndarray, "Hq Nq Nk"]
@@ -93,15 +92,15 @@ class Ranking:
     def of(
         cls, priority: Float[np.ndarray, "Hq Nq Nk"], *, forced: Bool[np.ndarray, "Nq Nk"]
     ) -> "Ranking":
-        """Finite priorities under causality, with blocks that are forced in every head."""
+        """Build a ranking from finite priorities and the blocks that are forced in every head."""
         if not np.isfinite(priority).all():
             raise ArgumentError(
-                "the queries and keys of a scene give scores that are not finite",
-                got=f"{np.count_nonzero(~np.isfinite(priority))} such priorities",
+                "non-finite priorities",
+                got=f"{np.count_nonzero(~np.isfinite(priority))} of {priority.size}",
                 expected="finite numbers",
             )
-        seen = np.where(visible(len(forced)), priority.astype(np.float32), -np.inf)
-        return cls(np.where(forced, np.float32(np.inf), seen).astype(np.float32))
+        masked = np.where(causal_grid(len(forced)), priority.astype(np.float32), -np.inf)
+        return cls(np.where(forced, np.float32(np.inf), masked).astype(np.float32))
 
     @property
     def forced(self) -> Bool[np.ndarray, "Hq Nq Nk"]:
@@ -109,72 +108,72 @@ class Ranking:
 
 
 @runtime_checkable
-class Rule(Protocol):
-    """A published way to choose blocks.
+class SelectionRule(Protocol):
+    """Published block selection rule.
 
     Attributes:
-        name: its key in `RULES`.
-        scope: how a budget is spent on its ranking.
+        name: key in `RULES`.
+        scope: blocks that compete for one budget.
     """
 
     @property
     def name(self) -> str: ...
 
     @property
-    def scope(self) -> Scope: ...
+    def scope(self) -> RuleScope: ...
 
     def cost(self, tokens: int, block: int, head_dim: int) -> float:
-        """Flops of choosing, as a share of those of dense causal attention; see `cost.py`."""
+        """Return flops of selection / flops of dense causal attention; see `cost.py`."""
         ...
 
-    def watch(self, scene: Scene) -> None:
-        """Learn from one layer of a calibration document."""
+    def observe(self, sample: LayerSample) -> None:
+        """Calibrate on one layer of a document."""
 
     def finish(self) -> None:
-        """All calibration documents have been watched; learn no more."""
+        """Finish the calibration."""
 
-    def rank(self, scene: Scene) -> Ranking:
+    def rank(self, sample: LayerSample) -> Ranking:
         """Rank the blocks of one layer of a new document."""
         ...
 
 
 @runtime_checkable
-class HeadRule(Rule, Protocol):
+class HeadSelectionRule(SelectionRule, Protocol):
     """A rule of scope `HEADS`."""
 
     def shares(self, layer: int) -> Float[np.ndarray, " Hq"]:
-        """Share of its visible blocks that each head of a layer wants, before any rescaling."""
+        """Return computed / visible blocks of each head of a layer before rescaling."""
         ...
 
 
-class LearnsNothing:
-    """The half of a rule that calibration leaves as it is."""
+class Uncalibrated:
+    """Mixin of rules without calibration."""
 
-    def watch(self, scene: Scene) -> None:
+    def observe(self, sample: LayerSample) -> None:
         pass
 
     def finish(self) -> None:
         pass
 
 
-def visible(blocks: int) -> Bool[np.ndarray, "Nq Nk"]:
-    """The blocks that causality leaves."""
+def causal_grid(blocks: int) -> Bool[np.ndarray, "Nq Nk"]:
+    """Return the causally visible blocks."""
     return np.tri(blocks, dtype=bool)
 
 
-def offsets(blocks: int) -> Float[np.ndarray, "Nq Nk"]:
-    """How many blocks each key block lies before its query block."""
+def block_offsets(blocks: int) -> Float[np.ndarray, "Nq Nk"]:
+    """Return the distance of each kv block from the diagonal, in blocks."""
     return np.subtract.outer(np.arange(blocks), np.arange(blocks)).astype(np.float32)
 
 
-def always_on(blocks: int, *, sinks: int = 1, locals: int = 2) -> Bool[np.ndarray, "Nq Nk"]:
-    """The first `sinks` blocks of a row and its last `locals`, the diagonal counted.
+def forced_grid(blocks: int, *, num_sink: int = 1, num_local: int = 2) -> Bool[np.ndarray, "Nq Nk"]:
+    """Return the first `num_sink` and the last `num_local` blocks of each row.
 
     Example:
-        >>> always_on(4).astype(int)
+        >>> forced_grid(4).astype(int)
         array([[1, 0, 0, 0],
                [1, 1, 0, 0],
                [1, 1, 1, 0],
                [1, 0, 1, 1]])
     """
-    return AlwaysOn(sinks, locals).grid(blocks)
+    return ForcedBlocks(num_sink, num_local).grid(blocks)

@@ -1,4 +1,4 @@
-"""SpargeAttn's block map: pooled masses that count only where a block resembles its own mean."""
+"""SpargeAttn's block map: pooled masses of blocks that are similar to their mean."""
 
 import dataclasses
 
@@ -6,9 +6,9 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from xsake.hads.rules.calibrated import HeadCurves
-from xsake.hads.rules.cost import of_pooled
-from xsake.hads.rules.cumulative import descending, remaining
-from xsake.hads.rules.rule import Ranking, Scene, Scope, always_on, visible
+from xsake.hads.rules.cost import pooled_cost
+from xsake.hads.rules.cumulative import descending_order, remaining_mass
+from xsake.hads.rules.rule import LayerSample, Ranking, RuleScope, causal_grid, forced_grid
 from xsake.hads.rules.scores import pooled_mass, self_similarity
 
 Plane = Float[np.ndarray, "Hq Nq Nk"]
@@ -17,56 +17,56 @@ Cells = Bool[np.ndarray, "Hq Nq Nk"]
 
 @dataclasses.dataclass(frozen=True)
 class Sparge:
-    """A cumulative pooled rule that computes what it cannot pool (SpargeAttn, arXiv 2502.18137).
+    """Cumulative pooled rule that computes blocks it cannot pool (SpargeAttn, arXiv 2502.18137).
 
-    A block of queries or keys is unlike itself if the mean cosine over its pairs is below `theta`.
-    Its row or column of blocks is taken before all others of the model, unlike keys are left out of
-    the softmax over pooled scores, and the rest is taken until a share of that softmax is covered.
-    The paper tunes this share per head for an error on calibration inputs; here a level is equal
-    true coverage, by curves of heads as in `EqualCoverage`. Where a budget cannot hold all unlike
+    A block of queries or keys is dissimilar if the mean cosine over its pairs is below `theta`.
+    Its row or column of blocks is selected first, dissimilar keys are excluded from the softmax
+    over pooled scores, and other blocks are added until a share of that softmax is covered. The
+    paper tunes this share per head for an error on calibration inputs; here a level is equal true
+    coverage, by curves of heads as in `EqualCoverage`. If a budget is too small for all dissimilar
     blocks, they compete by pooled mass. The second stage of SpargeAttn skips products inside its
-    kernel and is no choice of blocks. Sink, diagonal and previous block are forced.
+    kernel, not blocks, and is not modelled. Sink, diagonal and previous block are forced.
 
     Args:
-        theta: least mean cosine of a block that may be pooled; 0.1 is the default of the authors'
-            code. Larger values make whole heads dense before any other head gets a block.
+        theta: minimum mean cosine of a block that may be pooled; 0.1 is the default of the authors'
+            code. Larger values make whole heads dense before other heads get a block.
     """
 
     name: str = "sparge"
-    scope: Scope = Scope.MODEL
+    scope: RuleScope = RuleScope.MODEL
     theta: float = 0.1
     curves: HeadCurves = dataclasses.field(default_factory=HeadCurves, repr=False)
-    cost = staticmethod(of_pooled)
+    cost = staticmethod(pooled_cost)
 
-    def watch(self, scene: Scene) -> None:
-        always = always_on(scene.blocks)
-        unlike, mass = gated(scene, pooled_mass(scene), self.theta)
-        order = descending(mass, first=unlike | always)
-        left, truth = remaining(mass, order), remaining(scene.true_masses(), order)
-        is_choice = visible(scene.blocks) & ~always & ~unlike
-        flat = (x.reshape(scene.heads, -1) for x in (left, truth, is_choice))
-        self.curves.add(scene.layer, *flat)
+    def observe(self, sample: LayerSample) -> None:
+        forced = forced_grid(sample.blocks)
+        dissimilar, mass = gate_masses(sample, pooled_mass(sample), self.theta)
+        order = descending_order(mass, first=dissimilar | forced)
+        left, truth = remaining_mass(mass, order), remaining_mass(sample.true_masses(), order)
+        is_choice = causal_grid(sample.blocks) & ~forced & ~dissimilar
+        flat = (x.reshape(sample.heads, -1) for x in (left, truth, is_choice))
+        self.curves.add(sample.layer, *flat)
 
     def finish(self) -> None:
         self.curves.finish()
 
-    def rank(self, scene: Scene) -> Ranking:
-        always, pooled = always_on(scene.blocks), pooled_mass(scene)
-        unlike, mass = gated(scene, pooled, self.theta)
-        left = remaining(mass, descending(mass, first=unlike | always))
-        priority = np.where(unlike, 1 + pooled, self.curves(scene.layer, left))
-        return Ranking.of(priority, forced=always)
+    def rank(self, sample: LayerSample) -> Ranking:
+        forced, pooled = forced_grid(sample.blocks), pooled_mass(sample)
+        dissimilar, mass = gate_masses(sample, pooled, self.theta)
+        left = remaining_mass(mass, descending_order(mass, first=dissimilar | forced))
+        priority = np.where(dissimilar, 1 + pooled, self.curves(sample.layer, left))
+        return Ranking.of(priority, forced=forced)
 
 
-def gated(scene: Scene, pooled: Plane, theta: float) -> tuple[Cells, Plane]:
-    """Blocks that cannot be pooled, and the pooled masses of the keys that can, made to sum to one.
+def gate_masses(sample: LayerSample, pooled: Plane, theta: float) -> tuple[Cells, Plane]:
+    """Return the dissimilar blocks, and the pooled masses of similar keys, normalised to one.
 
-    A row without such keys keeps no mass.
+    A row without similar keys has mass 0.
     """
-    group = scene.heads // scene.k.shape[1]
-    is_unlike_row = self_similarity(scene.q, scene.block) < theta
-    is_unlike_key = np.repeat(self_similarity(scene.k, scene.block) < theta, group, axis=0)
-    mass = np.where(is_unlike_key[:, None, :], 0, pooled)
+    group = sample.heads // sample.k.shape[1]
+    is_dissimilar_row = self_similarity(sample.q, sample.block) < theta
+    is_dissimilar_key = np.repeat(self_similarity(sample.k, sample.block) < theta, group, axis=0)
+    mass = np.where(is_dissimilar_key[:, None, :], 0, pooled)
     total = mass.sum(axis=-1, keepdims=True)
     mass = mass / np.where(total > 0, total, 1)
-    return is_unlike_row[:, :, None] | is_unlike_key[:, None, :], mass
+    return is_dissimilar_row[:, :, None] | is_dissimilar_key[:, None, :], mass

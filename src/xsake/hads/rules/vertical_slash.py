@@ -1,4 +1,4 @@
-"""Columns and diagonals that the last queries attend to, and the rules that extend them upwards."""
+"""Rules from the columns and diagonals that the last queries attend to."""
 
 import dataclasses
 
@@ -6,18 +6,25 @@ import numpy as np
 from jaxtyping import Float
 
 from xsake.hads.rules import cost
-from xsake.hads.rules.cumulative import descending, remaining
-from xsake.hads.rules.rule import LearnsNothing, Ranking, Scene, Scope, always_on, offsets
+from xsake.hads.rules.cumulative import descending_order, remaining_mass
+from xsake.hads.rules.rule import (
+    LayerSample,
+    Ranking,
+    RuleScope,
+    Uncalibrated,
+    block_offsets,
+    forced_grid,
+)
 from xsake.hads.rules.scores import POOLED, last_attention
 
 Stripe = Float[np.ndarray, "Hq Nk"]
 
 
 def stripes(attention: Float[np.ndarray, "Hq S Tk"], block: int) -> tuple[Stripe, Stripe]:
-    """Shares of attention that fall on each column and on each diagonal of blocks.
+    """Return the attention mass of each column and each diagonal of blocks.
 
-    A diagonal of tokens crosses two diagonals of blocks; both get their part of its share. Columns
-    sum to one, and so do diagonals; diagonal 0 is the main one.
+    A diagonal of tokens crosses two diagonals of blocks, which share its mass. Columns sum to one,
+    and so do diagonals; diagonal 0 is the main one.
 
     Args:
         attention: of the last queries of a sequence.
@@ -25,87 +32,89 @@ def stripes(attention: Float[np.ndarray, "Hq S Tk"], block: int) -> tuple[Stripe
     """
     heads, queries, tokens = attention.shape
     columns = attention.mean(axis=1).reshape(heads, -1, block).sum(axis=-1)
-    # Reversed and shifted by its position, each query has its own key at 0, the one before at 1.
-    own_first = np.zeros((heads, queries, tokens), attention.dtype)
+    # By distance: the key at the query's position at 0, the previous one at 1.
+    by_distance = np.zeros((heads, queries, tokens), attention.dtype)
     for row, position in enumerate(range(tokens - queries, tokens)):
-        own_first[:, row, : position + 1] = attention[:, row, position::-1]
-    diagonals = own_first.mean(axis=1).reshape(heads, -1, block)
-    part = np.arange(block, dtype=attention.dtype) / block
-    slashes, next_ones = diagonals @ (1 - part), diagonals @ part
-    slashes[:, 1:] += next_ones[:, :-1]
-    slashes[:, -1] += next_ones[:, -1]
+        by_distance[:, row, : position + 1] = attention[:, row, position::-1]
+    diagonals = by_distance.mean(axis=1).reshape(heads, -1, block)
+    fraction = np.arange(block, dtype=attention.dtype) / block
+    slashes, overlap = diagonals @ (1 - fraction), diagonals @ fraction
+    slashes[:, 1:] += overlap[:, :-1]
+    slashes[:, -1] += overlap[:, -1]
     return columns, slashes
 
 
 def over_blocks(columns: Stripe, slashes: Stripe) -> Float[np.ndarray, "Hq Nq Nk"]:
-    """For every block the better of its column and its diagonal."""
-    steps = np.abs(offsets(columns.shape[-1])).astype(int)
+    """Return the maximum of column and diagonal for every block."""
+    steps = np.abs(block_offsets(columns.shape[-1])).astype(int)
     return np.maximum(columns[:, None, :], slashes[:, steps])
 
 
 @dataclasses.dataclass(frozen=True)
-class VerticalSlash(LearnsNothing):
-    """The columns and diagonals that the last 64 queries attend to (MInference, arXiv 2407.02490).
+class VerticalSlash(Uncalibrated):
+    """Columns and diagonals that the last 64 queries attend to (MInference, arXiv 2407.02490).
 
-    A block ranks by the better of its column's and its diagonal's share. The paper takes whole
-    columns and diagonals; here every row takes as many of its best blocks, which keeps more mass at
+    A block ranks by the larger share of its column and its diagonal. The paper takes whole columns
+    and diagonals; here every row takes the same number of its best blocks, which keeps more mass at
     an equal total because early rows stay denser. The paper's 30 forced columns and diagonals
     become the sink, the diagonal and the previous block.
     """
 
     name: str = "vertical_slash"
-    scope: Scope = Scope.ROWS
+    scope: RuleScope = RuleScope.ROWS
     queries: int = 64
 
     def cost(self, tokens: int, block: int, head_dim: int) -> float:
-        return cost.of_last_queries(self.queries)(tokens, block, head_dim)
+        return cost.last_queries_cost(self.queries)(tokens, block, head_dim)
 
-    def rank(self, scene: Scene) -> Ranking:
-        shares = stripes(last_attention(scene, self.queries), scene.block)
-        return Ranking.of(over_blocks(*shares), forced=always_on(scene.blocks))
+    def rank(self, sample: LayerSample) -> Ranking:
+        shares = stripes(last_attention(sample, self.queries), sample.block)
+        return Ranking.of(over_blocks(*shares), forced=forced_grid(sample.blocks))
 
 
 @dataclasses.dataclass(frozen=True)
-class FlexPrefill(LearnsNothing):
+class FlexPrefill(Uncalibrated):
     """Heads are query-aware or vertical-slash by one test per input (arXiv 2502.20766).
 
-    The last 128 queries are attended exactly. If the pooled estimate of their block masses is
-    closer than `tau` to the truth, by the root of the Jensen-Shannon divergence, the head is
-    query-aware: the smallest set of blocks of its pooled map that covers `gamma`. Else the smallest
-    sets of columns and of diagonals that each cover `gamma`. A level `t` is `gamma = 1 - t` for all
-    heads. Columns and diagonals are those of blocks, where the paper counts tokens and converts;
-    its minimum of 512 tokens becomes the forced sink, diagonal and previous block.
+    The last 128 queries have exact attention. If the pooled estimate of their block masses is
+    closer than `tau` to it, by the root of the Jensen-Shannon divergence, the head is query-aware:
+    the smallest set of blocks of its pooled map that covers `gamma`. Otherwise the smallest sets of
+    columns and of diagonals that each cover `gamma`. A level `t` is `gamma = 1 - t` for all heads.
+    Columns and diagonals are those of blocks; the paper counts tokens and converts. Its minimum of
+    512 tokens becomes the forced sink, diagonal and previous block.
 
     Args:
-        tau: greatest distance of a query-aware head.
-        queries: how many are attended exactly.
+        tau: maximum distance of a query-aware head.
+        queries: last queries with exact attention.
     """
 
     name: str = "flexprefill"
-    scope: Scope = Scope.MODEL
+    scope: RuleScope = RuleScope.MODEL
     tau: float = 0.1
     queries: int = 128
 
     def cost(self, tokens: int, block: int, head_dim: int) -> float:
-        """The last queries, and the pooled map even if no head turns out to need it."""
-        exact = cost.of_last_queries(self.queries)(tokens, block, head_dim)
-        return exact + cost.of_pooled(tokens, block, head_dim)
+        """Return the cost of the last queries and of the pooled map."""
+        exact = cost.last_queries_cost(self.queries)(tokens, block, head_dim)
+        return exact + cost.pooled_cost(tokens, block, head_dim)
 
-    def rank(self, scene: Scene) -> Ranking:
-        columns, slashes = stripes(last_attention(scene, self.queries), scene.block)
-        pooled = POOLED.mass(scene)
-        aware = self.distances(scene, columns) < self.tau
-        whole = _left(pooled.reshape(scene.heads, -1)).reshape(pooled.shape) / scene.blocks
-        striped = over_blocks(_left(columns), _left(slashes))
-        priority = np.where(aware[:, None, None], whole, striped)
-        return Ranking.of(priority, forced=always_on(scene.blocks))
+    def rank(self, sample: LayerSample) -> Ranking:
+        columns, slashes = stripes(last_attention(sample, self.queries), sample.block)
+        pooled = POOLED.mass(sample)
+        is_aware = self.distances(sample, columns) < self.tau
+        pooled_priority = (
+            _remaining(pooled.reshape(sample.heads, -1)).reshape(pooled.shape) / sample.blocks
+        )
+        stripe_priority = over_blocks(_remaining(columns), _remaining(slashes))
+        priority = np.where(is_aware[:, None, None], pooled_priority, stripe_priority)
+        return Ranking.of(priority, forced=forced_grid(sample.blocks))
 
-    def distances(self, scene: Scene, columns: Stripe) -> Float[np.ndarray, " Hq"]:
-        """Root Jensen-Shannon divergence of the last queries' pooled estimate from the truth."""
-        mean = np.asarray(scene.q[-self.queries :]).mean(axis=0)
-        keys = np.asarray(scene.k).reshape(scene.blocks, scene.block, *scene.k.shape[1:])
-        keys = np.repeat(keys.mean(axis=1), scene.heads // scene.k.shape[1], axis=1)
-        logits = scene.scale * np.einsum("hd,nhd->hn", mean, keys)
+    def distances(self, sample: LayerSample, columns: Stripe) -> Float[np.ndarray, " Hq"]:
+        """Return the root Jensen-Shannon divergence of pooled and exact masses, last queries."""
+        mean = np.asarray(sample.q[-self.queries :]).mean(axis=0)
+        keys = np.asarray(sample.k).reshape(sample.blocks, sample.block, *sample.k.shape[1:])
+        keys = np.repeat(keys.mean(axis=1), sample.heads // sample.k.shape[1], axis=1)
+        logits = sample.scale * np.einsum("hd,nhd->hn", mean, keys)
         weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
         estimate = weights / weights.sum(axis=-1, keepdims=True)
         middle = (estimate + columns) / 2
@@ -113,12 +122,12 @@ class FlexPrefill(LearnsNothing):
         return np.sqrt(np.maximum(halves / 2, 0))
 
 
-def _left(mass: Float[np.ndarray, "Hq pieces"]) -> Float[np.ndarray, "Hq pieces"]:
-    """What remains of each head's mass before a piece is taken, the greatest pieces first."""
-    return remaining(mass, descending(mass, first=np.zeros(mass.shape, bool)))
+def _remaining(mass: Float[np.ndarray, "Hq pieces"]) -> Float[np.ndarray, "Hq pieces"]:
+    """Return the remaining mass of each head before each entry, in descending order."""
+    return remaining_mass(mass, descending_order(mass, first=np.zeros(mass.shape, bool)))
 
 
 def _divergence(p: Stripe, q: Stripe) -> Float[np.ndarray, " Hq"]:
-    """KL(p || q), where `q` is nowhere zero unless `p` is."""
+    """Return KL(p || q); `q` is zero only where `p` is."""
     tiny = np.finfo(np.float32).tiny
     return (p * np.log(np.maximum(p, tiny) / np.maximum(q, tiny))).sum(axis=-1)

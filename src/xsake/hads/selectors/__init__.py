@@ -1,10 +1,10 @@
-"""Selectors: which blocks an input needs, estimated at run time from its queries and keys."""
+"""Selectors: estimate block masses of an input at run time from its queries and keys."""
 
 from xsake.hads.selectors.antidiagonal import Antidiagonal
 from xsake.hads.selectors.cumulant import Cumulant
 from xsake.hads.selectors.pooled import Pooled
 from xsake.hads.selectors.sampled import Sampled
-from xsake.hads.selectors.selector import Look, Selector, mixed
+from xsake.hads.selectors.selector import ScoringContext, Selector, correct_masses
 
 SELECTORS: dict[str, type[Selector]] = {
     "sampled": Sampled,
@@ -17,9 +17,9 @@ __all__ = [
     "SELECTORS",
     "Antidiagonal",
     "Cumulant",
-    "Look",
+    "ScoringContext",
     "Pooled",
     "Sampled",
     "Selector",
-    "mixed",
+    "correct_masses",
 ]

@@ -1,4 +1,4 @@
-"""Block masses from the mean and the variance of keys in short runs: a second-order estimate."""
+"""Second-order estimate of block masses from mean and variance of short runs of keys."""
 
 import dataclasses
 import math
@@ -8,19 +8,19 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from xsake.hads.selectors.selector import Look, by_block, grouped
+from xsake.hads.selectors.selector import ScoringContext, group_heads, split_blocks
 
 
 @dataclasses.dataclass(frozen=True)
 class Cumulant:
     """`log run + q.mean + q^2.variance / 2` for each run of keys, with every `stride`-th query.
 
-    The first two terms bound the run's log-sum-exp from below (Jensen); the third is the next term
-    of its cumulant expansion.
+    The first two terms are a lower bound of the run's log-sum-exp (Jensen); the third is the next
+    term of the cumulant expansion.
 
     Args:
-        run: keys whose moments are taken together; at most the block.
-        stride: one query in so many is asked.
+        run: keys per mean and variance; at most the block.
+        stride: of the sampled queries.
     """
 
     run: int = 16
@@ -28,26 +28,30 @@ class Cumulant:
     name: str = dataclasses.field(default="cumulant", init=False)
 
     def masses(
-        self, q: Float[Array, "B T Hq D"], k: Float[Array, "B T Hk D"], look: Look, dims=None
+        self,
+        q: Float[Array, "B T Hq D"],
+        k: Float[Array, "B T Hk D"],
+        context: ScoringContext,
+        dims=None,
     ) -> Float[Array, "B Hq Nq Nk"]:
         """See `Selector.masses`."""
-        run, stride = min(self.run, look.block), min(self.stride, look.block)
-        keys = by_block(k, look.block).astype(jnp.float32)
+        run, stride = min(self.run, context.block), min(self.stride, context.block)
+        keys = split_blocks(k, context.block).astype(jnp.float32)
         n = keys.shape[1]
         runs = keys.reshape(k.shape[0], -1, run, *k.shape[2:])
         moments = jnp.concatenate([runs.mean(2), runs.var(2)], -1)
-        asked = by_block(q, look.block)[:, :, stride // 2 :: stride].astype(jnp.float32)
-        asked = grouped(look.scale * asked, k.shape[2])
-        powers = jnp.concatenate([asked, asked**2 / 2], -1)
+        sampled = split_blocks(q, context.block)[:, :, stride // 2 :: stride].astype(jnp.float32)
+        sampled = group_heads(context.scale * sampled, k.shape[2])
+        powers = jnp.concatenate([sampled, sampled**2 / 2], -1)
 
         def row(i):
             scores = jnp.einsum("bshgd,bjhd->bhgsj", powers[:, i], moments) + math.log(run)
             scores = jax.nn.logsumexp(scores.reshape(*scores.shape[:4], n, -1), axis=-1)
             return jax.nn.softmax(scores, axis=-1, where=np.arange(n) <= i).mean(3)
 
-        found = jax.lax.map(row, np.arange(n))
-        return jnp.moveaxis(found, 0, 3).reshape(q.shape[0], q.shape[2], n, n)
+        masses = jax.lax.map(row, np.arange(n))
+        return jnp.moveaxis(masses, 0, 3).reshape(q.shape[0], q.shape[2], n, n)
 
     def cost(self, tokens: int, block: int, head_dim: int) -> float:
-        """Two products per asked query and run, where attention has two per pair of tokens."""
+        """Return the cost: two products per sampled query and run; attention has two per pair."""
         return 1 / (min(self.run, block) * min(self.stride, block))

@@ -1,4 +1,4 @@
-"""Exact block masses of a few queries of each row, read through the components that matter most."""
+"""Sampled selector: block masses of a few queries per row from the most important components."""
 
 import dataclasses
 
@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from xsake.hads.selectors.selector import Look, grouped
+from xsake.hads.selectors.selector import ScoringContext, group_heads
 from xsake.kernels.statistics import block_statistics
 
 
@@ -14,12 +14,12 @@ from xsake.kernels.statistics import block_statistics
 class Sampled:
     """Block masses of `queries` evenly spaced queries per row, from `dims` components of q and k.
 
-    Their softmax runs over every key, so a single key that many queries look at is seen, which
-    block means and moments wash out.
+    The softmax covers every key, so single important keys count, which block means and moments
+    average out.
 
     Args:
         queries: sampled per row.
-        dims: components of queries and keys that are multiplied; at most the head dimension.
+        dims: components of queries and keys in a score; at most the head dimension.
     """
 
     queries: int = 2
@@ -30,36 +30,36 @@ class Sampled:
         self,
         q: Float[Array, "B T Hq D"],
         k: Float[Array, "B T Hk D"],
-        look: Look,
+        context: ScoringContext,
         dims: Int[Array | np.ndarray, "Hk R"] | None = None,
     ) -> Float[Array, "B Hq Nq Nk"]:
-        """See `Selector.masses`; without `dims` every component is read."""
+        """See `Selector.masses`; without `dims` all components are used."""
         tokens, kv_heads = k.shape[1:3]
-        rows = -(-tokens // look.block)
-        queries = min(self.queries, look.block)
-        inside = (2 * np.arange(queries) + 1) * look.block // (2 * queries)
-        position = np.minimum(np.arange(rows)[:, None] * look.block + inside, tokens - 1).ravel()
-        q = grouped(q[:, position], kv_heads)
+        rows = -(-tokens // context.block)
+        queries = min(self.queries, context.block)
+        inside = (2 * np.arange(queries) + 1) * context.block // (2 * queries)
+        position = np.minimum(np.arange(rows)[:, None] * context.block + inside, tokens - 1).ravel()
+        q = group_heads(q[:, position], kv_heads)
         if dims is not None:
-            picked = jnp.asarray(dims)
-            q = jnp.take_along_axis(q, picked[None, None, :, None], axis=-1)
-            k = jnp.take_along_axis(k, picked[None, None], axis=-1)
-        ids = look.segment_ids
-        found = block_statistics(
+            components = jnp.asarray(dims)
+            q = jnp.take_along_axis(q, components[None, None, :, None], axis=-1)
+            k = jnp.take_along_axis(k, components[None, None], axis=-1)
+        ids = context.segment_ids
+        masses = block_statistics(
             q.reshape(*q.shape[:2], -1, q.shape[-1]),
             k,
-            block_kv=look.block,
-            mask=look.mask,
-            scale=look.scale,
-            softcap=look.softcap,
+            block_kv=context.block,
+            mask=context.mask,
+            scale=context.scale,
+            softcap=context.softcap,
             q_positions=position.astype(np.int32),
             q_segment_ids=None if ids is None else ids[:, position],
             kv_segment_ids=ids,
         ).mass()
-        by_row = found.reshape(found.shape[0], rows, queries, *found.shape[2:])
+        by_row = masses.reshape(masses.shape[0], rows, queries, *masses.shape[2:])
         return jnp.moveaxis(by_row.mean(2), 1, 2)
 
     def cost(self, tokens: int, block: int, head_dim: int) -> float:
-        """`queries / block` of the queries, `dims / head_dim` of half the work of a pair."""
+        """Return the cost: `queries / block` of the queries, `dims / head_dim` of the scores."""
         share = min(self.dims, head_dim) / (2 * head_dim)
         return min(self.queries, block) / block * share

@@ -1,1 +1,1 @@
-"""Block-sparse attention: `op` is the operation, every other module serves it or implements it."""
+"""Block-sparse attention: `api.py` is the operation, `types.py` its inputs, the rest backends."""

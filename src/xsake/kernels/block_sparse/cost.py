@@ -1,4 +1,4 @@
-"""Counts what the passes of a call will compute and move, from its layout and shapes alone."""
+"""Cost of the passes of a call, from its layout and shapes alone."""
 
 import dataclasses
 from collections.abc import Callable
@@ -6,21 +6,26 @@ from collections.abc import Callable
 import jax
 import numpy as np
 
-from xsake.kernels.block_sparse import blocked
-from xsake.kernels.block_sparse.problem import Operands, Problem, TileSizes, compute_dtype
-from xsake.kernels.block_sparse.walk import Rows, walked_items
+from xsake.kernels import blocking
+from xsake.kernels.block_sparse.types import (
+    BlockSparseConfig,
+    BlockSparseInputs,
+    TileSizes,
+    compute_dtype,
+)
+from xsake.kernels.row_loop import RowTable, count_items
 
 
 @dataclasses.dataclass(frozen=True)
-class Pass:
-    """One walk over the layout.
+class KernelCost:
+    """Cost of one pass over the layout.
 
     If the layout is known only at run time, `listed` is the most it can list, and flops and bytes
     are for that many blocks.
 
     Attributes:
         name: "forward", "dQ", "dK/dV", or "backward" where these two are one.
-        tiles: what is computed at once; None for a dense implementation.
+        tiles: tile sizes; None for a dense implementation.
         listed: blocks the layout lists, over all batch elements and heads.
         computed: blocks really computed, as a short row waits for the longest one of its group;
             None if known only at run time.
@@ -29,9 +34,9 @@ class Pass:
         launches: kernels that are launched; None where the compiler makes its own of it.
         steps: groups of blocks that these kernels take; at most, if known only at run time.
         balance: steps of the busiest core over their mean; None if known at run time only.
-        cores: how many cores share the steps for `balance`; two unless told.
+        cores: cores that share the steps for `balance`.
         padded: how many times more blocks there would be if every head's row were as long as the
-            longest one of any head; None if known only at run time, or if nobody asked.
+            longest one of any head; None if not counted.
     """
 
     name: str
@@ -49,14 +54,14 @@ class Pass:
 
 
 @dataclasses.dataclass(frozen=True)
-class Walked:
-    """How a backend walks one list.
+class ScheduleCost:
+    """Cost of one schedule of a backend.
 
     Attributes:
-        tiles: what it computes at once.
+        tiles: its tile sizes.
         computed: blocks it computes; None if known only at run time.
-        fetches_all: whether it also reads the blocks that it computes in vain.
-        launches, steps, balance, cores, padded: as in `Pass`.
+        fetches_all: whether it also reads blocks that are computed and dropped.
+        launches, steps, balance, cores, padded: as in `KernelCost`.
     """
 
     tiles: TileSizes
@@ -89,44 +94,44 @@ def is_known(*arrays) -> bool:
 
 
 def blockwise(
-    operands: Operands,
-    by_query: Walked,
-    by_key: Walked,
+    inputs: BlockSparseInputs,
+    by_query: ScheduleCost,
+    by_key: ScheduleCost,
     *,
     widens: bool,
-    is_one_pass: bool = False,
-) -> tuple[Pass, ...]:
-    """The passes of a backend that walks rows of query blocks, and kv blocks for dK and dV.
+    one_pass: bool = False,
+) -> tuple[KernelCost, ...]:
+    """Cost of the passes over rows of query blocks, and of kv blocks for dk and dv.
 
     Args:
-        operands: the call; only shapes and dtypes of q, k, v and bias are looked at.
-        by_query, by_key: how the two lists are walked.
+        inputs: the call; only shapes and dtypes matter.
+        by_query, by_key: cost of the two schedules.
         widens: whether queries are read in the dtype that tiles are computed in.
-        is_one_pass: whether dQ is summed, block by block, in the pass over kv blocks.
+        one_pass: whether dq is summed in the pass over kv blocks.
     """
-    layout, size = operands.layout, _sizes(operands, widens)
-    batch, q_tokens, q_heads, _ = operands.q.shape
-    kv_tokens, kv_heads = operands.k.shape[1:3]
+    layout, size = inputs.layout, _sizes(inputs, widens)
+    batch, q_tokens, q_heads, _ = inputs.q.shape
+    kv_tokens, kv_heads = inputs.k.shape[1:3]
     queries, keys = batch * q_heads * q_tokens, batch * kv_heads * kv_tokens
     pairs = layout.block_q * layout.block_kv
-    listed = _listed(operands)
+    listed = _count_blocks(inputs)
 
-    def counted(name, walked: Walked, flops, per_block, per_row, written, written_by_block=0):
-        blocks = listed if walked.computed is None else walked.computed
-        read = blocks if walked.fetches_all else listed
-        return Pass(
+    def count(name, schedule: ScheduleCost, flops, per_block, per_row, written, written_by_block=0):
+        blocks = listed if schedule.computed is None else schedule.computed
+        read = blocks if schedule.fetches_all else listed
+        return KernelCost(
             name,
-            walked.tiles,
+            schedule.tiles,
             listed,
-            walked.computed,
+            schedule.computed,
             blocks * pairs * flops,
             read * per_block + per_row,
             written + read * written_by_block,
-            walked.launches,
-            walked.steps,
-            walked.balance,
-            walked.cores,
-            walked.padded,
+            schedule.launches,
+            schedule.steps,
+            schedule.balance,
+            schedule.cores,
+            schedule.padded,
         )
 
     bias = pairs * size.bias
@@ -136,52 +141,56 @@ def blockwise(
     q_bytes, sums = queries * size.q, layout.block_q * size.q
     rows, out = queries * (size.q + size.out + 2 * size.row), queries * (size.out + size.row)
     key, value = size.key, size.value
-    forward = counted("forward", by_query, key + value, key_block, q_bytes, out)
-    if is_one_pass:
+    forward = count("forward", by_query, key + value, key_block, q_bytes, out)
+    if one_pass:
         moved = query_block + sums, key_bytes, key_bytes + q_bytes, sums
-        return forward, counted("backward", by_key, 3 * key + 2 * value, *moved)
+        return forward, count("backward", by_key, 3 * key + 2 * value, *moved)
     return (
         forward,
-        counted("dQ", by_query, 2 * key + value, key_block + bias, rows, q_bytes, bias),
-        counted("dK/dV", by_key, 2 * (key + value), query_block, key_bytes, key_bytes),
+        count("dQ", by_query, 2 * key + value, key_block + bias, rows, q_bytes, bias),
+        count("dK/dV", by_key, 2 * (key + value), query_block, key_bytes, key_bytes),
     )
 
 
 def grouped_rows(
-    operands: Operands, problem: Problem, tiles_of: Callable[..., TileSizes], *, sets: int = 1
-) -> tuple[Walked, Walked]:
+    inputs: BlockSparseInputs,
+    config: BlockSparseConfig,
+    tiles_of: Callable[..., TileSizes],
+    *,
+    sets: int = 1,
+) -> tuple[ScheduleCost, ScheduleCost]:
     """`(by_query, by_key)` of a backend that computes rows in groups of about equal length.
 
     Args:
-        operands: the call.
-        problem: its numbers.
+        inputs: the call.
+        config: its numbers.
         tiles_of: `(layout, rows) -> TileSizes`, the backend's own choice.
-        sets: equal parts of the rows of kv blocks that are walked apart.
+        sets: equal parts of the rows of kv blocks that are computed separately.
     """
-    layout = operands.layout
-    batch, _, q_heads, _ = operands.q.shape
-    queries = problem.tiles or tiles_of(layout, batch * q_heads * layout.q_blocks)
-    rows = batch * operands.k.shape[2] * layout.kv_blocks
-    keys = problem.tiles or tiles_of(layout, rows // sets)
+    layout = inputs.layout
+    batch, _, q_heads, _ = inputs.q.shape
+    queries = config.tiles or tiles_of(layout, batch * q_heads * layout.q_blocks)
+    rows = batch * inputs.k.shape[2] * layout.kv_blocks
+    keys = config.tiles or tiles_of(layout, rows // sets)
     return (
-        Walked(queries, _rows_of_queries(operands, queries), fetches_all=True),
-        Walked(keys, _rows_of_keys(operands, keys, sets), fetches_all=True),
+        ScheduleCost(queries, _rows_of_queries(inputs, queries), fetches_all=True),
+        ScheduleCost(keys, _rows_of_keys(inputs, keys, sets), fetches_all=True),
     )
 
 
-def dense(operands: Operands) -> tuple[Pass, ...]:
+def dense(inputs: BlockSparseInputs) -> tuple[KernelCost, ...]:
     """The passes of a backend that computes every pair, in planes of logits in memory."""
-    size, layout = _sizes(operands, True), operands.layout
-    batch, q_tokens, q_heads, _ = operands.q.shape
-    kv_tokens = operands.k.shape[1]
+    size, layout = _sizes(inputs, True), inputs.layout
+    batch, q_tokens, q_heads, _ = inputs.q.shape
+    kv_tokens = inputs.k.shape[1]
     pairs = batch * q_heads * q_tokens * kv_tokens
     blocks = batch * q_heads * layout.q_blocks * layout.kv_blocks
-    listed = _listed(operands)
+    listed = _count_blocks(inputs)
     queries, keys = batch * q_heads * q_tokens, batch * q_heads * kv_tokens
     arrays = queries * size.q + keys * (size.k + size.v)
     planes = pairs * (size.row + size.bias)
     return (
-        Pass(
+        KernelCost(
             "forward",
             None,
             listed,
@@ -190,7 +199,7 @@ def dense(operands: Operands) -> tuple[Pass, ...]:
             arrays + planes,
             queries * (size.out + size.row) + planes,
         ),
-        Pass(
+        KernelCost(
             "backward",
             None,
             listed,
@@ -202,11 +211,11 @@ def dense(operands: Operands) -> tuple[Pass, ...]:
     )
 
 
-def _sizes(operands: Operands, widens: bool) -> _Sizes:
-    wide, own = np.dtype(compute_dtype(operands)).itemsize, np.dtype(operands.q.dtype).itemsize
+def _sizes(inputs: BlockSparseInputs, widens: bool) -> _Sizes:
+    wide, own = np.dtype(compute_dtype(inputs)).itemsize, np.dtype(inputs.q.dtype).itemsize
     read = wide if widens else own
-    dim, value_dim = operands.k.shape[-1], operands.v.shape[-1]
-    bias = 0 if operands.bias is None else np.dtype(operands.bias.dtype).itemsize
+    dim, value_dim = inputs.k.shape[-1], inputs.v.shape[-1]
+    bias = 0 if inputs.bias is None else np.dtype(inputs.bias.dtype).itemsize
     return _Sizes(
         key=2 * dim,
         value=2 * value_dim,
@@ -219,10 +228,10 @@ def _sizes(operands: Operands, widens: bool) -> _Sizes:
     )
 
 
-def _listed(operands: Operands) -> int:
+def _count_blocks(inputs: BlockSparseInputs) -> int:
     """Blocks the layout lists over all batch elements and query heads, or at most lists."""
-    layout = operands.layout
-    batch, q_heads = operands.q.shape[0], operands.q.shape[2]
+    layout = inputs.layout
+    batch, q_heads = inputs.q.shape[0], inputs.q.shape[2]
     copies = (batch // layout.batch) * (q_heads // layout.heads)
     if is_known(layout.row_starts):
         return int(np.asarray(layout.row_starts)[-1]) * copies
@@ -230,23 +239,23 @@ def _listed(operands: Operands) -> int:
     return min(layout.capacity * copies, every)
 
 
-def _rows_of_queries(operands: Operands, tiles: TileSizes) -> int | None:
+def _rows_of_queries(inputs: BlockSparseInputs, tiles: TileSizes) -> int | None:
     """Blocks that the forward and the dQ pass compute."""
-    layout = operands.layout
+    layout = inputs.layout
     if not is_known(*jax.tree.leaves(layout)):
         return None
-    lists = blocked.row_lists(layout, operands.q.shape[0], operands.q.shape[2])
-    return walked_items(lists.rows, tiles)
+    lists = blocking.list_rows(layout, inputs.q.shape[0], inputs.q.shape[2])
+    return count_items(lists.rows, tiles)
 
 
-def _rows_of_keys(operands: Operands, tiles: TileSizes, sets: int) -> int | None:
+def _rows_of_keys(inputs: BlockSparseInputs, tiles: TileSizes, sets: int) -> int | None:
     """Blocks that the pass over kv blocks computes."""
-    layout = operands.layout
+    layout = inputs.layout
     if not is_known(*jax.tree.leaves(layout)):
         return None
-    q_heads, kv_heads = operands.q.shape[2], operands.k.shape[2]
+    q_heads, kv_heads = inputs.q.shape[2], inputs.k.shape[2]
     transposed = layout.transpose(kv_heads, q_heads)
-    rows = blocked.column_lists(transposed, operands.k.shape[0], kv_heads).rows
+    rows = blocking.list_columns(transposed, inputs.k.shape[0], kv_heads).rows
     repeats = q_heads // kv_heads // transposed.group
-    rows = Rows(rows.start, rows.partial * repeats, rows.full * repeats)
-    return walked_items(rows, tiles, sets)
+    rows = RowTable(rows.start, rows.partial * repeats, rows.full * repeats)
+    return count_items(rows, tiles, sets)

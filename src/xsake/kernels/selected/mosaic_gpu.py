@@ -1,110 +1,122 @@
-"""Selected attention for NVIDIA GPUs: tiles of queries that chose one block, as a list of blocks.
+"""Selected attention for NVIDIA GPUs by the kernels of block-sparse attention.
 
-A tile and its block are a row with one item, so the kernels of block-sparse attention compute them:
-forward and dQ a row each, dK/dV all tiles of a block one after another, every sum in one place.
+A tile of queries and the block that they selected are a row with one item: forward and dq compute a
+row each, dkv all tiles of a block in order.
 """
 
 import functools
 from typing import Any
 
 import jax.numpy as jnp
+from jax import Array
 
-from xsake.kernels import mosaic_gpu_compat as gpu
-from xsake.kernels.block_sparse import gpu_passes, mosaic_gpu
-from xsake.kernels.block_sparse import problem as block_sparse
-from xsake.kernels.block_sparse import tiles as softmax
-from xsake.kernels.selected import call
-from xsake.kernels.selected.call import (
+from xsake.kernels import online_softmax as softmax
+from xsake.kernels.block_sparse.mosaic_gpu import ampere, kernels
+from xsake.kernels.block_sparse.mosaic_gpu import ops as gpu
+from xsake.kernels.block_sparse.types import BlockSparseConfig, BlockSparseInputs, Gradients
+from xsake.kernels.lowering import capability_of
+from xsake.kernels.selected import chunking
+from xsake.kernels.selected.chunking import (
     Chunk,
-    Cut,
-    Known,
-    Partial,
-    Tuning,
-    cut_for,
+    ChunkResiduals,
+    ChunkSizes,
+    PartialSoftmax,
+    SelectedTuning,
+    chunk_sizes,
+    gather_rows,
     position_rows,
-    rows_of,
 )
-from xsake.kernels.selected.lists import Tiles
-from xsake.kernels.selected.problem import Cotangents, Gradients, Operands, Problem
+from xsake.kernels.selected.routing import QueryTiles
+from xsake.kernels.selected.types import SelectedConfig, SelectedInputs
 from xsake.layout import BlockLayout
 from xsake.masks import Causal
 
-TUNING = Tuning(rows=256, tiles=1, queries=4096)
+TUNING = SelectedTuning(rows=256, tiles=1, queries=4096)
 LAUNCHES = {"selected_forward": 1, "selected_backward": 2}  # of a chunk
 
 
-def platforms() -> tuple[str, ...]:
-    """The only platform that these kernels compile for."""
-    return ("cuda",)
-
-
-def unsupported(operands: Operands) -> str | None:
+def unsupported_reason(inputs: SelectedInputs, config: SelectedConfig, platform: str) -> str | None:
     """Why this backend cannot serve the call on an NVIDIA GPU; None if it can."""
-    dtype, features = operands.q.dtype, max(operands.q.shape[-1], operands.v.shape[-1])
+    dtype, features = inputs.q.dtype, max(inputs.q.shape[-1], inputs.v.shape[-1])
     if dtype not in (jnp.bfloat16, jnp.float16):
         return f"its tensor cores take bfloat16 and float16, not {dtype}"
-    if features > gpu_passes.MOST_FEATURES:
-        return f"its registers hold heads of at most {gpu_passes.MOST_FEATURES} features"
-    return mosaic_gpu.incapable(gpu.capability())
+    if features > kernels.MAX_FEATURES:
+        return f"its registers hold heads of at most {kernels.MAX_FEATURES} features"
+    return ampere.capability_reason(capability_of(platform) or gpu.capability())
 
 
-def forward(operands: Operands, problem: Problem, interpret: Any = None):
-    """`(out [B, Tq, Hq, Dv], lse [B, Tq, Hq])`."""
-    cut = cut_for(operands, problem, TUNING)
-    visit = functools.partial(visit_forward, cut, problem, operands.q.dtype, interpret)
-    return call.forward(operands, problem, cut, visit)
+def forward(inputs: SelectedInputs, config: SelectedConfig, platform: str, interpret: Any = None):
+    """`(o [B, Tq, Hq, Dv], lse [B, Tq, Hq])`."""
+    cut = chunk_sizes(inputs, config, TUNING)
+    visit = functools.partial(visit_forward, cut, config, inputs.q.dtype, interpret)
+    return chunking.forward(inputs, config, cut, visit)
 
 
 def backward(
-    operands: Operands,
-    problem: Problem,
-    out,
-    lse,
-    cotangents: Cotangents,
+    inputs: SelectedInputs,
+    config: SelectedConfig,
+    platform: str,
+    o: Array,
+    lse: Array,
+    do: Array,
+    dlse: Array,
     interpret: Any = None,
 ) -> Gradients:
-    """Gradients for q, k and v, recomputing the weights of the selected blocks twice."""
-    cut = cut_for(operands, problem, TUNING)
-    visit = functools.partial(visit_backward, cut, problem, operands.q.dtype, interpret)
-    return call.backward(operands, problem, cut, visit, (out, lse), tuple(cotangents))
+    """Gradients for q, k and v, with probabilities recomputed twice."""
+    cut = chunk_sizes(inputs, config, TUNING)
+    visit = functools.partial(visit_backward, cut, config, inputs.q.dtype, interpret)
+    return chunking.backward(inputs, config, cut, visit, (o, lse), (do, dlse))
 
 
 def visit_forward(
-    cut: Cut, problem: Problem, kind, interpret, chunk: Chunk, tiles: Tiles, partial: Partial
-) -> Partial:
+    cut: ChunkSizes,
+    config: SelectedConfig,
+    dtype,
+    interpret,
+    chunk: Chunk,
+    tiles: QueryTiles,
+    partial: PartialSoftmax,
+) -> PartialSoftmax:
     """Partial softmaxes of all tiles of a chunk, in one launch."""
-    del partial  # every tile is written anew
-    walk = mosaic_gpu.walk_of("forward", _operands(cut, kind, chunk, tiles), interpret)
-    out, lse = gpu_passes.attend(walk, block_sparse.Problem(problem.scale), jnp.float32)
-    out, lse = out.reshape(cut.slots, cut.rows, -1), lse.reshape(cut.slots, cut.rows)
-    # A finished softmax is one under way: its peak is the log of its mass, which is then one.
-    return Partial(out, lse * softmax.LOG2_E, (lse != -jnp.inf).astype(jnp.float32))
+    del partial  # every tile is written
+    launch = ampere.launch_of("forward", _tile_inputs(cut, dtype, chunk, tiles), interpret)
+    o, lse = kernels.forward_pass(launch, BlockSparseConfig(config.scale), jnp.float32)
+    o, lse = o.reshape(cut.slots, cut.rows, -1), lse.reshape(cut.slots, cut.rows)
+    # A finished softmax is a partial one with m = lse and l = 1.
+    return PartialSoftmax(o, lse * softmax.LOG2E, (lse != -jnp.inf).astype(jnp.float32))
 
 
 def visit_backward(
-    cut: Cut, problem: Problem, kind, interpret, chunk: Chunk, known: Known, tiles: Tiles, sums
+    cut: ChunkSizes,
+    config: SelectedConfig,
+    dtype,
+    interpret,
+    chunk: Chunk,
+    residuals: ChunkResiduals,
+    tiles: QueryTiles,
+    sums,
 ):
-    """Gradients of all tiles of a chunk in two launches; those of keys and values are added up."""
-    operands = _operands(cut, kind, chunk, tiles)
-    in_line = lambda x: rows_of(x, tiles, cut).reshape(1, cut.slots * cut.rows, 1, -1)
-    d_out = in_line(known.d_out).astype(kind)
-    lse, delta = in_line(known.lse)[..., 0], in_line(known.delta)[..., 0]
-    lse = jnp.where(lse == jnp.inf, -jnp.inf, lse / softmax.LOG2_E)
-    # With an output of zeros, all of delta is what the log of the mass is wanted to give.
-    saved = jnp.zeros_like(d_out), lse, block_sparse.Cotangents(d_out, -delta)
-    numbers, wide = block_sparse.Problem(problem.scale), jnp.float32
-    by_query = mosaic_gpu.walk_of("d_q", operands, interpret)
-    d_q = gpu_passes.query_gradient(by_query, numbers, *saved, wide)
-    by_key = mosaic_gpu.walk_of("d_kv", operands, interpret)
-    d_k, d_v = gpu_passes.key_value_gradient(by_key, numbers, *saved, wide)
-    # What is scaled here would be scaled again.
-    room = d_q.reshape(cut.slots, cut.rows, -1) / problem.scale
-    _, of_k, of_v = sums
-    return room, of_k + d_k.reshape(of_k.shape) / problem.scale, of_v + d_v.reshape(of_v.shape)
+    """Gradients of all tiles of a chunk in two launches; dk and dv are summed."""
+    inputs = _tile_inputs(cut, dtype, chunk, tiles)
+    to_tokens = lambda x: gather_rows(x, tiles, cut).reshape(1, cut.slots * cut.rows, 1, -1)
+    do = to_tokens(residuals.do).astype(dtype)
+    lse, delta = to_tokens(residuals.lse)[..., 0], to_tokens(residuals.delta)[..., 0]
+    lse = jnp.where(jnp.isfinite(do).all(-1), lse, jnp.nan)
+    rows = softmax.zero_nonfinite(do), lse, delta
+    # The sums of all chunks are scaled once.
+    options = {"dtype": jnp.float32, "grad_scale": 1.0}
+    of_scale = BlockSparseConfig(config.scale)
+    launch = ampere.launch_of("dq", inputs, interpret)
+    dq = kernels.dq_given_delta(launch, of_scale, *rows, **options)
+    launch = ampere.launch_of("dkv", inputs, interpret)
+    dk, dv = kernels.dkv_given_delta(launch, of_scale, *rows, **options)
+    _, dk_sum, dv_sum = sums
+    dq = dq.reshape(cut.slots, cut.rows, -1)
+    return dq, dk_sum + dk.reshape(dk_sum.shape), dv_sum + dv.reshape(dv_sum.shape)
 
 
-def _operands(cut: Cut, kind, chunk: Chunk, tiles: Tiles) -> block_sparse.Operands:
-    """A chunk as a call of block-sparse attention: one head, its tiles as query blocks."""
+def _tile_inputs(cut: ChunkSizes, dtype, chunk: Chunk, tiles: QueryTiles) -> BlockSparseInputs:
+    """A chunk as a block-sparse call: one head, its tiles as query blocks."""
     number, size, _ = chunk.k.shape
     last = jnp.maximum(tiles.total - 1, 0)
     used = jnp.minimum(jnp.arange(cut.slots, dtype=jnp.int32), last)
@@ -118,11 +130,11 @@ def _operands(cut: Cut, kind, chunk: Chunk, tiles: Tiles) -> block_sparse.Operan
         block_kv=size,
         mask=Causal(),
     )
-    in_line = lambda x: x.astype(kind).reshape(1, -1, 1, x.shape[-1])
-    return block_sparse.Operands(
-        in_line(rows_of(chunk.q, tiles, cut)),
-        in_line(chunk.k),
-        in_line(chunk.v),
+    to_tokens = lambda x: x.astype(dtype).reshape(1, -1, 1, x.shape[-1])
+    return BlockSparseInputs(
+        to_tokens(gather_rows(chunk.q, tiles, cut)),
+        to_tokens(chunk.k),
+        to_tokens(chunk.v),
         layout,
         q_positions=position_rows(chunk, tiles, cut).reshape(1, -1),
     )

@@ -1,42 +1,47 @@
-"""The dense, boring definition of selected attention: truth at small sizes, O(Tq Tk) memory."""
+"""Dense definition of selected attention: truth at small sizes, O(Tq Tk) memory."""
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
-from xsake.kernels import dense_pairs
-from xsake.kernels.selected.problem import Cotangents, Gradients, Operands, Problem
-
-
-def platforms() -> tuple[str, ...] | None:
-    """Where this backend runs: None is everywhere."""
-    return None
+from xsake.kernels import reference_attention
+from xsake.kernels.block_sparse.types import Gradients
+from xsake.kernels.selected.types import SelectedConfig, SelectedInputs
 
 
-def unsupported(operands: Operands) -> str | None:
+def unsupported_reason(inputs: SelectedInputs, config: SelectedConfig, platform: str) -> str | None:
     """Why this backend cannot serve the call; None if it can: it serves every call."""
     return None
 
 
-def forward(operands: Operands, problem: Problem):
-    """`(out [B, Tq, Hq, Dv], lse [B, Tq, Hq])`."""
-    seen = visible(operands, problem)
-    return dense_pairs.forward(*operands[:3], seen, problem.scale)[:2]
+def forward(inputs: SelectedInputs, config: SelectedConfig, platform: str):
+    """`(o [B, Tq, Hq, Dv], lse [B, Tq, Hq])`."""
+    seen = visible(inputs, config)
+    return reference_attention.forward(*inputs[:3], seen, config.scale)[:2]
 
 
-def backward(operands: Operands, problem: Problem, out, lse, cotangents: Cotangents) -> Gradients:
+def backward(
+    inputs: SelectedInputs,
+    config: SelectedConfig,
+    platform: str,
+    o: Array,
+    lse: Array,
+    do: Array,
+    dlse: Array,
+) -> Gradients:
     """Gradients by the formulas, over all pairs."""
-    seen = visible(operands, problem)
-    arrays = tuple(operands[:3])
+    seen = visible(inputs, config)
+    arrays = tuple(inputs[:3])
     return Gradients(
-        *dense_pairs.backward(arrays, seen, problem.scale, (out, lse), tuple(cotangents))
+        *reference_attention.backward(arrays, seen, config.scale, (o, lse), (do, dlse))
     )
 
 
-def visible(operands: Operands, problem: Problem):
+def visible(inputs: SelectedInputs, config: SelectedConfig):
     """bool [B, Hk, Tq, Tk]: the key's block is among the query's, and the key is not later."""
-    tokens = operands.k.shape[1]
-    number = -(-tokens // problem.block)
-    named = jax.nn.one_hot(operands.blocks, number, dtype=jnp.bool_).any(3)  # [B, Tq, Hk, Nk]
-    listed = jnp.repeat(jnp.moveaxis(named, 2, 1), problem.block, axis=3)[..., :tokens]
-    causal = jnp.arange(tokens)[None, None, None] <= operands.positions[:, None, :, None]
+    tokens = inputs.k.shape[1]
+    number = -(-tokens // config.block)
+    named = jax.nn.one_hot(inputs.blocks, number, dtype=jnp.bool_).any(3)  # [B, Tq, Hk, Nk]
+    listed = jnp.repeat(jnp.moveaxis(named, 2, 1), config.block, axis=3)[..., :tokens]
+    causal = jnp.arange(tokens)[None, None, None] <= inputs.positions[:, None, :, None]
     return listed & causal

@@ -1,50 +1,57 @@
-"""The dense, boring definition of the statistics: truth at small sizes, O(Tq Tk) memory."""
+"""Dense definition of the statistics: truth at small sizes, O(Tq Tk) memory."""
 
 import jax
 import jax.numpy as jnp
 
-from xsake.kernels.statistics.problem import Operands, Problem, Statistics
+from xsake.kernels.statistics.types import Statistics, StatisticsConfig, StatisticsInputs
 
 
-def statistics(operands: Operands, problem: Problem) -> Statistics:
-    """Every statistic from the whole matrix of logits."""
-    visible = _visible_pairs(operands, problem)
-    logits = jnp.where(visible, _logits(operands, problem), -jnp.inf)
-    peak = logits.max(-1, keepdims=True)
-    below = jnp.where(logits == -jnp.inf, -jnp.inf, logits - peak)
-    weights = jnp.exp(below)
-    total = jnp.where(peak == -jnp.inf, 1, weights.sum(-1, keepdims=True))
-    mean = jnp.where(weights == 0, 0, weights * below).sum(-1, keepdims=True) / total
-    lse, entropy = (peak + jnp.log(total))[..., 0], (jnp.log(total) - mean)[..., 0]
-    missing = -logits.shape[-1] % problem.block_kv
-    blocks = jnp.pad(logits, ((0, 0),) * 3 + ((0, missing),), constant_values=-jnp.inf)
-    blocks = blocks.reshape(*logits.shape[:3], -1, problem.block_kv)
+def unsupported_reason(
+    inputs: StatisticsInputs, config: StatisticsConfig, platform: str
+) -> str | None:
+    """Why this backend cannot serve the call: it serves every call."""
+    return None
+
+
+def statistics(inputs: StatisticsInputs, config: StatisticsConfig, platform: str) -> Statistics:
+    """Compute every statistic from the whole matrix of scores."""
+    mask = _mask_pairs(inputs, config)
+    s = jnp.where(mask, _scores(inputs, config), -jnp.inf)
+    m = s.max(-1, keepdims=True)
+    below = jnp.where(s == -jnp.inf, -jnp.inf, s - m)
+    p = jnp.exp(below)
+    l = jnp.where(m == -jnp.inf, 1, p.sum(-1, keepdims=True))
+    mean = jnp.where(p == 0, 0, p * below).sum(-1, keepdims=True) / l
+    lse, entropy = (m + jnp.log(l))[..., 0], (jnp.log(l) - mean)[..., 0]
+    missing = -s.shape[-1] % config.block_kv
+    blocks = jnp.pad(s, ((0, 0),) * 3 + ((0, missing),), constant_values=-jnp.inf)
+    blocks = blocks.reshape(*s.shape[:3], -1, config.block_kv)
     block_lse = jax.nn.logsumexp(blocks, axis=-1)
     return Statistics(*(jnp.swapaxes(x, 1, 2) for x in (lse, entropy, block_lse)))
 
 
-def _logits(operands: Operands, problem: Problem):
-    """[B, Hq, Tq, Tk], of visible pairs and others."""
-    group = operands.q.shape[2] // operands.k.shape[2]
-    q, k = (x.astype(operands.dtype) for x in (operands.q, operands.k))
+def _scores(inputs: StatisticsInputs, config: StatisticsConfig):
+    """Scores [B, Hq, Tq, Tk], masked pairs included."""
+    group = inputs.q.shape[2] // inputs.k.shape[2]
+    q, k = (x.astype(inputs.dtype) for x in (inputs.q, inputs.k))
     k = jnp.repeat(k, group, axis=2)
-    logits = jnp.einsum("bqhd,bkhd->bhqk", q * problem.scale, k, precision="highest")
-    if problem.softcap is None:
-        return logits
-    return problem.softcap * jnp.tanh(logits / problem.softcap)
+    s = jnp.einsum("bqhd,bkhd->bhqk", q * config.scale, k, precision="highest")
+    if config.softcap is None:
+        return s
+    return config.softcap * jnp.tanh(s / config.softcap)
 
 
-def _visible_pairs(operands: Operands, problem: Problem):
-    """bool [B or 1, Hq or 1, Tq, Tk]: the pairs that exist."""
-    mask, heads = problem.mask, operands.q.shape[2]
-    q_pos, kv_pos = operands.q_positions, operands.kv_positions
-    q_pos = jnp.arange(operands.q.shape[1])[None] if q_pos is None else q_pos
-    kv_pos = jnp.arange(operands.k.shape[1])[None] if kv_pos is None else kv_pos
+def _mask_pairs(inputs: StatisticsInputs, config: StatisticsConfig):
+    """bool [B or 1, Hq or 1, Tq, Tk]: visible pairs."""
+    mask, heads = config.mask, inputs.q.shape[2]
+    q_pos, kv_pos = inputs.q_positions, inputs.kv_positions
+    q_pos = jnp.arange(inputs.q.shape[1])[None] if q_pos is None else q_pos
+    kv_pos = jnp.arange(inputs.k.shape[1])[None] if kv_pos is None else kv_pos
     q_pos, kv_pos = q_pos[:, None, :, None], kv_pos[:, None, None, :]
     head = None if mask.heads is None else jnp.arange(heads) * mask.heads // heads
-    visible = mask.allows(q_pos, kv_pos, None if head is None else head[None, :, None, None])
-    if operands.q_segment_ids is not None and operands.kv_segment_ids is not None:
-        q_ids = operands.q_segment_ids[:, None, :, None]
-        kv_ids = operands.kv_segment_ids[:, None, None, :]
-        visible = visible & (q_ids == kv_ids) & (q_ids >= 0)
-    return visible
+    mask = mask.allows(q_pos, kv_pos, None if head is None else head[None, :, None, None])
+    if inputs.q_segment_ids is not None and inputs.kv_segment_ids is not None:
+        q_ids = inputs.q_segment_ids[:, None, :, None]
+        kv_ids = inputs.kv_segment_ids[:, None, None, :]
+        mask = mask & (q_ids == kv_ids) & (q_ids >= 0)
+    return mask

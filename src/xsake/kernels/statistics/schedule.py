@@ -5,31 +5,33 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from xsake.kernels.block_sparse.walk import Rows
-from xsake.kernels.statistics.call import Cut
-from xsake.kernels.statistics.problem import Operands, Problem
-from xsake.layout.cover import resolve
+from xsake.kernels.row_loop import RowTable
+from xsake.kernels.statistics.tiles import StatisticsSizes
+from xsake.kernels.statistics.types import StatisticsConfig, StatisticsInputs
+from xsake.layout.coverage import resolve
+from xsake.layout.csr import namespace
 from xsake.layout.grid import Spans, blocks_of
-from xsake.layout.ragged import namespace
 from xsake.masks import AbstractMask, Coverage
 
 NONE, SOME, ALL, UNKNOWN = (np.int8(code) for code in Coverage)
 
 
-class Visits(NamedTuple):
+class SpanLists(NamedTuple):
     """The spans of every row (batch, head, chunk): partial ones first, then full ones."""
 
-    rows: Rows
+    rows: RowTable
     span: Any  # int32 [entries]
 
 
-def visits(operands: Operands, problem: Problem, cut: Cut) -> Visits:
+def list_spans(
+    inputs: StatisticsInputs, config: StatisticsConfig, cut: StatisticsSizes
+) -> SpanLists:
     """Every span in which a query of the row may see a key.
 
     Without positions and segments of its own a call knows its spans while it is traced, as NumPy;
     otherwise they are judged at run time, by the ends of what each chunk and span holds.
     """
-    codes = _codes(operands, problem, cut)
+    codes = _codes(inputs, config, cut)
     xp = namespace(codes)
     partial, full = (codes == SOME) | (codes == UNKNOWN), codes == ALL
     order = xp.argsort(xp.where(partial, 0, xp.where(full, 1, 2)), axis=-1, stable=True)
@@ -37,26 +39,26 @@ def visits(operands: Operands, problem: Problem, cut: Cut) -> Visits:
 
     def spread(x):
         x = xp.repeat(x, cut.heads // x.shape[1], axis=1)
-        return xp.broadcast_to(x, (operands.q.shape[0], *x.shape[1:])).reshape(-1)
+        return xp.broadcast_to(x, (inputs.q.shape[0], *x.shape[1:])).reshape(-1)
 
     counts = (x.sum(-1, dtype=xp.int32) for x in (partial, full))
-    rows = Rows(spread(lists * codes.shape[-1]), *map(spread, counts))
-    return Visits(rows, order.reshape(-1).astype(xp.int32))
+    rows = RowTable(spread(lists * codes.shape[-1]), *map(spread, counts))
+    return SpanLists(rows, order.reshape(-1).astype(xp.int32))
 
 
-def _codes(operands: Operands, problem: Problem, cut: Cut):
+def _codes(inputs: StatisticsInputs, config: StatisticsConfig, cut: StatisticsSizes):
     """Coverage codes [B or 1, mask heads or 1, chunks, spans]; NumPy if they are known now."""
-    q_tokens, kv_tokens = operands.q.shape[1], operands.k.shape[1]
+    q_tokens, kv_tokens = inputs.q.shape[1], inputs.k.shape[1]
     codes = _of_mask(
-        problem.mask,
-        _ends(operands.q_positions, q_tokens, cut.chunk),
-        _ends(operands.kv_positions, kv_tokens, cut.span),
+        config.mask,
+        _ends(inputs.q_positions, q_tokens, cut.chunk),
+        _ends(inputs.kv_positions, kv_tokens, cut.span),
     )
-    if operands.q_segment_ids is not None and operands.kv_segment_ids is not None:
+    if inputs.q_segment_ids is not None and inputs.kv_segment_ids is not None:
         codes = _within_segments(
             codes,
-            _ends(operands.q_segment_ids, q_tokens, cut.chunk),
-            _ends(operands.kv_segment_ids, kv_tokens, cut.span),
+            _ends(inputs.q_segment_ids, q_tokens, cut.chunk),
+            _ends(inputs.kv_segment_ids, kv_tokens, cut.span),
         )
     sticks_out = np.arange(codes.shape[-1]) == kv_tokens // cut.span
     cut_off = sticks_out.reshape(1, 1, 1, -1) & (codes == ALL)
@@ -77,7 +79,7 @@ def _of_mask(mask: AbstractMask, q_ends, kv_ends):
 def _within_segments(codes, q_ends, kv_ends):
     """The codes for pairs that are also in one segment."""
     q_low, q_high, kv_low, kv_high = _rectangles(q_ends, kv_ends)
-    # Negative ids are padding: nobody sees it, and it sees nobody.
+    # Negative ids are padding: it sees nothing and is not seen.
     meet = jnp.maximum(jnp.maximum(q_low, kv_low), 0) <= jnp.minimum(q_high, kv_high)
     alone = meet & (q_low == q_high) & (kv_low == kv_high)
     narrowed = jnp.where(alone | (codes == NONE), codes, SOME)

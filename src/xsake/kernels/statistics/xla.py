@@ -1,7 +1,7 @@
-"""Attention statistics in plain XLA loops: chunks of queries meet the spans of keys they may see.
+"""Attention statistics in plain XLA loops: chunks of queries against the spans of keys they see.
 
-A tile of logits is [rows, keys, queries]: what is summed lies along an axis that is not the last
-one, and the query heads of a kv head stand side by side along the last one.
+A tile of scores is [rows, keys, queries]: sums run over an axis that is not the last one, and the
+query heads of a kv head lie along the last one.
 """
 
 import functools
@@ -11,21 +11,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from xsake.kernels.block_sparse.blocked import take
-from xsake.kernels.block_sparse.problem import TileSizes
-from xsake.kernels.block_sparse.walk import Step, Visitor, walk
-from xsake.kernels.platforms import by_platform
-from xsake.kernels.statistics import moments
-from xsake.kernels.statistics.call import Call, Cut, prepare, row_heads
-from xsake.kernels.statistics.moments import Moments, Reductions
-from xsake.kernels.statistics.problem import Operands, Problem, Statistics
-from xsake.kernels.statistics.schedule import Visits, visits
-from xsake.kernels.varying import axes_of
+from xsake.kernels.batching import axes_of
+from xsake.kernels.block_sparse.types import TileSizes
+from xsake.kernels.blocking import take
+from xsake.kernels.row_loop import RowBody, Step, loop_rows
+from xsake.kernels.statistics import lse_entropy
+from xsake.kernels.statistics.lse_entropy import Moments, Reductions
+from xsake.kernels.statistics.schedule import SpanLists, list_spans
+from xsake.kernels.statistics.tiles import StatisticsCall, StatisticsSizes, prepare, row_heads
+from xsake.kernels.statistics.types import Statistics, StatisticsConfig, StatisticsInputs
 from xsake.layout.grid import blocks_of
 
 
-class Tuning(NamedTuple):
-    """What suits a platform; it changes no result beyond rounding."""
+class StatisticsTuning(NamedTuple):
+    """Tuning of a platform; it changes no result beyond rounding."""
 
     queries: int  # of a chunk
     keys: int  # of a span
@@ -34,82 +33,89 @@ class Tuning(NamedTuple):
 
 
 # On 2 x86 cores with 1 MB of L2 each, tiles of 2^17 to 2^20 logits are within 10% of each other.
-CPU = Tuning(queries=128, keys=256, logits=9 * 2**16, by=moments.TREES)
-ACCELERATOR = Tuning(queries=512, keys=512, logits=2**24, by=moments.PLAIN)
+CPU = StatisticsTuning(queries=128, keys=256, logits=9 * 2**16, by=lse_entropy.TREES)
+ACCELERATOR = StatisticsTuning(queries=512, keys=512, logits=2**24, by=lse_entropy.PLAIN)
 
 
-def statistics(operands: Operands, problem: Problem) -> Statistics:
+def unsupported_reason(
+    inputs: StatisticsInputs, config: StatisticsConfig, platform: str
+) -> str | None:
+    """Why this backend cannot serve the call: it serves every call."""
+    return None
+
+
+def statistics(inputs: StatisticsInputs, config: StatisticsConfig, platform: str) -> Statistics:
     """Every statistic of every query, in one pass over the spans that hold a visible key."""
-
-    def on(tuning: Tuning):
-        return lambda *arrays: _statistics(Operands(*arrays), problem, tuning)
-
-    return by_platform({"cpu": on(CPU)}, on(ACCELERATOR), *operands)
+    return _statistics(inputs, config, CPU if platform == "cpu" else ACCELERATOR)
 
 
-def cut_for(operands: Operands, problem: Problem, tuning: Tuning) -> Cut:
+def cut_for(
+    inputs: StatisticsInputs, config: StatisticsConfig, tuning: StatisticsTuning
+) -> StatisticsSizes:
     """Chunks of equal size that a tile can hold, and spans of whole blocks."""
-    q_tokens, kv_tokens = operands.q.shape[1], operands.k.shape[1]
-    heads = row_heads(operands, problem)
-    span = problem.block_kv * max(1, min(tuning.keys, kv_tokens) // problem.block_kv)
-    fitting = tuning.logits // (span * (operands.q.shape[2] // heads))
+    q_tokens, kv_tokens = inputs.q.shape[1], inputs.k.shape[1]
+    heads = row_heads(inputs, config)
+    span = config.block_kv * max(1, min(tuning.keys, kv_tokens) // config.block_kv)
+    fitting = tuning.logits // (span * (inputs.q.shape[2] // heads))
     chunks = blocks_of(q_tokens, max(1, min(tuning.queries, fitting)))
-    return Cut(blocks_of(q_tokens, chunks), span, heads)
+    return StatisticsSizes(blocks_of(q_tokens, chunks), span, heads)
 
 
-def _statistics(operands: Operands, problem: Problem, tuning: Tuning) -> Statistics:
-    call = prepare(operands, problem, cut_for(operands, problem, tuning))
-    lists = visits(operands, problem, call.cut)
-    blocks = call.cut.span // problem.block_kv
+def _statistics(
+    inputs: StatisticsInputs, config: StatisticsConfig, tuning: StatisticsTuning
+) -> Statistics:
+    call = prepare(inputs, config, cut_for(inputs, config, tuning))
+    lists = list_spans(inputs, config, call.cut)
+    blocks = call.cut.span // config.block_kv
 
-    def begin(rows):
+    def prologue(rows):
         shape = rows.shape[0], call.spans, blocks, call.queries
-        return (rows, take(call.q, rows)), moments.nothing(shape, operands.dtype)
+        return (rows, take(call.q, rows)), lse_entropy.init_moments(shape, inputs.dtype)
 
-    def visit(tile, state, shared, step: Step):
+    def body(tile, state, shared, step: Step):
         rows, q = tile
         span = step.items[:, 0]
-        logits = call.logits(rows, q, span)
-        if step.masked:
-            logits = jnp.where(call.visible(rows, span), logits, -jnp.inf)
-        # The three reductions read finished logits; otherwise each would mask and cap them again.
-        logits = lax.optimization_barrier(logits)
-        parts = logits.reshape(rows.shape[0], blocks, problem.block_kv, call.queries)
-        found = moments.of_logits(parts, 2, tuning.by)
-        own = np.arange(rows.shape[0], dtype=np.int32)
-        place = jnp.where(step.exists[:, 0], own, own.size), span
-        return Moments(*map(functools.partial(_stored, place), state, found)), shared
+        s = call.scores(rows, q, span)
+        if step.is_masked:
+            s = jnp.where(call.element_mask(rows, span), s, -jnp.inf)
+        # The three reductions read finished scores; otherwise each would mask and cap them again.
+        s = lax.optimization_barrier(s)
+        parts = s.reshape(rows.shape[0], blocks, config.block_kv, call.queries)
+        new = lse_entropy.score_moments(parts, 2, tuning.by)
+        row = np.arange(rows.shape[0], dtype=np.int32)
+        index = jnp.where(step.exists[:, 0], row, row.size), span
+        return Moments(*map(functools.partial(_store, index), state, new)), shared
 
-    def finish(rows, state, shared):
+    def epilogue(rows, state, shared):
         state = Moments(*(x.reshape(x.shape[0], -1, call.queries) for x in state))
-        whole = moments.merged(state, 1)
-        found = moments.lse(whole), moments.entropy(whole), moments.lse(state)
-        return tuple(map(functools.partial(_stored, rows), shared, found))
+        whole = lse_entropy.merge_moments(state, 1)
+        results = lse_entropy.lse(whole), lse_entropy.entropy(whole), lse_entropy.lse(state)
+        return tuple(map(functools.partial(_store, rows), shared, results))
 
-    each = jnp.zeros((call.rows, call.queries), operands.dtype)
-    every = jnp.zeros((call.rows, call.spans * blocks, call.queries), operands.dtype)
-    visitor = Visitor(begin, _fetch(lists), visit, finish)
+    each = jnp.zeros((call.rows, call.queries), inputs.dtype)
+    every = jnp.zeros((call.rows, call.spans * blocks, call.queries), inputs.dtype)
+    row_body = RowBody(prologue, _span_lookup(lists), body, epilogue)
     sizes = _tile_sizes(call, tuning)
-    axes = axes_of(operands.q)
-    return call.in_order(*walk(lists.rows, visitor, sizes, (each, each, every), axes=axes))
+    axes = axes_of(inputs.q)
+    return call.in_order(*loop_rows(lists.rows, row_body, sizes, (each, each, every), axes=axes))
 
 
-def _stored(place, room, found):
-    """`room` with what was found; a place past the end is nobody's."""
-    return room.at[place].set(found, mode="drop")
+def _store(index, buffer, x):
+    """Store results; indices past the end are dropped."""
+    return buffer.at[index].set(x, mode="drop")
 
 
-def _tile_sizes(call: Call, tuning: Tuning) -> TileSizes:
+def _tile_sizes(call: StatisticsCall, tuning: StatisticsTuning) -> TileSizes:
     """As many rows as fit, in pairs: XLA:CPU gives each thread whole rows."""
     fitting = tuning.logits // (call.cut.span * call.queries)
     return TileSizes(max(1, min(fitting // 2 * 2, call.rows)), 1)
 
 
-def _fetch(lists: Visits):
-    """The spans that rows meet, [rows, 1]; any where there is none."""
+def _span_lookup(lists: SpanLists):
+    """Make `RowBody.lookup`: spans of rows, [rows, 1]; any where there is none."""
     start, span = (jnp.asarray(x) for x in (lists.rows.start, lists.span))
 
-    def fetch(rows, turns, exists):
-        return take(span, jnp.minimum(take(start, rows)[:, None] + turns, span.shape[0] - 1))
+    def lookup(rows, index, exists):
+        return take(span, jnp.minimum(take(start, rows)[:, None] + index, span.shape[0] - 1))
 
-    return fetch
+    return lookup

@@ -1,7 +1,7 @@
-"""Hugging Face in and out: directories of transformers read into a decoder, and written again."""
+"""Load and export Hugging Face checkpoints."""
 
 from xsake.model.huggingface.exporting import export
-from xsake.model.huggingface.loading import Loaded, load
+from xsake.model.huggingface.loading import LoadedModel, load
 from xsake.model.huggingface.report import LoadReport
 
-__all__ = ["LoadReport", "Loaded", "export", "load"]
+__all__ = ["LoadReport", "LoadedModel", "export", "load"]

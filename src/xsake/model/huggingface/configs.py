@@ -1,4 +1,4 @@
-"""From config.json to a decoder's config: handles or refuses every key that changes the numbers."""
+"""Read config.json: every key that affects results is either supported or rejected."""
 
 import dataclasses
 from typing import Any
@@ -7,9 +7,9 @@ from pydantic import ValidationError
 
 from xsake.errors import CheckpointError
 from xsake.model.config import DecoderConfig, LayerKind
-from xsake.model.huggingface.families import FAMILIES, Family
-from xsake.model.huggingface.ropes import read_rope, read_ropes_of_gemma
-from xsake.model.huggingface.settings import Settings
+from xsake.model.huggingface.families import FAMILIES, ModelFamily
+from xsake.model.huggingface.ropes import read_gemma_ropes, read_rope
+from xsake.model.huggingface.settings import ConfigReader
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 ACTIVATIONS = {
@@ -21,7 +21,7 @@ _DEFAULT_WINDOW = 4096
 
 _OFF, _ABSENT, _ONE = (None, False), (None,), (None, 1)
 _NO_EXPERTS = (None, 0, 1)
-# Keys that change what a model computes, with the values that leave it as it is here.
+# Unsupported keys with the values that have no effect.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "quantization_config": _ABSENT, "compression_config": _ABSENT,
     "is_encoder_decoder": _OFF, "add_cross_attention": _OFF, "use_bidirectional_attention": _OFF,
@@ -50,7 +50,7 @@ _HANDLED = {
 
 @dataclasses.dataclass(frozen=True)
 class TokenIds:
-    """Tokens with a meaning to a generator; the decoder itself does not know them."""
+    """Special tokens for generation."""
 
     bos: int | None = None
     eos: tuple[int, ...] = ()
@@ -58,91 +58,94 @@ class TokenIds:
 
 
 @dataclasses.dataclass(frozen=True)
-class Description:
-    """What config.json says."""
+class ModelDescription:
+    """Parsed config.json."""
 
-    family: Family
+    family: ModelFamily
     config: DecoderConfig
     token_ids: TokenIds
 
 
-def read_config(values: dict[str, Any]) -> Description:
-    """The description of a model, or a `CheckpointError` that names the key.
+def read_config(values: dict[str, Any]) -> ModelDescription:
+    """Parse config.json; raise a `CheckpointError` with the key of an unsupported value.
 
     Args:
-        values: the object in config.json, in the spelling of transformers 4 or 5.
+        values: content of config.json, written by transformers 4 or 5.
     """
-    settings = Settings(values)
-    own_code = settings.section("auto_map")
-    if own_code is not None and own_code.values.keys() & {"AutoConfig", "AutoModelForCausalLM"}:
-        raise settings.refusal(
-            "auto_map", own_code.values, "a model of transformers itself, without code of its own",
-            fix="remove the key if the model computes exactly what its model_type says",
+    settings = ConfigReader(values)
+    custom_code = settings.section("auto_map")
+    if custom_code is not None and custom_code.values.keys() & {
+        "AutoConfig",
+        "AutoModelForCausalLM",
+    }:
+        raise settings.error(
+            "auto_map", custom_code.values, "a model of transformers itself, without custom code",
+            fix="remove the key if the model is identical to its model_type",
         )  # fmt: skip
-    kind = settings.choice("model_type", (*FAMILIES, "gemma3"))
-    own = settings
-    if kind == "gemma3":
-        kind, own = "gemma3_text", _text_part(settings)
-    family = FAMILIES[kind]
-    own = own.with_defaults(family.defaults)
-    _refuse_what_is_not_computed(settings, family)
-    _refuse_what_is_not_computed(own, family)
-    fields = _gpt2(own) if kind == "gpt2" else _llama(own, family)
-    _refuse_giants(fields)
+    model_type = settings.choice("model_type", (*FAMILIES, "gemma3"))
+    text = settings
+    if model_type == "gemma3":
+        model_type, text = "gemma3_text", _text_config(settings)
+    family = FAMILIES[model_type]
+    text = text.with_defaults(family.defaults)
+    _reject_unsupported_keys(settings, family)
+    _reject_unsupported_keys(text, family)
+    fields = _gpt2(text) if model_type == "gpt2" else _llama(text, family)
+    _check_parameter_count(fields)
     try:
         config = DecoderConfig.model_validate(fields)
     except ValidationError as wrong:
         first = wrong.errors()[0]
         raise CheckpointError(
-            "config.json describes a model that cannot be",
+            "config.json describes an invalid model",
             got=f"{'.'.join(map(str, first['loc']))}: {first['msg']}"[:300],
-            expected="sizes and kinds of layers that fit each other",
-            fix="take config.json from the checkpoint itself, unchanged",
+            expected="consistent sizes and layer types",
+            fix="use the original config.json of the checkpoint",
         ) from wrong
-    return Description(family, config, _token_ids(settings, own))
+    return ModelDescription(family, config, _token_ids(settings, text))
 
 
-def _text_part(settings: Settings) -> Settings:
+def _text_config(settings: ConfigReader) -> ConfigReader:
     text = settings.section("text_config")
     if text is None:
-        raise settings.refusal("text_config", None, "the text part of a gemma3 model")
+        raise settings.error("text_config", None, "the text config of a gemma3 model")
     if text.has("model_type"):
         text.choice("model_type", ("gemma3_text",))
     if settings.has("tie_word_embeddings") and text.has("tie_word_embeddings"):
         outer, inner = (x.flag("tie_word_embeddings") for x in (settings, text))
         if outer != inner:
-            raise text.refusal("tie_word_embeddings", inner, f"{outer}, as outside text_config")
+            raise text.error("tie_word_embeddings", inner, f"{outer}, as outside text_config")
     elif settings.has("tie_word_embeddings"):
         tied = {"tie_word_embeddings": settings.flag("tie_word_embeddings")}
         text = dataclasses.replace(text, values={**text.values, **tied})
     return text
 
 
-def _refuse_what_is_not_computed(settings: Settings, family: Family) -> None:
+def _reject_unsupported_keys(settings: ConfigReader, family: ModelFamily) -> None:
     for key, neutral in _NEUTRAL.items():
         value = settings.values.get(key)
-        if key in _HANDLED[family.window] or any(_same(value, known) for known in neutral):
+        if key in _HANDLED[family.window] or any(_is_neutral(value, each) for each in neutral):
             continue
-        accepted = " or ".join("absent" if known is None else str(known) for known in neutral)
-        raise settings.refusal(
+        accepted = " or ".join("absent" if each is None else str(each) for each in neutral)
+        raise settings.error(
             key, value, f"{accepted}, for model_type {family.name!r}",
-            fix="this would change what the model computes, and it is not supported",
+            fix="this changes the model and is not supported",
         )  # fmt: skip
 
 
-def _same(value: Any, known: Any) -> bool:
-    if isinstance(value, bool) or isinstance(known, bool) or known is None:
-        return value is known
-    return isinstance(value, int | float) and value == known
+def _is_neutral(value: Any, neutral: Any) -> bool:
+    if isinstance(value, bool) or isinstance(neutral, bool) or neutral is None:
+        return value is neutral
+    return isinstance(value, int | float) and value == neutral
 
 
-def _llama(settings: Settings, family: Family) -> dict[str, Any]:
-    """Fields of the decoder's config for every family but GPT-2."""
+def _llama(settings: ConfigReader, family: ModelFamily) -> dict[str, Any]:
+    """Return the fields of the decoder's config for all families except GPT-2."""
     is_gemma = family.window == "pattern"
     width, heads = settings.size("hidden_size"), settings.size("num_attention_heads")
-    layers = settings.size("num_hidden_layers", most=MAX_LAYERS)
+    layers = settings.size("num_hidden_layers", maximum=MAX_LAYERS)
     ropes = (
-        read_ropes_of_gemma(settings)
+        read_gemma_ropes(settings)
         if is_gemma
         else dict.fromkeys((FULL, SLIDING), read_rope(settings))
     )
@@ -163,7 +166,7 @@ def _llama(settings: Settings, family: Family) -> dict[str, Any]:
         "has_qkv_bias": biased or family.name == "qwen2",
         "has_out_bias": biased,
         "has_mlp_bias": family.name == "llama" and settings.flag("mlp_bias"),
-        **_kinds(settings, family, ropes, layers),
+        **_layer_kinds(settings, family, ropes, layers),
     }
     if is_gemma:
         fields |= {
@@ -176,12 +179,12 @@ def _llama(settings: Settings, family: Family) -> dict[str, Any]:
     return fields
 
 
-def _gpt2(settings: Settings) -> dict[str, Any]:
+def _gpt2(settings: ConfigReader) -> dict[str, Any]:
     width, heads = settings.size("n_embd"), settings.size("n_head")
-    layers = settings.size("n_layer", most=MAX_LAYERS)
+    layers = settings.size("n_layer", maximum=MAX_LAYERS)
     if width % heads:
-        raise settings.refusal("n_head", heads, f"a divisor of n_embd, which is {width}")
-    _kind_of_each_layer(settings, "none", layers)
+        raise settings.error("n_head", heads, f"a divisor of n_embd, which is {width}")
+    _layer_types(settings, "none", layers)
     return {
         "vocab_size": settings.size("vocab_size"),
         "width": width,
@@ -205,49 +208,51 @@ def _gpt2(settings: Settings) -> dict[str, Any]:
     }
 
 
-def _head_dim(settings: Settings, width: int, heads: int) -> int:
-    given = settings.optional_size("head_dim")
-    if given is not None:
-        if given % 2:
-            raise settings.refusal("head_dim", given, "even, for rotary positions")
-        return given
+def _head_dim(settings: ConfigReader, width: int, heads: int) -> int:
+    head_dim = settings.optional_size("head_dim")
+    if head_dim is not None:
+        if head_dim % 2:
+            raise settings.error("head_dim", head_dim, "even, for rotary positions")
+        return head_dim
     if width % (2 * heads):
-        raise settings.refusal(
-            "head_dim", None, f"given, as hidden_size {width} has no even share for {heads} heads"
+        raise settings.error(
+            "head_dim", None, f"required, as hidden_size {width} / {heads} heads is not even"
         )
     return width // heads
 
 
-def _activation(settings: Settings, key: str) -> str:
-    found = ACTIVATIONS[settings.choice(key, ACTIVATIONS)]
-    # Gemma's older files name it twice; only one of the two is heard.
+def _activation(settings: ConfigReader, key: str) -> str:
+    activation = ACTIVATIONS[settings.choice(key, ACTIVATIONS)]
+    # Older Gemma files have two keys, of which only one has an effect.
     if key != "hidden_act" and settings.has("hidden_act"):
         other = ACTIVATIONS[settings.choice("hidden_act", ACTIVATIONS)]
-        if other != found:
-            raise settings.refusal("hidden_act", other, f"the same as {key}, {found}, or absent")
-    return found
+        if other != activation:
+            raise settings.error("hidden_act", other, f"the same as {key}, {activation}, or absent")
+    return activation
 
 
-def _kinds(settings: Settings, family: Family, ropes: dict, layers: int) -> dict[str, Any]:
+def _layer_kinds(
+    settings: ConfigReader, family: ModelFamily, ropes: dict, layers: int
+) -> dict[str, Any]:
     window = _window(settings, family.window)
-    words = _kind_of_each_layer(settings, family.window, layers, window is not None)
-    if SLIDING in words and window is None:
-        raise settings.refusal(
-            "sliding_window", None, "a number of tokens, as some layers see only a window"
+    types = _layer_types(settings, family.window, layers, window is not None)
+    if SLIDING in types and window is None:
+        raise settings.error(
+            "sliding_window", None, "a number of tokens, as some layers use a window"
         )
-    made = {
-        word: LayerKind(window=window if word == SLIDING else None, rope=ropes[word])
-        for word in dict.fromkeys(words)
+    kinds = {
+        each: LayerKind(window=window if each == SLIDING else None, rope=ropes[each])
+        for each in dict.fromkeys(types)
     }
-    order = tuple(made)
-    numbers = tuple(order.index(word) for word in words)
+    order = tuple(kinds)
+    numbers = tuple(order.index(each) for each in types)
     return {
-        "kinds": tuple(made.values()),
-        "kind_of_layer": numbers if len(made) > 1 else None,
+        "kinds": tuple(kinds.values()),
+        "kind_of_layer": numbers if len(kinds) > 1 else None,
     }
 
 
-def _window(settings: Settings, style: str) -> int | None:
+def _window(settings: ConfigReader, style: str) -> int | None:
     if style == "none" or settings.is_null("sliding_window"):
         return None
     if style == "some" and not settings.flag("use_sliding_window"):
@@ -255,10 +260,10 @@ def _window(settings: Settings, style: str) -> int | None:
     return settings.size("sliding_window", _DEFAULT_WINDOW)
 
 
-def _kind_of_each_layer(
-    settings: Settings, style: str, layers: int, has_window: bool = False
+def _layer_types(
+    settings: ConfigReader, style: str, layers: int, has_window: bool = False
 ) -> tuple[str, ...]:
-    """`layer_types`, or what older files imply."""
+    """Return `layer_types`, or the equivalent of older files."""
     if style in ("none", "all"):
         only = SLIDING if has_window else FULL
         if settings.has("layer_types"):
@@ -269,26 +274,26 @@ def _kind_of_each_layer(
     if style == "pattern":
         pattern = settings.size("sliding_window_pattern")
         return tuple(SLIDING if (i + 1) % pattern else FULL for i in range(layers))
-    first = settings.size("max_window_layers", least=0) if has_window else layers
+    first = settings.size("max_window_layers", minimum=0) if has_window else layers
     return tuple(FULL if i < first else SLIDING for i in range(layers))
 
 
-def _refuse_giants(fields: dict[str, Any]) -> None:
-    """Sizes that are fine one by one can still describe a model that no memory holds."""
+def _check_parameter_count(fields: dict[str, Any]) -> None:
+    """Reject models whose total size exceeds the limit, even if every single size is valid."""
     width, heads = fields["width"], fields["q_heads"] + fields["kv_heads"]
     layer = width * (2 * heads * fields["head_dim"] + 3 * fields["mlp_width"])
     total = 2 * fields["vocab_size"] * width + fields["layers"] * layer
     if total > MAX_PARAMETERS:
         raise CheckpointError(
-            "config.json describes a model larger than any that is supported",
+            "config.json describes a model above the size limit",
             got=f"about {total:.1e} parameters: {width=}, layers={fields['layers']}, "
             f"mlp_width={fields['mlp_width']}, vocab_size={fields['vocab_size']}",
             expected=f"at most {MAX_PARAMETERS:.1e}",
-            fix="take config.json from the checkpoint itself, unchanged",
+            fix="use the original config.json of the checkpoint",
         )
 
 
-def _token_ids(settings: Settings, own: Settings) -> TokenIds:
-    first = lambda key: (settings if settings.has(key) else own).token_ids(key)
+def _token_ids(settings: ConfigReader, text: ConfigReader) -> TokenIds:
+    first = lambda key: (settings if settings.has(key) else text).token_ids(key)
     single = lambda key: next(iter(first(key)), None)
     return TokenIds(single("bos_token_id"), first("eos_token_id"), single("pad_token_id"))

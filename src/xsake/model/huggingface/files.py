@@ -1,4 +1,4 @@
-"""Safe access to a checkpoint's directory: plain files inside it, whole, and nothing pickled."""
+"""Safe access to a checkpoint directory: validated regular files, and no pickles."""
 
 import contextlib
 import dataclasses
@@ -18,9 +18,9 @@ from xsake.errors import CheckpointError
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 MAX_CONFIG_BYTES, MAX_INDEX_BYTES = 2**20, 2**26
-MAX_HEADER_BYTES = 2**25  # of 100,000 tensors; the largest models have as many, in many files
+MAX_HEADER_BYTES = 2**25  # 100,000 tensors
 MAX_DIMENSIONS = 8
-MAX_VALUES = 2**20  # a safetensors header has about 9 for each tensor
+MAX_VALUES = 2**20  # a safetensors header has about 9 per tensor
 READABLE = ("F32", "F16", "BF16", "F64")
 
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
@@ -29,9 +29,9 @@ _BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "U16": 2, "F16": 2,
     "BF16": 2, "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8,
 }  # fmt: skip
-_AGAIN = "copy or download the file again; it is not what was saved"
+_COPY_AGAIN = "copy or download the file again"
 _CONVERT = (
-    "convert it once, where you trust it: transformers' "
+    "convert it once, if you trust it: transformers' "
     "AutoModelForCausalLM.from_pretrained(directory).save_pretrained(other) writes safetensors"
 )
 
@@ -59,118 +59,118 @@ def parse_object(
 
 @dataclasses.dataclass(frozen=True)
 class StoredTensor:
-    """A tensor as its file's header describes it; nothing of it is read yet."""
+    """Header entry of a tensor; its data is not read yet."""
 
     name: str
     file: str
-    dtype: str  # as safetensors spells it
+    dtype: str  # safetensors name
     shape: tuple[int, ...]
 
 
-Read = Callable[[StoredTensor], np.ndarray]
+TensorReader = Callable[[StoredTensor], np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
-class Folder:
-    """A directory of which only regular files are read, and none outside it.
+class CheckpointFolder:
+    """Checkpoint directory; only regular files inside it are read.
 
     Args:
-        path: where it is, links resolved.
+        path: resolved path.
     """
 
     path: Path
 
     @classmethod
-    def at(cls, directory: str | Path) -> "Folder":
-        """The directory, which must exist."""
+    def open(cls, directory: str | Path) -> "CheckpointFolder":
+        """Open an existing directory."""
         path = Path(directory)
         if path.is_dir():
             return cls(path.resolve())
         if path.suffix in _PICKLES:
-            raise _pickled(path.name)
+            raise _pickle_error(path.name)
         raise CheckpointError(
-            "there is no such checkpoint directory",
+            "the checkpoint directory does not exist",
             got=repr(str(directory)),
             expected=f"a directory with {CONFIG} and {WEIGHTS} or {INDEX}",
-            fix="give the directory itself, not a file in it or the name of a model on a hub",
+            fix="pass the directory, not a file in it or a model name of a hub",
         )
 
     def has(self, name: str) -> bool:
-        """Whether there is anything of this name, even a link to nowhere."""
+        """Whether a file of this name exists, broken links included."""
         return (self.path / name).exists() or (self.path / name).is_symlink()
 
     def file(self, name: str) -> Path:
-        """Where a regular file of this name is, after every check on it."""
+        """Return the path of a regular file after validation."""
         if not _PLAIN_NAME.fullmatch(name):
             raise CheckpointError(
-                "a file's name is not a plain one",
+                "invalid file name",
                 got=repr(name)[:120],
-                expected="letters, digits, '.', '-' and '_': a file of the directory itself",
-                fix="do not use this checkpoint unless you know who wrote such a name into it",
+                expected="letters, digits, '.', '-' and '_'; no subdirectories",
+                fix="do not use this checkpoint unless you trust its source",
             )
         path = self.path / name
-        if path.is_symlink() and not _resolved(path).is_relative_to(self.path):
+        if path.is_symlink() and not _resolve(path).is_relative_to(self.path):
             raise CheckpointError(
-                f"{name} is a link that leaves the checkpoint's directory",
+                f"{name} is a link to a file outside of the checkpoint directory",
                 got=f"{name} -> {str(path.readlink())!r}",
                 expected="files inside the directory",
-                fix="copy the directory with links followed (`cp -rL from to`) and load the copy; "
-                "the Hugging Face cache consists of such links",
+                fix="copy the directory with `cp -rL from to` and load the copy; the Hugging Face "
+                "cache consists of such links",
             )
         if not path.exists():
             raise CheckpointError(
                 f"{name} is missing from the checkpoint",
                 got=f"the directory has {self._listing()}",
                 expected=name,
-                fix="finish the download or copy, all files of the checkpoint into one directory",
+                fix="complete the download, with all files of the checkpoint in one directory",
             )
         if not stat.S_ISREG(path.stat().st_mode):
             raise CheckpointError(
                 f"{name} is not a regular file",
                 got=stat.filemode(path.stat().st_mode),
                 expected="a regular file",
-                fix="put the file itself there",
+                fix="replace it by a regular file",
             )
-        return _resolved(path)
+        return _resolve(path)
 
     def json(self, name: str, *, max_bytes: int) -> dict[str, Any]:
-        """The JSON object in a file: no duplicate keys, no NaN, no more than `max_bytes`."""
+        """Read a JSON object; duplicate keys, NaN and more than `max_bytes` are rejected."""
         path = self.file(name)
         if path.stat().st_size > max_bytes:
             raise CheckpointError(
-                f"{name} is too large to be what its name says",
+                f"{name} is too large",
                 got=f"{path.stat().st_size} bytes",
                 expected=f"at most {max_bytes}",
-                fix=_AGAIN,
+                fix=_COPY_AGAIN,
             )
         return parse_object(path.read_bytes(), name, max_bytes=max_bytes)
 
     def tensors(self) -> dict[str, StoredTensor]:
-        """Every tensor of the checkpoint by name, each from exactly one whole file."""
+        """Return the header entries of all tensors by name."""
         if self.has(INDEX) and self.has(WEIGHTS):
             raise CheckpointError(
-                "the checkpoint says twice where its tensors are",
+                "the checkpoint has both a single file and an index",
                 got=f"both {WEIGHTS} and {INDEX}",
                 expected="one of them",
-                fix=f"remove the stale one; {INDEX} belongs to files named in it",
+                fix=f"remove the stale one; {INDEX} belongs to the files it lists",
             )
         if self.has(INDEX):
-            return self._sharded()
+            return self._read_index()
         if self.has(WEIGHTS):
-            return {tensor.name: tensor for tensor in self._header(WEIGHTS)}
+            return {tensor.name: tensor for tensor in self._read_header(WEIGHTS)}
         pickles = sorted(x.name for x in self.path.iterdir() if x.suffix in _PICKLES)
         if pickles:
-            raise _pickled(", ".join(pickles[:5]))
+            raise _pickle_error(", ".join(pickles[:5]))
         raise CheckpointError(
             "the directory has no weights",
             got=f"the directory has {self._listing()}",
-            expected=f"{WEIGHTS}, or {INDEX} and the files it names",
+            expected=f"{WEIGHTS}, or {INDEX} and the files it lists",
             fix=f"save the model as safetensors; a single file must be named {WEIGHTS}",
         )
 
     @contextlib.contextmanager
-    def reading(self) -> Iterator[Read]:
-        """A function that reads a tensor; files stay open until the block ends."""
+    def open_reader(self) -> Iterator[TensorReader]:
+        """Yield a function that reads a tensor; files stay open until the block ends."""
         with contextlib.ExitStack() as stack:
             opened: dict[str, Any] = {}
 
@@ -181,82 +181,82 @@ class Folder:
                         opened[tensor.file] = stack.enter_context(file)
                     return opened[tensor.file].get_tensor(tensor.name)
                 except (SafetensorError, OSError) as broken:
-                    raise _corrupt(tensor.file, f"{tensor.name}: {broken}") from broken
+                    raise _corrupt_error(tensor.file, f"{tensor.name}: {broken}") from broken
 
             yield read
 
-    def _sharded(self) -> dict[str, StoredTensor]:
-        places = self.json(INDEX, max_bytes=MAX_INDEX_BYTES).get("weight_map")
-        if not isinstance(places, dict) or not places:
+    def _read_index(self) -> dict[str, StoredTensor]:
+        weight_map = self.json(INDEX, max_bytes=MAX_INDEX_BYTES).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
             raise CheckpointError(
-                f"{INDEX} does not say which tensor is where",
-                got=f"weight_map: {type(places).__name__}",
+                f"{INDEX} has no valid weight_map",
+                got=f"weight_map: {type(weight_map).__name__}",
                 expected="an object from tensor names to file names",
-                fix=_AGAIN,
+                fix=_COPY_AGAIN,
             )
-        for name, file in places.items():
+        for name, file in weight_map.items():
             if isinstance(file, str) and file.endswith(_PICKLES):
-                raise _pickled(f"{INDEX}, which puts {name!r} into {file!r}"[:300])
+                raise _pickle_error(f"{INDEX}: {name!r} is in {file!r}"[:300])
             if not (isinstance(file, str) and file.endswith(".safetensors")):
                 raise CheckpointError(
-                    f"{INDEX} puts a tensor into something that is no safetensors file",
+                    f"{INDEX} has an entry that is not a safetensors file",
                     got=f"{name!r}: {file!r}"[:300],
                     expected="the name of a *.safetensors file of the directory",
                     fix="correct weight_map, or save the checkpoint again",
                 )
-        found: dict[str, StoredTensor] = {}
-        for file in sorted(set(places.values())):
-            for tensor in self._header(file):
-                if tensor.name in found:
+        tensors: dict[str, StoredTensor] = {}
+        for file in sorted(set(weight_map.values())):
+            for tensor in self._read_header(file):
+                if tensor.name in tensors:
                     raise CheckpointError(
-                        "a tensor is stored twice, and it is not said which one counts",
-                        got=f"{tensor.name} in {found[tensor.name].file} and in {file}",
+                        "a tensor is stored twice",
+                        got=f"{tensor.name} in {tensors[tensor.name].file} and in {file}",
                         expected="every tensor in one file",
                         fix="remove the files that belong to another version of the model",
                     )
-                found[tensor.name] = tensor
-        told = {(name, file) for name, file in places.items()}
-        seen = {(tensor.name, tensor.file) for tensor in found.values()}
-        if told != seen:
-            name, file = min(told ^ seen)
-            is_told = (name, file) in told
+                tensors[tensor.name] = tensor
+        indexed = {(name, file) for name, file in weight_map.items()}
+        stored = {(tensor.name, tensor.file) for tensor in tensors.values()}
+        if indexed != stored:
+            name, file = min(indexed ^ stored)
+            is_indexed = (name, file) in indexed
             raise CheckpointError(
-                f"{INDEX} and the files it names disagree",
-                got=f"{name!r} is {'not in' if is_told else 'in'} {file}",
-                expected=f"{INDEX} puts it {'there' if is_told else 'elsewhere or nowhere'}",
-                fix="take the index and all files from the same version of the model",
+                f"{INDEX} and the files it lists disagree",
+                got=f"{name!r} is {'not in' if is_indexed else 'in'} {file}",
+                expected=f"{INDEX} has it {'there' if is_indexed else 'elsewhere or nowhere'}",
+                fix="use the index and all files of the same version of the model",
             )
-        return found
+        return tensors
 
-    def _header(self, file: str) -> list[StoredTensor]:
-        """The tensors of one file, after making sure that all of each one's bytes are there."""
+    def _read_header(self, file: str) -> list[StoredTensor]:
+        """Read the header of one file and check that the data of all tensors is present."""
         path = self.file(file)
         size = path.stat().st_size
         with path.open("rb") as opened:
             start = opened.read(8)
             length = int.from_bytes(start, "little")
             if len(start) < 8 or not 2 <= length <= min(size - 8, MAX_HEADER_BYTES):
-                raise _corrupt(file, _look_of(start, size, length))
+                raise _corrupt_error(file, _describe_header(start, size, length))
             header = parse_object(opened.read(length), file, max_bytes=MAX_HEADER_BYTES)
         header.pop("__metadata__", None)
-        tensors = [_described(file, name, entry) for name, entry in header.items()]
+        tensors = [_parse_entry(file, name, entry) for name, entry in header.items()]
         for tensor, end in tensors:
             if end > size - 8 - length:
                 raise CheckpointError(
                     f"{file} is truncated",
                     got=f"{tensor.name} ends at byte {8 + length + end}, the file at {size}",
-                    expected="a file with all of its tensors' bytes",
-                    fix=_AGAIN,
+                    expected="a file with the data of all tensors",
+                    fix=_COPY_AGAIN,
                 )
         used = max((end for _, end in tensors), default=0)
         if used < size - 8 - length:
-            raise _corrupt(file, f"{size - 8 - length - used} bytes that belong to no tensor")
+            raise _corrupt_error(file, f"{size - 8 - length - used} unused bytes")
         try:
-            # Its own checks on top: no holes, no overlaps, nothing after the last tensor.
+            # Checks of the library: no holes, no overlaps, no trailing data.
             with safe_open(path, framework="numpy"):
                 pass
         except (SafetensorError, OSError) as broken:
-            raise _corrupt(file, str(broken)) from broken
+            raise _corrupt_error(file, str(broken)) from broken
         return [tensor for tensor, _ in tensors]
 
     def _listing(self) -> str:
@@ -264,52 +264,52 @@ class Folder:
         return (", ".join(names[:12]) or "no files") + (", ..." if len(names) > 12 else "")
 
 
-def _described(file: str, name: str, entry: Any) -> tuple[StoredTensor, int]:
-    """A tensor from its entry in a header, and where its bytes end."""
+def _parse_entry(file: str, name: str, entry: Any) -> tuple[StoredTensor, int]:
+    """Parse a header entry; return the tensor and the end of its data."""
     match entry:
         case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [start, end]} if (
             len(shape) <= MAX_DIMENSIONS
         ):
             counts = (*shape, start, end)
-            # Names are printed, so they may not hold what a terminal obeys.
+            # Names are printed, so control characters are rejected.
             if name.isprintable() and all(type(x) is int and 0 <= x < 2**63 for x in counts):
                 if dtype in _BYTES and math.prod(shape) * _BYTES[dtype] != end - start:
-                    raise _corrupt(file, f"{name}: {dtype} {shape} in {end - start} bytes")
+                    raise _corrupt_error(file, f"{name}: {dtype} {shape} in {end - start} bytes")
                 return StoredTensor(name, file, dtype, tuple(shape)), end
-    raise _corrupt(file, f"{name[:100]!r} is described as {reprlib.repr(entry)}")
+    raise _corrupt_error(file, f"{name[:100]!r} has the invalid entry {reprlib.repr(entry)}")
 
 
-def _look_of(start: bytes, size: int, length: int) -> str:
+def _describe_header(start: bytes, size: int, length: int) -> str:
     if start[:2] in (b"PK", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05"):
-        return "it begins like a pickle, whatever its name says; pickles are never read"
+        return "the file is a pickle; pickles are not supported"
     return f"a header of {length} bytes in a file of {size}"
 
 
-def _resolved(path: Path) -> Path:
+def _resolve(path: Path) -> Path:
     try:
         return path.resolve()
     except (OSError, RuntimeError) as broken:
         raise CheckpointError(
-            f"{path.name} is a link that leads nowhere",
+            f"{path.name} is a broken link",
             got=str(broken)[:200],
             expected="a regular file",
-            fix="put the file itself there",
+            fix="replace it by a regular file",
         ) from broken
 
 
-def _corrupt(file: str, got: str) -> CheckpointError:
+def _corrupt_error(file: str, got: str) -> CheckpointError:
     return CheckpointError(
-        f"{file} is not a sound safetensors file",
+        f"{file} is not a valid safetensors file",
         got=got[:300],
-        expected="what safetensors wrote: a header and the bytes of every tensor in it",
-        fix=_AGAIN,
+        expected="a header and the data of all tensors",
+        fix=_COPY_AGAIN,
     )
 
 
-def _pickled(got: str) -> CheckpointError:
+def _pickle_error(got: str) -> CheckpointError:
     return CheckpointError(
-        "the weights are pickled, and reading a pickle runs the code in it: safetensors only",
+        "pickled weights are not supported, as loading a pickle executes code",
         got=got,
-        expected=f"{WEIGHTS}, or {INDEX} and the files it names",
+        expected=f"{WEIGHTS}, or {INDEX} and the files it lists",
         fix=_CONVERT,
     )

@@ -1,4 +1,4 @@
-"""Loading: a checkpoint's directory in, a decoder on its devices out, one parameter at a time."""
+"""Load a checkpoint directory into a decoder, one parameter at a time."""
 
 import dataclasses
 import re
@@ -13,32 +13,37 @@ from jax.sharding import Mesh, NamedSharding
 from xsake.errors import ArgumentError, CheckpointError
 from xsake.model.config import DecoderConfig
 from xsake.model.decoder import Decoder
-from xsake.model.huggingface.configs import Description, TokenIds, read_config
-from xsake.model.huggingface.families import Family, Prefixes
+from xsake.model.huggingface.configs import ModelDescription, TokenIds, read_config
+from xsake.model.huggingface.families import ModelFamily, Prefixes
 from xsake.model.huggingface.files import (
     CONFIG,
     MAX_CONFIG_BYTES,
     READABLE,
-    Folder,
-    Read,
+    CheckpointFolder,
     StoredTensor,
+    TensorReader,
 )
-from xsake.model.huggingface.placement import Placed, abstract_decoder, placed, variable
-from xsake.model.huggingface.report import LoadReport, TensorLine
+from xsake.model.huggingface.placement import (
+    ParamMapping,
+    abstract_decoder,
+    get_variable,
+    map_params,
+)
+from xsake.model.huggingface.report import LoadReport, TensorRecord
 from xsake.model.sharding import TENSOR_PARALLEL, check_rules
-from xsake.placement import Rules, sharding_of
+from xsake.sharding import ShardingRules, named_sharding
 
 
 @dataclasses.dataclass(frozen=True)
-class Loaded:
-    """A decoder from a checkpoint, and what is known about it.
+class LoadedModel:
+    """Decoder loaded from a checkpoint, with metadata.
 
     Args:
-        model: the decoder, weights in place.
-        config: what it is made of.
-        family: its `model_type`, which `export` takes.
-        report: what became of every tensor.
-        token_ids: bos, eos and pad, for generating.
+        model: the decoder.
+        config: of the decoder.
+        family: `model_type`, for `export`.
+        report: status of every tensor.
+        token_ids: bos, eos and pad.
     """
 
     model: Decoder
@@ -54,24 +59,24 @@ def load(
     compute_dtype=jnp.float32,
     param_dtype=jnp.float32,
     mesh: Mesh | None = None,
-    rules: Rules | None = None,
-) -> Loaded:
-    """The model in a directory that Hugging Face transformers wrote, as a `Decoder`.
+    rules: ShardingRules | None = None,
+) -> LoadedModel:
+    """Load a Hugging Face checkpoint as a `Decoder`.
 
-    `config.json` and `*.safetensors` are read; pickles and links that leave the directory are
-    refused, and so is a checkpoint of which a tensor is missing, unexpected, mis-shaped or not
-    finite. One parameter at a time is in host memory, all of its layers together.
+    Reads `config.json` and `*.safetensors`; pickles and links to files outside of the directory
+    are rejected, and so are checkpoints with missing, unexpected, mis-shaped or non-finite
+    tensors. Host memory holds one parameter at a time, with all of its layers.
 
     Args:
-        directory: of a llama, qwen2, qwen3, mistral, gemma3 (its text part) or gpt2 model.
+        directory: of a llama, qwen2, qwen3, mistral, gemma3 (text part) or gpt2 model.
         compute_dtype: of activations.
-        param_dtype: of the weights, whatever the file has.
-        mesh: devices to spread the weights over; None: the default device.
-        rules: which mesh axis a logical axis of the parameters takes; None: heads, MLP and
-            vocabulary over an axis "tensor", if the mesh has one.
+        param_dtype: of the weights; tensors are converted.
+        mesh: for sharded weights; None: the default device.
+        rules: mesh axes by logical axis; None: heads, MLP and vocabulary over an axis "tensor",
+            if the mesh has one.
 
     Returns:
-        The model, its config and family, and the report on every tensor.
+        The model, its config and family, and the status of every tensor.
 
     Example:
         >>> from flax import nnx
@@ -79,47 +84,49 @@ def load(
         >>> from xsake.model.huggingface import export, load
         >>> made = Decoder(DecoderConfig.tiny(), rngs=nnx.Rngs(0))
         >>> loaded = load(export(made, "tiny", family="llama"))
-        >>> loaded.config == made.config, len(loaded.report.of("used"))
+        >>> loaded.config == made.config, len(loaded.report.filter("used"))
         (True, 29)
     """
     compute_dtype, param_dtype = _float_dtype(compute_dtype), _float_dtype(param_dtype)
-    rules = _complete(rules, mesh)
-    folder = Folder.at(directory)
-    told = read_config(folder.json(CONFIG, max_bytes=MAX_CONFIG_BYTES))
+    rules = _resolve_rules(rules, mesh)
+    folder = CheckpointFolder.open(directory)
+    description = read_config(folder.json(CONFIG, max_bytes=MAX_CONFIG_BYTES))
     tensors = folder.tensors()
-    abstract = abstract_decoder(told.config, compute_dtype, param_dtype)
+    abstract = abstract_decoder(description.config, compute_dtype, param_dtype)
     graph, state = nnx.split(abstract)
-    places = placed(told.family, state)
-    prefixes = _prefixes(told.family, tensors)
-    with folder.reading() as read:
-        report = _report(told, places, prefixes, tensors, read)
-        report.raise_problems()
-        for place in places:
-            stored = [tensors[name] for name in place.tensors(prefixes)]
-            sharding = _sharding(place, mesh, rules)
-            value = _on_devices(place, stored, read, param_dtype, sharding)
-            variable(state, place.path).set_value(value)
+    mappings = map_params(description.family, state)
+    prefixes = _find_prefixes(description.family, tensors)
+    with folder.open_reader() as read:
+        report = _make_report(description, mappings, prefixes, tensors, read)
+        report.raise_on_errors()
+        for mapping in mappings:
+            stored = [tensors[name] for name in mapping.tensors(prefixes)]
+            sharding = _sharding(mapping, mesh, rules)
+            value = _load_param(mapping, stored, read, param_dtype, sharding)
+            get_variable(state, mapping.path).set_value(value)
     model = nnx.merge(graph, state)
-    return Loaded(model, told.config, told.family.name, report, told.token_ids)
+    return LoadedModel(
+        model, description.config, description.family.name, report, description.token_ids
+    )
 
 
 def _float_dtype(dtype) -> np.dtype:
     try:
-        found = jnp.dtype(dtype)
+        parsed = jnp.dtype(dtype)
     except TypeError:
-        found = None
-    if found is None or not jnp.issubdtype(found, jnp.floating):
+        parsed = None
+    if parsed is None or not jnp.issubdtype(parsed, jnp.floating):
         raise ArgumentError(
-            "models are of floating-point numbers",
+            "the dtype is not floating point",
             got=repr(dtype),
             expected="float32, bfloat16 or another floating-point dtype",
             fix='use jnp.float32 or "float32"',
         )
-    return found
+    return parsed
 
 
-def _prefixes(family: Family, tensors: dict[str, StoredTensor]) -> Prefixes:
-    """The way to begin names that the file uses, told by its embedding."""
+def _find_prefixes(family: ModelFamily, tensors: dict[str, StoredTensor]) -> Prefixes:
+    """Return the prefixes of tensor names, found by the name of the embedding."""
     embedding = next(row.name for row in family.rows if row.parameter == "embedding")
     for prefixes in family.prefixes:
         if embedding.format(body=prefixes.body) in tensors:
@@ -127,36 +134,40 @@ def _prefixes(family: Family, tensors: dict[str, StoredTensor]) -> Prefixes:
     return family.prefixes[0]
 
 
-def _report(
-    told: Description,
-    places: list[Placed],
+def _make_report(
+    description: ModelDescription,
+    mappings: list[ParamMapping],
     prefixes: Prefixes,
     tensors: dict[str, StoredTensor],
-    read: Read,
+    read: TensorReader,
 ) -> LoadReport:
-    users: dict[str, list[Placed]] = {}
-    for place in places:
-        for name in place.tensors(prefixes):
-            users.setdefault(name, []).append(place)
-    lines = [_used_line(name, tensors.get(name), own) for name, own in users.items()]
+    users: dict[str, list[ParamMapping]] = {}
+    for mapping in mappings:
+        for name in mapping.tensors(prefixes):
+            users.setdefault(name, []).append(mapping)
+    lines = [_used_line(name, tensors.get(name), mapped) for name, mapped in users.items()]
     for name, tensor in tensors.items():
         if name not in users:
-            why = _why_harmless(told, name, tensor, prefixes, tensors, read)
-            outcome = "unexpected" if why is None else "set aside"
+            why = _ignore_reason(description, name, tensor, prefixes, tensors, read)
+            outcome = "unexpected" if why is None else "ignored"
             lines.append(
-                TensorLine(name, outcome, why or "", dtype=tensor.dtype, found=tensor.shape)
+                TensorRecord(name, outcome, why or "", dtype=tensor.dtype, actual=tensor.shape)
             )
-    return LoadReport(told.family.name, tuple(lines))
+    return LoadReport(description.family.name, tuple(lines))
 
 
-def _used_line(name: str, tensor: StoredTensor | None, users: list[Placed]) -> TensorLine:
-    expected = users[0].stored.shape
-    line = TensorLine(
-        name, "used", users[0].stored.how, tuple(place.path for place in users), expected=expected
+def _used_line(name: str, tensor: StoredTensor | None, users: list[ParamMapping]) -> TensorRecord:
+    expected = users[0].layout.shape
+    line = TensorRecord(
+        name,
+        "used",
+        users[0].layout.how,
+        tuple(mapping.path for mapping in users),
+        expected=expected,
     )
     if tensor is None:
         return dataclasses.replace(line, outcome="missing", how="")
-    line = dataclasses.replace(line, dtype=tensor.dtype, found=tensor.shape)
+    line = dataclasses.replace(line, dtype=tensor.dtype, actual=tensor.shape)
     if tensor.shape != expected:
         return dataclasses.replace(line, outcome="mis-shaped", how="")
     if tensor.dtype not in READABLE:
@@ -164,42 +175,42 @@ def _used_line(name: str, tensor: StoredTensor | None, users: list[Placed]) -> T
     return line
 
 
-def _why_harmless(
-    told: Description,
+def _ignore_reason(
+    description: ModelDescription,
     name: str,
     tensor: StoredTensor,
     prefixes: Prefixes,
     tensors: dict[str, StoredTensor],
-    read: Read,
+    read: TensorReader,
 ) -> str | None:
-    for pattern, why in told.family.harmless.items():
+    for pattern, why in description.family.harmless.items():
         if re.fullmatch(pattern, name):
             return why
     rows = {row.parameter: row.name.format(body=prefixes.body, head=prefixes.head)
-            for row in told.family.rows if "{layer}" not in row.name}  # fmt: skip
+            for row in description.family.rows if "{layer}" not in row.name}  # fmt: skip
     embedding = tensors.get(rows["embedding"])
-    if not told.config.is_tied or name != rows["head"] or embedding is None:
+    if not description.config.is_tied or name != rows["head"] or embedding is None:
         return None
-    alike = (tensor.dtype, tensor.shape) == (embedding.dtype, embedding.shape)
-    if alike and read(tensor).tobytes() == read(embedding).tobytes():
-        return "the embedding again, bit for bit"
+    is_same_type = (tensor.dtype, tensor.shape) == (embedding.dtype, embedding.shape)
+    if is_same_type and read(tensor).tobytes() == read(embedding).tobytes():
+        return "identical to the embedding"
     raise CheckpointError(
-        f"{name} differs from {embedding.name}, but config.json says that they are one",
+        f"{name} differs from {embedding.name}, but tie_word_embeddings is true",
         got=f"{tensor.dtype} {list(tensor.shape)} and {embedding.dtype} {list(embedding.shape)}, "
         "of different values"
-        if alike
+        if is_same_type
         else "of different shapes or dtypes",
         expected="the same values, or tie_word_embeddings: false",
         fix="set tie_word_embeddings to false in config.json if the model was trained untied",
     )
 
 
-def _complete(rules: Rules | None, mesh: Mesh | None) -> Rules:
+def _resolve_rules(rules: ShardingRules | None, mesh: Mesh | None) -> ShardingRules:
     if mesh is None:
         if rules:
             raise ArgumentError(
-                "sharding rules need a mesh", got="mesh=None", expected="a jax.sharding.Mesh",
-                fix="give the mesh that the rules are about",
+                "sharding rules require a mesh", got="mesh=None", expected="a jax.sharding.Mesh",
+                fix="pass a mesh",
             )  # fmt: skip
         return {}
     if rules is None:
@@ -208,49 +219,51 @@ def _complete(rules: Rules | None, mesh: Mesh | None) -> Rules:
     return rules
 
 
-def _sharding(place: Placed, mesh: Mesh | None, rules: Rules) -> NamedSharding | None:
+def _sharding(
+    mapping: ParamMapping, mesh: Mesh | None, rules: ShardingRules
+) -> NamedSharding | None:
     if mesh is None:
         return None
-    return sharding_of(place.path, place.names, place.shape, mesh, rules)
+    return named_sharding(mapping.path, mapping.names, mapping.shape, mesh, rules)
 
 
-def _on_devices(
-    place: Placed,
+def _load_param(
+    mapping: ParamMapping,
     stored: list[StoredTensor],
-    read: Read,
+    read: TensorReader,
     dtype: np.dtype,
     sharding: NamedSharding | None,
 ) -> jax.Array:
-    """One parameter; each device gets its own slice of it and no more."""
-    host = np.empty(place.shape, dtype) if place.is_stacked else None
+    """Load one parameter; each device gets only its shard."""
+    host = np.empty(mapping.shape, dtype) if mapping.is_stacked else None
     for layer, tensor in enumerate(stored):
-        part = place.stored.to_decoder(read(tensor))
+        part = mapping.layout.to_decoder(read(tensor))
         with np.errstate(over="ignore", invalid="ignore"):
             if host is None:
-                own = host = part.astype(dtype, copy=False)
+                mapped = host = part.astype(dtype, copy=False)
             else:
                 host[layer] = part
-                own = host[layer]
-        if not np.isfinite(own).all():
-            raise _not_finite(tensor, part, dtype)
+                mapped = host[layer]
+        if not np.isfinite(mapped).all():
+            raise _nonfinite_error(tensor, part, dtype)
     assert host is not None
     if sharding is None:
         return jnp.asarray(host)
-    return jax.make_array_from_callback(place.shape, sharding, host.__getitem__)
+    return jax.make_array_from_callback(mapping.shape, sharding, host.__getitem__)
 
 
-def _not_finite(tensor: StoredTensor, part: np.ndarray, dtype: np.dtype) -> CheckpointError:
+def _nonfinite_error(tensor: StoredTensor, part: np.ndarray, dtype: np.dtype) -> CheckpointError:
     count = int((~np.isfinite(part)).sum())
     if not count:
         return CheckpointError(
-            f"{tensor.name} does not fit {dtype}",
+            f"{tensor.name} overflows {dtype}",
             got=f"{tensor.dtype} values up to {float(np.abs(part).max()):g}",
             expected=f"values up to {float(jnp.finfo(dtype).max):g}",
             fix="load with a wider param_dtype",
         )
     return CheckpointError(
-        f"{tensor.name} in {tensor.file} has values that are not finite",
+        f"{tensor.name} in {tensor.file} has non-finite values",
         got=f"{count} of {part.size} are NaN or infinite",
         expected="finite weights",
-        fix="take a checkpoint from before the training broke, or copy the file again",
+        fix="use an earlier checkpoint, or copy the file again",
     )

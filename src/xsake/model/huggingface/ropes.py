@@ -1,14 +1,14 @@
-"""Rotary positions between config.json, in its older and newer spelling, and the decoder's."""
+"""Convert RoPE parameters between config.json (transformers 4 and 5) and the decoder."""
 
 from typing import Any
 
 from xsake.model.config import LinearScaling, Llama3Scaling, Rope, YarnScaling
-from xsake.model.huggingface.settings import Settings
+from xsake.model.huggingface.settings import ConfigReader
 from xsake.model.rope import yarn_attention_factor
 
-# "finetuned" is a remark of the oldest files; it changes nothing.
-_ALWAYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "finetuned"}
-_OWN_KEYS = {
+# "finetuned" of the oldest files has no effect.
+_COMMON_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "finetuned"}
+_TYPE_KEYS = {
     "default": set(),
     "linear": {"factor"},
     "llama3": {
@@ -19,27 +19,27 @@ _OWN_KEYS = {
         "mscale", "mscale_all_dim", "truncate",
     },
 }  # fmt: skip
-# What `default` files carry along from the file that they were made from.
-_WITHOUT_EFFECT = {"default": {"factor", "original_max_position_embeddings"}}
+# Leftover keys of `default` files.
+_IGNORED_KEYS = {"default": {"factor", "original_max_position_embeddings"}}
 
 
-def read_rope(settings: Settings) -> Rope:
-    """The one rope of all layers, from `rope_parameters` or `rope_theta` and `rope_scaling`."""
+def read_rope(settings: ConfigReader) -> Rope:
+    """Read the RoPE of all layers from `rope_parameters`, or `rope_theta` and `rope_scaling`."""
     newer = settings.section("rope_parameters")
     older = settings.section("rope_scaling")
     base = settings.number("rope_theta", above=1.0)
     if newer is None:
-        return _rope(older or Settings({}), base, settings)
-    rope = _rope(newer, base, settings)
+        return _parse_rope(older or ConfigReader({}), base, settings)
+    rope = _parse_rope(newer, base, settings)
     if settings.has("rope_theta") and rope.base != base:
-        raise _contradiction(settings, "rope_theta", base, rope.base)
-    if older is not None and _rope(older, rope.base, settings) != rope:
-        raise _contradiction(settings, "rope_scaling", older.values, newer.values)
+        raise _conflict_error(settings, "rope_theta", base, rope.base)
+    if older is not None and _parse_rope(older, rope.base, settings) != rope:
+        raise _conflict_error(settings, "rope_scaling", older.values, newer.values)
     return rope
 
 
-def read_ropes_of_gemma(settings: Settings) -> dict[str, Rope]:
-    """The ropes of layers that see all and of those that see a window."""
+def read_gemma_ropes(settings: ConfigReader) -> dict[str, Rope]:
+    """Read the RoPE of full-attention layers and of sliding-window layers."""
     newer = settings.section("rope_parameters")
     older = settings.section("rope_scaling")
     bases = {
@@ -49,35 +49,35 @@ def read_ropes_of_gemma(settings: Settings) -> dict[str, Rope]:
         ),
     }  # fmt: skip
     if newer is None:
-        full = _rope(older or Settings({}), bases["full_attention"][1], settings)
+        full = _parse_rope(older or ConfigReader({}), bases["full_attention"][1], settings)
         return {
             "full_attention": full,
             "sliding_attention": Rope(base=bases["sliding_attention"][1]),
         }
     flat = sorted(newer.values.keys() - bases.keys())
     if flat:
-        raise newer.refusal(
+        raise newer.error(
             flat[0], newer.values[flat[0]],
             "one object for full_attention and one for sliding_attention",
-            fix="put the parameters into both objects, as the layers of this family differ",
+            fix="move the parameters into both objects",
         )  # fmt: skip
-    found = {}
+    ropes = {}
     for kind, (key, base) in bases.items():
-        found[kind] = _rope(newer.section(kind) or Settings({}), base, settings)
-        if settings.has(key) and found[kind].base != base:
-            raise _contradiction(settings, key, base, found[kind].base)
-        scaling = found[kind].scaling
+        ropes[kind] = _parse_rope(newer.section(kind) or ConfigReader({}), base, settings)
+        if settings.has(key) and ropes[kind].base != base:
+            raise _conflict_error(settings, key, base, ropes[kind].base)
+        scaling = ropes[kind].scaling
         if isinstance(scaling, YarnScaling) and not scaling.is_truncated:
-            # transformers looks for it outside these objects, so it would not be heard there.
-            raise newer.refusal(f"{kind}.truncate", False, "true: ramps that end at dimensions")
-    full = found["full_attention"]
-    if older is not None and _rope(older, full.base, settings) != full:
-        raise _contradiction(settings, "rope_scaling", older.values, newer.values)
-    return found
+            # transformers reads it outside of these objects, so it would have no effect.
+            raise newer.error(f"{kind}.truncate", False, "true: ramps that end at dimensions")
+    full = ropes["full_attention"]
+    if older is not None and _parse_rope(older, full.base, settings) != full:
+        raise _conflict_error(settings, "rope_scaling", older.values, newer.values)
+    return ropes
 
 
 def write_rope(rope: Rope) -> dict[str, Any]:
-    """`rope_parameters` of one kind of layer, as transformers 5 spells it."""
+    """Return `rope_parameters` of one kind of layer, as in transformers 5."""
     base = {"rope_theta": rope.base}
     match rope.scaling:
         case None:
@@ -93,7 +93,7 @@ def write_rope(rope: Rope) -> dict[str, Any]:
                 "original_max_position_embeddings": scaling.original_context,
             }
         case YarnScaling() as scaling:
-            found = base | {
+            parameters = base | {
                 "rope_type": "yarn",
                 "factor": scaling.factor,
                 "original_max_position_embeddings": scaling.original_context,
@@ -101,41 +101,43 @@ def write_rope(rope: Rope) -> dict[str, Any]:
                 "beta_slow": scaling.beta_slow,
                 "attention_factor": scaling.attention_factor,
             }
-            return found if scaling.is_truncated else found | {"truncate": False}
-    raise AssertionError(f"no such scaling: {rope.scaling!r}")
+            return parameters if scaling.is_truncated else parameters | {"truncate": False}
+    raise AssertionError(f"unknown scaling: {rope.scaling!r}")
 
 
-def older_scaling(parameters: dict[str, Any]) -> dict[str, Any] | None:
-    """`rope_scaling` as transformers 4 spells what `write_rope` gave."""
+def legacy_rope_scaling(parameters: dict[str, Any]) -> dict[str, Any] | None:
+    """Return `rope_scaling` of transformers 4 for the result of `write_rope`."""
     if parameters["rope_type"] == "default":
         return None
     return {key: value for key, value in parameters.items() if key != "rope_theta"}
 
 
-def _rope(own: Settings, base: float, settings: Settings) -> Rope:
-    """The rope that one object describes; `settings` is the whole file."""
-    kind = _kind(own)
-    partial = own.number("partial_rotary_factor", 1.0)
+def _parse_rope(section: ConfigReader, base: float, settings: ConfigReader) -> Rope:
+    """Parse the RoPE of one object; `settings` is the whole file."""
+    rope_type = _rope_type(section)
+    partial = section.number("partial_rotary_factor", 1.0)
     if partial != 1:
-        raise own.refusal("partial_rotary_factor", partial, "1: all dimensions of a head turn")
-    known = _ALWAYS | _OWN_KEYS[kind] | _WITHOUT_EFFECT.get(kind, set())
-    for key, value in own.values.items():
-        if key not in known and value is not None:
-            raise own.refusal(
-                key, value, f"only keys of rope_type {kind!r}: {', '.join(sorted(known))}"
+        raise section.error(
+            "partial_rotary_factor", partial, "1: all dimensions of a head are rotated"
+        )
+    allowed = _COMMON_KEYS | _TYPE_KEYS[rope_type] | _IGNORED_KEYS.get(rope_type, set())
+    for key, value in section.values.items():
+        if key not in allowed and value is not None:
+            raise section.error(
+                key, value, f"only keys of rope_type {rope_type!r}: {', '.join(sorted(allowed))}"
             )
-    base = own.number("rope_theta", base, above=1.0)
-    if kind == "default":
+    base = section.number("rope_theta", base, above=1.0)
+    if rope_type == "default":
         return Rope(base=base)
-    if kind == "linear":
-        return Rope(base=base, scaling=LinearScaling(factor=own.number("factor")))
-    original = _original_context(own, settings)
-    if kind == "yarn":
-        return Rope(base=base, scaling=_yarn(own, original, settings))
-    low, high = own.number("low_freq_factor"), own.number("high_freq_factor")
+    if rope_type == "linear":
+        return Rope(base=base, scaling=LinearScaling(factor=section.number("factor")))
+    original = _original_context(section, settings)
+    if rope_type == "yarn":
+        return Rope(base=base, scaling=_yarn(section, original, settings))
+    low, high = section.number("low_freq_factor"), section.number("high_freq_factor")
     if low >= high:
-        raise own.refusal("low_freq_factor", low, f"less than high_freq_factor, which is {high}")
-    factor = own.number("factor")
+        raise section.error("low_freq_factor", low, f"less than high_freq_factor, which is {high}")
+    factor = section.number("factor")
     return Rope(
         base=base,
         scaling=Llama3Scaling(
@@ -144,47 +146,47 @@ def _rope(own: Settings, base: float, settings: Settings) -> Rope:
     )
 
 
-def _kind(own: Settings) -> str:
-    kinds = {
-        own.choice(key, _OWN_KEYS) for key in ("rope_type", "type") if own.has(key)
+def _rope_type(section: ConfigReader) -> str:
+    types = {
+        section.choice(key, _TYPE_KEYS) for key in ("rope_type", "type") if section.has(key)
     }  # fmt: skip
-    if len(kinds) > 1:
-        raise own.refusal("type", own.values["type"], f"the same as rope_type: {kinds}")
-    return kinds.pop() if kinds else "default"
+    if len(types) > 1:
+        raise section.error("type", section.values["type"], f"the same as rope_type: {types}")
+    return types.pop() if types else "default"
 
 
-def _original_context(own: Settings, settings: Settings) -> int:
+def _original_context(section: ConfigReader, settings: ConfigReader) -> int:
     key = "original_max_position_embeddings"
-    whole = settings.size("max_position_embeddings")
+    context = settings.size("max_position_embeddings")
     if settings.has(key):
         outer = settings.size(key)
-        if own.has(key) and own.size(key) != outer:
-            raise own.refusal(key, own.size(key), f"{outer}, as {key} outside says")
+        if section.has(key) and section.size(key) != outer:
+            raise section.error(key, section.size(key), f"{outer}, as in the outer {key}")
         return outer
-    return own.size(key, whole)
+    return section.size(key, context)
 
 
-def _yarn(own: Settings, original: int, settings: Settings) -> YarnScaling:
-    whole = settings.size("max_position_embeddings")
-    factor = own.number("factor", whole / original)
-    attention = own.optional_number("attention_factor")
+def _yarn(section: ConfigReader, original: int, settings: ConfigReader) -> YarnScaling:
+    context = settings.size("max_position_embeddings")
+    factor = section.number("factor", context / original)
+    attention = section.optional_number("attention_factor")
     if attention is None:
         attention = yarn_attention_factor(factor)
-        above, below = own.optional_number("mscale"), own.optional_number("mscale_all_dim")
+        above, below = section.optional_number("mscale"), section.optional_number("mscale_all_dim")
         if above is not None and below is not None:
             attention = (1 + above * (attention - 1)) / (1 + below * (attention - 1))
     return YarnScaling(
         factor=factor,
         original_context=original,
-        beta_fast=own.number("beta_fast", 32.0),
-        beta_slow=own.number("beta_slow", 1.0),
+        beta_fast=section.number("beta_fast", 32.0),
+        beta_slow=section.number("beta_slow", 1.0),
         attention_factor=attention,
-        is_truncated=own.flag("truncate", True),
+        is_truncated=section.flag("truncate", True),
     )
 
 
-def _contradiction(settings: Settings, key: str, older: Any, newer: Any):
-    return settings.refusal(
+def _conflict_error(settings: ConfigReader, key: str, older: Any, newer: Any):
+    return settings.error(
         key, older, f"the same as in rope_parameters, {newer!r}"[:300],
-        fix="keep only one of them: rope_parameters is how transformers 5 writes it",
+        fix="keep only one of them; rope_parameters is the key of transformers 5",
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The keys of a config.json, read one by one: each has its type and range, or a clean refusal."""
+"""Typed access to the keys of a config.json, with range checks."""
 
 import dataclasses
 import reprlib
@@ -13,104 +13,107 @@ _CORRECT = "correct the key, or load a checkpoint that this version supports"
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
-    """A JSON object whose keys are asked for by type; a null counts as absent.
+class ConfigReader:
+    """JSON object with typed accessors; null counts as absent.
 
     Args:
-        values: what the file says.
-        defaults: what a family assumes for keys that are absent.
-        place: which object of the file this is, for messages: "" or "rope_parameters."
+        values: content of the file.
+        defaults: of the family, for absent keys.
+        path: prefix of keys in messages: "" or "rope_parameters."
     """
 
     values: Mapping[str, Any]
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    place: str = ""
+    path: str = ""
 
     def has(self, key: str) -> bool:
-        """Whether the file itself says something about it."""
+        """Whether the file has a non-null value."""
         return self.values.get(key) is not None
 
     def is_null(self, key: str) -> bool:
-        """Whether the file says null, which for some keys is not the same as saying nothing."""
+        """Whether the file has an explicit null, which for some keys differs from an absent key."""
         return key in self.values and self.values[key] is None
 
     def size(
-        self, key: str, default: Any = _REQUIRED, *, least: int = 1, most: int = MAX_SIZE
+        self, key: str, default: Any = _REQUIRED, *, minimum: int = 1, maximum: int = MAX_SIZE
     ) -> int:
-        """An integer from `least` to `most`."""
+        """Return an integer from `minimum` to `maximum`."""
         value = self._value(key, default)
-        if type(value) is not int or not least <= value <= most:
-            raise self.refusal(key, value, f"an integer from {least} to {most}")
+        if type(value) is not int or not minimum <= value <= maximum:
+            raise self.error(key, value, f"an integer from {minimum} to {maximum}")
         return value
 
     def optional_size(self, key: str) -> int | None:
-        """The same, or None if it is absent."""
+        """Return the value, or None if it is absent."""
         return None if self._value(key, None) is None else self.size(key)
 
     def number(self, key: str, default: Any = _REQUIRED, *, above: float = 0.0) -> float:
-        """A number above `above` that fits a float32."""
+        """Return a number above `above` in the range of float32."""
         value = self._value(key, default)
         if type(value) not in (int, float) or not above < value < 1e38:
-            raise self.refusal(key, value, f"a finite number above {above:g}")
+            raise self.error(key, value, f"a finite number above {above:g}")
         return float(value)
 
     def optional_number(self, key: str) -> float | None:
-        """The same, or None if it is absent."""
+        """Return the value, or None if it is absent."""
         return None if self._value(key, None) is None else self.number(key)
 
     def flag(self, key: str, default: Any = _REQUIRED) -> bool:
-        """True or false."""
+        """Return a boolean."""
         value = self._value(key, default)
         if type(value) is not bool:
-            raise self.refusal(key, value, "true or false")
+            raise self.error(key, value, "true or false")
         return value
 
     def choice(self, key: str, choices: Iterable[str], default: Any = _REQUIRED) -> str:
-        """One of some words."""
+        """Return one of several strings."""
         value = self._value(key, default)
-        known = tuple(choices)
-        if not isinstance(value, str) or value not in known:
-            raise self.refusal(key, value, "one of " + ", ".join(known))
+        allowed = tuple(choices)
+        if not isinstance(value, str) or value not in allowed:
+            raise self.error(key, value, "one of " + ", ".join(allowed))
         return value
 
     def choices(self, key: str, choices: Iterable[str], *, count: int) -> tuple[str, ...]:
-        """Exactly `count` of some words."""
-        value, known = self._value(key, _REQUIRED), tuple(choices)
+        """Return a list of exactly `count` allowed strings."""
+        value, allowed = self._value(key, _REQUIRED), tuple(choices)
         if not isinstance(value, list) or len(value) != count:
             got = f"{len(value)} entries" if isinstance(value, list) else value
-            raise self.refusal(key, got, f"a list of {count}: one for every layer")
-        wrong = [word for word in value if not (isinstance(word, str) and word in known)]
+            raise self.error(key, got, f"a list of {count}: one for every layer")
+        wrong = [word for word in value if not (isinstance(word, str) and word in allowed)]
         if wrong:
-            raise self.refusal(key, wrong[0], "entries out of " + ", ".join(known))
+            raise self.error(key, wrong[0], "entries out of " + ", ".join(allowed))
         return tuple(value)
 
-    def section(self, key: str, defaults: Mapping[str, Any] | None = None) -> "Settings | None":
-        """An object inside this one."""
+    def section(self, key: str, defaults: Mapping[str, Any] | None = None) -> "ConfigReader | None":
+        """Return a nested object."""
         value = self._value(key, None)
         if value is None:
             return None
         if not isinstance(value, dict):
-            raise self.refusal(key, value, "an object or null")
-        return Settings(value, defaults or {}, f"{self.place}{key}.")
+            raise self.error(key, value, "an object or null")
+        return ConfigReader(value, defaults or {}, f"{self.path}{key}.")
 
-    def with_defaults(self, defaults: Mapping[str, Any]) -> "Settings":
-        """The same file, read by a family that assumes these."""
+    def with_defaults(self, defaults: Mapping[str, Any]) -> "ConfigReader":
+        """Return a reader with the defaults of a family."""
         return dataclasses.replace(self, defaults=defaults)
 
     def token_ids(self, key: str) -> tuple[int, ...]:
-        """No, one or several ids of tokens."""
+        """Return zero or more token ids."""
         value = self._value(key, None)
         listed = value if isinstance(value, list) else [] if value is None else [value]
         if any(type(item) is not int or abs(item) > MAX_SIZE for item in listed):
-            raise self.refusal(key, value, "null, an integer or a list of integers")
+            raise self.error(key, value, "null, an integer or a list of integers")
         return tuple(listed)
 
-    def refusal(self, key: str, got: Any, expected: str, *, fix: str = _CORRECT) -> CheckpointError:
-        """The error that says why a key cannot be used."""
+    def error(self, key: str, got: Any, expected: str, *, fix: str = _CORRECT) -> CheckpointError:
+        """Return the error for an invalid key."""
         name = key if key.replace(".", "_").isidentifier() else repr(key)[:80]
-        shown = "nothing" if got is _REQUIRED or got is None else reprlib.repr(got)
+        text = "nothing" if got is _REQUIRED or got is None else reprlib.repr(got)
         return CheckpointError(
-            f"config.json: {self.place}{name} cannot be used", got=shown, expected=expected, fix=fix
+            f"config.json: {self.path}{name} is invalid or unsupported",
+            got=text,
+            expected=expected,
+            fix=fix,
         )
 
     def _value(self, key: str, default: Any) -> Any:

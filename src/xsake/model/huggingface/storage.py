@@ -1,4 +1,4 @@
-"""How a decoder's parameter lies in the tensors of a file: names, order of axes, parts."""
+"""Layout of a decoder's parameters in the tensors of a file: names, axis order, parts."""
 
 import dataclasses
 import math
@@ -8,15 +8,14 @@ import numpy as np
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
-    """One line of a family's table.
+class TensorSpec:
+    """Mapping of a tensor to a parameter.
 
     Args:
-        name: the tensor's; {layer} is a layer's number, {body} and {head} the file's prefixes.
+        name: of the tensor; {layer} is the layer number, {body} and {head} the file's prefixes.
         parameter: path in the decoder.
-        axes: of the tensor, outermost first, in the decoder's logical names; "a*b" is one axis
-            that runs over a and, faster, over b.
-        part: (which, of how many) of the tensor's last axis, if several parameters share it.
+        axes: logical axes of the tensor, outermost first; "a*b" is a merged axis, b fastest.
+        part: (index, count) of a split of the tensor's last axis.
     """
 
     name: str
@@ -24,46 +23,46 @@ class Row:
     axes: str
     part: tuple[int, int] = (0, 1)
 
-    def stored(self, own: Sequence[str], shape: Sequence[int]) -> "Stored":
-        """How a parameter of these logical axes and this shape, one layer's, is stored."""
+    def layout(self, names: Sequence[str], shape: Sequence[int]) -> "TensorLayout":
+        """Return the layout of one layer of a parameter with these logical axes and shape."""
         groups = [group.split("*") for group in self.axes.replace(" ", "").split(",")]
-        order = tuple(own.index(axis) for group in groups for axis in group)
-        assert sorted(order) == list(range(len(own))), (self, own)
-        sizes = tuple(math.prod(shape[own.index(axis)] for axis in group) for group in groups)
-        return Stored(self, tuple(shape), order, sizes)
+        order = tuple(names.index(axis) for group in groups for axis in group)
+        assert sorted(order) == list(range(len(names))), (self, names)
+        sizes = tuple(math.prod(shape[names.index(axis)] for axis in group) for group in groups)
+        return TensorLayout(self, tuple(shape), order, sizes)
 
 
 @dataclasses.dataclass(frozen=True)
-class Stored:
-    """A row that knows its parameter's shape: converts one layer's array both ways."""
+class TensorLayout:
+    """Conversion between one layer of a parameter and its tensor."""
 
-    row: Row
-    own_shape: tuple[int, ...]
+    spec: TensorSpec
+    param_shape: tuple[int, ...]
     order: tuple[int, ...]  # the parameter's axes in the tensor's order
     part_shape: tuple[int, ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole tensor in the file."""
-        return (*self.part_shape[:-1], self.part_shape[-1] * self.row.part[1])
+        """Shape of the tensor in the file."""
+        return (*self.part_shape[:-1], self.part_shape[-1] * self.spec.part[1])
 
     @property
     def how(self) -> str:
-        """What happens to the tensor on its way, in a word."""
-        if self.row.part[1] > 1:
+        """Conversion of the tensor: split, transposed, reshaped or as is."""
+        if self.spec.part[1] > 1:
             return "split"
         if self.order != tuple(range(len(self.order))):
             return "transposed"
-        return "as is" if self.part_shape == self.own_shape else "reshaped"
+        return "as is" if self.part_shape == self.param_shape else "reshaped"
 
     def to_decoder(self, tensor: np.ndarray) -> np.ndarray:
-        """The parameter in the tensor of a file."""
-        which, _ = self.row.part
+        """Convert a tensor of the file to the parameter."""
+        index, _ = self.spec.part
         width = self.part_shape[-1]
-        part = tensor[..., which * width : (which + 1) * width]
-        apart = part.reshape([self.own_shape[axis] for axis in self.order])
-        return apart.transpose(np.argsort(self.order))
+        part = tensor[..., index * width : (index + 1) * width]
+        reshaped = part.reshape([self.param_shape[axis] for axis in self.order])
+        return reshaped.transpose(np.argsort(self.order))
 
     def to_file(self, parameter: np.ndarray) -> np.ndarray:
-        """The part of a file's tensor that is this parameter."""
+        """Convert the parameter to its part of the tensor."""
         return np.ascontiguousarray(parameter.transpose(self.order).reshape(self.part_shape))

@@ -1,4 +1,4 @@
-"""Trackers of others, made when they are asked for; their libraries are extras."""
+"""Third-party trackers; their libraries are optional."""
 
 import functools
 from collections.abc import Sequence
@@ -7,22 +7,22 @@ from pathlib import Path
 from typing import Literal
 
 from xsake.errors import ArgumentError
-from xsake.observability.tracker import MakeTracker, Tracker
+from xsake.observability.tracker import Tracker, TrackerFactory
 
-__all__ = ["TRACKERS", "Subject", "TrackerName", "make_trackers"]
+__all__ = ["TRACKERS", "RunInfo", "TrackerName", "make_trackers"]
 
 TrackerName = Literal["wandb", "tensorboard", "trackio"]
 TRACKERS: tuple[TrackerName, ...] = ("wandb", "tensorboard", "trackio")
 
 
 @dataclass(frozen=True)
-class Subject:
-    """What a tracker is told about the run before it begins.
+class RunInfo:
+    """Description of a run for trackers.
 
     Args:
-        project: that the run belongs to.
-        name: of the run.
-        run_id: the same whenever the run is started again.
+        project: name of the project.
+        name: name of the run.
+        run_id: stable across restarts.
         folder: for files of trackers.
         is_online: whether a tracker may use the network.
         settings: of the run, as JSON.
@@ -36,27 +36,27 @@ class Subject:
     settings: str = "{}"
 
 
-def make_trackers(names: Sequence[str], subject: Subject) -> dict[str, MakeTracker]:
-    """What makes each tracker, for `Fan`.
+def make_trackers(names: Sequence[str], run: RunInfo) -> dict[str, TrackerFactory]:
+    """Return tracker factories for `AsyncTrackers`.
 
     Args:
         names: of `TRACKERS`.
-        subject: the run.
+        run: description of the run.
     """
     if unknown := [name for name in names if name not in TRACKERS]:
-        raise ArgumentError("there is no such tracker", got=unknown, expected=TRACKERS)
-    return {name: functools.partial(_made, name, subject) for name in names}
+        raise ArgumentError("unknown tracker", got=unknown, expected=TRACKERS)
+    return {name: functools.partial(_make_tracker, name, run) for name in names}
 
 
-def _made(name: str, subject: Subject) -> Tracker:
+def _make_tracker(name: str, run: RunInfo) -> Tracker:
     if name == "wandb":
         from xsake.observability.trackers.wandb import WandbTracker
 
-        return WandbTracker(subject)
+        return WandbTracker(run)
     if name == "tensorboard":
         from xsake.observability.trackers.tensorboard import TensorBoardTracker
 
-        return TensorBoardTracker(subject)
+        return TensorBoardTracker(run)
     from xsake.observability.trackers.trackio import TrackioTracker
 
-    return TrackioTracker(subject)
+    return TrackioTracker(run)

@@ -1,21 +1,21 @@
-"""TensorBoard: event files in the run's folder, written without TensorFlow."""
+"""TensorBoard event files in the run's folder, written without TensorFlow."""
 
 import time
 from collections.abc import Mapping
 from typing import Any
 
 from xsake.errors import MissingExtraError
-from xsake.observability.trackers import Subject
+from xsake.observability.trackers import RunInfo
 
 
 class TensorBoardTracker:
-    """Event files, for `tensorboard --logdir`.
+    """Event files for `tensorboard --logdir`.
 
     Args:
-        subject: the run.
+        run: description of the run.
     """
 
-    def __init__(self, subject: Subject):
+    def __init__(self, run: RunInfo):
         try:
             from tensorboardX.event_file_writer import EventsWriter
             from tensorboardX.proto import event_pb2
@@ -23,9 +23,9 @@ class TensorBoardTracker:
             raise MissingExtraError(
                 "tensorboardX is not installed", fix="pip install 'xsake[trackers]'"
             ) from error
-        folder = subject.folder / "tensorboard"
+        folder = run.folder / "tensorboard"
         folder.mkdir(parents=True, exist_ok=True)
-        # Its usual writer hands every value to a thread through a pipe; this already is a thread.
+        # SummaryWriter adds another thread and a pipe; this class already runs in a worker thread.
         self._messages: Any = event_pb2
         self._writer = EventsWriter(str(folder / "events"))
 

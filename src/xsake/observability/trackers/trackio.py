@@ -1,21 +1,21 @@
-"""trackio: a local database that needs no account; `trackio show` draws it."""
+"""trackio: a local database; view it with `trackio show`."""
 
 import json
 from collections.abc import Mapping
 from typing import Any
 
 from xsake.errors import MissingExtraError
-from xsake.observability.trackers import Subject
+from xsake.observability.trackers import RunInfo
 
 
 class TrackioTracker:
-    """A run of trackio, in the folder that trackio keeps its databases in.
+    """A trackio run in trackio's default folder.
 
     Args:
-        subject: the run.
+        run: description of the run.
     """
 
-    def __init__(self, subject: Subject):
+    def __init__(self, run: RunInfo):
         try:
             import trackio
         except ImportError as error:
@@ -23,9 +23,9 @@ class TrackioTracker:
                 "trackio is not installed", fix="pip install 'xsake[trackers]'"
             ) from error
         self._run: Any = trackio.init(
-            project=subject.project, name=subject.name, resume="allow", embed=False,
+            project=run.project, name=run.name, resume="allow", embed=False,
             auto_log_cpu=False, auto_log_gpu=False,
-            config=json.loads(subject.settings),
+            config=json.loads(run.settings),
         )  # fmt: skip
 
     def log(self, step: int, values: Mapping[str, float]) -> None:

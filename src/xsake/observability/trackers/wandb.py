@@ -1,33 +1,33 @@
-"""Weights & Biases: offline unless the settings of the run allow the network."""
+"""Weights & Biases; offline unless the run's configuration allows network access."""
 
 import json
 from collections.abc import Mapping
 from typing import Any
 
 from xsake.errors import MissingExtraError
-from xsake.observability.trackers import Subject
+from xsake.observability.trackers import RunInfo
 
 
 class WandbTracker:
-    """A run of W&B; offline ones lie in the run's folder, for `wandb sync`.
+    """A W&B run; offline runs are stored in the run's folder for `wandb sync`.
 
     Args:
-        subject: the run.
+        run: description of the run.
     """
 
-    def __init__(self, subject: Subject):
+    def __init__(self, run: RunInfo):
         try:
             import wandb
         except ImportError as error:
             raise MissingExtraError(
                 "wandb is not installed", fix="pip install 'xsake[trackers]'"
             ) from error
-        subject.folder.mkdir(parents=True, exist_ok=True)
-        # A run that goes back logs steps again, which W&B's own counter would refuse.
+        run.folder.mkdir(parents=True, exist_ok=True)
+        # A restored run logs steps again, which W&B's own step counter rejects.
         self._run: Any = wandb.init(
-            project=subject.project, name=subject.name, id=subject.run_id, resume="allow",
-            dir=str(subject.folder), config=json.loads(subject.settings),
-            mode="online" if subject.is_online else "offline",
+            project=run.project, name=run.name, id=run.run_id, resume="allow",
+            dir=str(run.folder), config=json.loads(run.settings),
+            mode="online" if run.is_online else "offline",
             settings=wandb.Settings(
                 silent=True, console="off", disable_git=True, disable_code=True,
                 x_disable_stats=True,

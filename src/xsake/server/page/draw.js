@@ -1,4 +1,4 @@
-// Draws series and heat maps on canvases; knows nothing of runs.
+// Plots series and heat maps on canvases.
 const STOPS = [[13, 8, 135], [126, 3, 168], [204, 71, 120], [248, 149, 64], [240, 249, 33]];
 
 function ramp(share) {
@@ -9,7 +9,7 @@ function ramp(share) {
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const digits = (x) => String(Number(Number(x).toPrecision(4)));
 
-function sized(canvas, width, height) {
+function resize(canvas, width, height) {
   const ratio = devicePixelRatio || 1;
   canvas.width = Math.round(width * ratio);
   canvas.height = Math.round(height * ratio);
@@ -20,8 +20,8 @@ function sized(canvas, width, height) {
 }
 
 export class Chart {
-  constructor(canvas, tell, wants) {
-    Object.assign(this, { canvas, tell, wants, range: [0, Infinity], steps: [], mean: [], least: [], most: [], cursor: null, resolution: 1 });
+  constructor(canvas, describe, reload) {
+    Object.assign(this, { canvas, describe, reload, range: [0, Infinity], steps: [], mean: [], least: [], most: [], cursor: null, resolution: 1 });
     canvas.addEventListener("keydown", (event) => this.key(event));
     canvas.addEventListener("pointermove", (event) => {
       const box = canvas.getBoundingClientRect(), share = (event.clientX - box.left - 52) / (box.width - 60);
@@ -35,32 +35,32 @@ export class Chart {
     const last = this.steps.length - 1, at = this.cursor ?? last;
     const moves = { ArrowLeft: at - 1, ArrowRight: at + 1, Home: 0, End: last };
     if (event.key in moves) this.cursor = Math.max(0, Math.min(last, moves[event.key]));
-    else if (event.key === "0") { this.range = [0, Infinity]; this.cursor = null; this.wants(); }
+    else if (event.key === "0") { this.range = [0, Infinity]; this.cursor = null; this.reload(); }
     else if (event.key === "+" || event.key === "-") {
       const [begin, end] = [this.steps[0] ?? 0, (this.steps[last] ?? 0) + this.resolution];
       const middle = this.steps[at] ?? 0, half = (end - begin) * (event.key === "+" ? 0.25 : 1);
       this.range = [Math.max(0, middle - half), middle + Math.max(half, 2)];
       this.cursor = null;
-      this.wants();
+      this.reload();
     } else return;
     event.preventDefault();
     this.draw();
   }
 
   show(steps, curve, resolution) {
-    const told = steps.map((_, i) => i).filter((i) => curve.mean[i] !== null);
-    Object.assign(this, { steps: told.map((i) => steps[i]), resolution });
-    for (const name of ["mean", "least", "most"]) this[name] = told.map((i) => curve[name][i]);
+    const valid = steps.map((_, i) => i).filter((i) => curve.mean[i] !== null);
+    Object.assign(this, { steps: valid.map((i) => steps[i]), resolution });
+    for (const name of ["mean", "least", "most"]) this[name] = valid.map((i) => curve[name][i]);
     if (this.cursor !== null) this.cursor = Math.min(this.cursor, this.steps.length - 1);
     this.draw();
   }
 
   draw() {
     const { width, height } = this.canvas.getBoundingClientRect();
-    const pen = sized(this.canvas, width, height), n = this.steps.length;
-    if (!n) return this.tell("nothing yet");
-    const low = Math.min(...this.least), high = Math.max(...this.most), room = (high - low || Math.abs(high) || 1) * 0.06;
-    const [bottom, top] = [low - room, high + room], first = this.steps[0], span = this.steps[n - 1] - first || 1;
+    const pen = resize(this.canvas, width, height), n = this.steps.length;
+    if (!n) return this.describe("no data yet");
+    const low = Math.min(...this.least), high = Math.max(...this.most), margin = (high - low || Math.abs(high) || 1) * 0.06;
+    const [bottom, top] = [low - margin, high + margin], first = this.steps[0], span = this.steps[n - 1] - first || 1;
     const x = (step) => 52 + (width - 60) * (step - first) / span, y = (v) => 8 + (height - 30) * (top - v) / (top - bottom);
     pen.font = "11px system-ui, sans-serif";
     pen.fillStyle = colour("--quiet");
@@ -87,19 +87,19 @@ export class Chart {
     const at = this.cursor ?? n - 1;
     pen.fillStyle = colour("--accent");
     pen.beginPath(); pen.arc(x(this.steps[at]), y(this.mean[at]), 3.5, 0, 7); pen.fill();
-    const where = `${digits(this.mean[at])} at step ${this.steps[at].toLocaleString("en")}`;
-    return this.tell(this.least[at] === this.most[at] ? where : `${where} (${digits(this.least[at])} to ${digits(this.most[at])})`);
+    const text = `${digits(this.mean[at])} at step ${this.steps[at].toLocaleString("en")}`;
+    return this.describe(this.least[at] === this.most[at] ? text : `${text} (${digits(this.least[at])} to ${digits(this.most[at])})`);
   }
 }
 
-export function heat(canvas, values, least, most, cell) {
+export function heat(canvas, values, min, max, cell) {
   const rows = values.length, columns = values[0].length;
   const size = Math.max(8, Math.min(40, Math.floor((canvas.parentElement.clientWidth - 12) / columns)));
   canvas.style.width = `${size * columns}px`;
   canvas.style.height = `${size * rows}px`;
-  const pen = sized(canvas, size * columns, size * rows), span = most - least || 1;
+  const pen = resize(canvas, size * columns, size * rows), span = max - min || 1;
   values.forEach((row, layer) => row.forEach((value, head) => {
-    pen.fillStyle = value === null ? colour("--panel") : ramp((value - least) / span);
+    pen.fillStyle = value === null ? colour("--panel") : ramp((value - min) / span);
     pen.fillRect(head * size, layer * size, size - 1, size - 1);
   }));
   const [layer, head] = cell;

@@ -1,20 +1,20 @@
-"""Checkpoints that can be trusted: Orbax' arrays, with digests, fingerprints and a way back."""
+"""Verified checkpoints: arrays by Orbax, with file digests, array fingerprints and quarantine."""
 
 from xsake.training.checkpoints.damage import DamagedError
-from xsake.training.checkpoints.events import Notice, SaveFailure
-from xsake.training.checkpoints.folders import quarantined
+from xsake.training.checkpoints.events import CheckpointEvent, SaveFailure
+from xsake.training.checkpoints.folders import list_quarantined_steps
 from xsake.training.checkpoints.lock import Lease, run_lock
 from xsake.training.checkpoints.manifest import Manifest
-from xsake.training.checkpoints.store import CheckpointStore, Restored
+from xsake.training.checkpoints.store import CheckpointStore, RestoredStep
 
 __all__ = [
     "CheckpointStore",
     "DamagedError",
     "Lease",
     "Manifest",
-    "Notice",
-    "Restored",
+    "CheckpointEvent",
+    "RestoredStep",
     "SaveFailure",
-    "quarantined",
+    "list_quarantined_steps",
     "run_lock",
 ]

@@ -1,4 +1,4 @@
-"""What can be wrong with a step on the disk, and the error that says so."""
+"""Kinds of damage of a saved step, and the error that reports it."""
 
 import errno
 from pathlib import Path
@@ -6,24 +6,24 @@ from typing import Literal
 
 from xsake.errors import CheckpointError
 
-Reason = Literal[
-    "symlink",  # it is a link, or has one inside
-    "special",  # it holds something that is neither a file nor a folder
-    "absent",  # there is no folder
-    "manifest",  # its manifest is not what was written
-    "record",  # no manifest, nor what Orbax commits: it is unfinished, damaged or someone else's
-    "missing",  # a file of the manifest is not there
-    "extra",  # a file is there that the manifest does not know
-    "size",  # a file is longer or shorter than it was
-    "digest",  # a file has other bytes than it had
-    "unreadable",  # the disk does not give a file back
-    "load",  # Orbax cannot read it
+DamageReason = Literal[
+    "symlink",  # the step is a symbolic link or contains one
+    "special",  # contains an entry that is neither a file nor a folder
+    "absent",  # the folder is missing
+    "manifest",  # the manifest was changed
+    "record",  # neither a manifest nor Orbax metadata: unfinished, damaged or of another program
+    "missing",  # a file of the manifest is missing
+    "extra",  # a file is not in the manifest
+    "size",  # a file has another size
+    "digest",  # a file has other bytes
+    "unreadable",  # I/O error
+    "load",  # Orbax cannot load it
     "fingerprint",  # an array has other bits than were saved
-    "superseded",  # nothing is wrong: training went back and saved an earlier step
+    "superseded",  # not damaged: training went back and saved an earlier step
 ]
 
-# These say something about this process or its user, and nothing about the file.
-_NOT_THE_FILE = (
+# Errors of this process or its user, not of the file.
+_PROCESS_ERRORS = (
     errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM,
 )  # fmt: skip
 
@@ -32,30 +32,32 @@ class DamagedError(CheckpointError):
     """A step that must not be used.
 
     Args:
-        reason: one word.
-        file: what is damaged, relative to the step's folder.
-        got: what was found.
-        expected: what should have been there.
+        reason: kind of damage.
+        file: damaged file, relative to the step's folder.
+        got: actual content.
+        expected: expected content.
     """
 
-    def __init__(self, reason: Reason, file: str, *, got: object = None, expected: object = None):
+    def __init__(
+        self, reason: DamageReason, file: str, *, got: object = None, expected: object = None
+    ):
         self.reason, self.file = reason, file
         super().__init__(
             f"a checkpoint is damaged ({reason}): {file}",
             got=got,
             expected=expected,
-            fix="restore an earlier step; `CheckpointStore.restore` does so by itself",
+            fix="restore an earlier step; `CheckpointStore.restore` does this automatically",
         )
 
     @property
-    def told(self) -> str:
+    def summary(self) -> str:
         """The damage in one line."""
-        found = "" if self.got is None else f": {self.got}"
-        return f"{self.reason}, {self.file}{found}"
+        detail = "" if self.got is None else f": {self.got}"
+        return f"{self.reason}, {self.file}{detail}"
 
 
-def of_system(error: OSError, file: Path, folder: Path) -> CheckpointError:
-    """The error for a file that cannot be read: damage, unless the cause is elsewhere.
+def from_os_error(error: OSError, file: Path, folder: Path) -> CheckpointError:
+    """Return the error for an unreadable file: damage, unless this process is the cause.
 
     Args:
         error: as raised.
@@ -63,12 +65,12 @@ def of_system(error: OSError, file: Path, folder: Path) -> CheckpointError:
         folder: of the step.
     """
     name = file.relative_to(folder).as_posix() if file != folder else folder.name
-    if error.errno in _NOT_THE_FILE:
+    if error.errno in _PROCESS_ERRORS:
         return CheckpointError(
-            "a checkpoint cannot be judged, because this process may not or cannot read it",
+            "a checkpoint cannot be validated: this process cannot read it",
             got=f"{file}: {error.strerror}",
-            expected="files that this process can open",
-            fix="give the process the rights or the resources; the step was left as it is",
+            expected="readable files",
+            fix="give the process the permissions or resources; the step was not changed",
         )
     if error.errno == errno.ELOOP:
         return DamagedError("symlink", name, got="a symbolic link", expected="a regular file")

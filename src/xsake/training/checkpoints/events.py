@@ -1,4 +1,4 @@
-"""What a store tells while it works: steps that it set aside or adopted, and saves that failed."""
+"""Events of a checkpoint store: quarantined and repaired steps, failed saves."""
 
 import logging
 from collections.abc import Callable
@@ -6,28 +6,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from xsake.training.checkpoints.damage import Reason
+from xsake.training.checkpoints.damage import DamageReason
 
 _LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Notice:
-    """Something that happened to a step and that someone should know.
+class CheckpointEvent:
+    """Event about one step.
 
     Attributes:
-        kind: `quarantined`: renamed, nothing of it is deleted; `skipped`: bad, but left where it
-            is; `adopted`: committed without a manifest by a run that died, found to be sound, and
-            given its manifest now.
+        kind: `quarantined`: renamed, nothing is deleted; `skipped`: invalid, not renamed;
+            `repaired`: valid but without a manifest, because its run died; the manifest was added.
         step: its number.
-        reason: in one word; None where nothing is wrong.
-        detail: in one line, with the file or the leaf.
-        path: where it is now.
+        reason: kind of damage; None if undamaged.
+        detail: one line with the file or the leaf.
+        path: current path of the step.
     """
 
-    kind: Literal["quarantined", "skipped", "adopted"]
+    kind: Literal["quarantined", "skipped", "repaired"]
     step: int
-    reason: Reason | None
+    reason: DamageReason | None
     detail: str
     path: Path
 
@@ -37,14 +36,14 @@ class Notice:
 
 @dataclass(frozen=True)
 class SaveFailure:
-    """A save that did not work; older steps are as they were.
+    """A save that failed; older steps are unchanged.
 
     Attributes:
-        step: that was to be saved.
-        what: went wrong, in one line.
-        error: as it was raised.
-        is_committed: whether the arrays are on the disk all the same: only the manifest could not
-            be written, or old steps not be deleted.
+        step: its number.
+        what: the problem in one line.
+        error: as raised.
+        is_committed: whether the arrays were committed; then the manifest or the deletion of old
+            steps failed.
     """
 
     step: int
@@ -53,19 +52,19 @@ class SaveFailure:
     is_committed: bool
 
     def __str__(self) -> str:
-        state = "is there, but not finished" if self.is_committed else "was not saved"
+        state = "was committed but not finalized" if self.is_committed else "was not saved"
         return f"checkpoint {self.step} {state}: {self.what}"
 
 
-Watch = Callable[[Notice], None]
-OnFailure = Callable[[SaveFailure], None]
+EventCallback = Callable[[CheckpointEvent], None]
+FailureCallback = Callable[[SaveFailure], None]
 
 
-def log_notice(notice: Notice) -> None:
-    """Watch by the log of Python."""
+def log_event(notice: CheckpointEvent) -> None:
+    """Log an event."""
     _LOG.log(logging.INFO if notice.reason is None else logging.ERROR, "%s", notice)
 
 
 def log_failure(failure: SaveFailure) -> None:
-    """Report by the log of Python."""
+    """Log a failed save."""
     _LOG.error("%s", failure)

@@ -1,4 +1,4 @@
-"""The folder that steps are kept in: which are there, set aside, retired, and left unfinished."""
+"""Folder of saved steps: list, quarantine, retention and cleanup."""
 
 import contextlib
 import os
@@ -7,47 +7,47 @@ import shutil
 from pathlib import Path
 
 from xsake.training.checkpoints import manifest as manifests
-from xsake.training.checkpoints.damage import DamagedError, Reason
+from xsake.training.checkpoints.damage import DamagedError, DamageReason
 
 _STEP = re.compile(r"0|[1-9][0-9]{0,9}")
 _QUARANTINED = re.compile(r"(0|[1-9][0-9]{0,9})\.quarantined-[a-z0-9-]+")
-# What Orbax writes into before it commits, and what this package was about to write or delete.
+# Temporary folders of Orbax and of this package.
 _UNFINISHED = re.compile(
     r"(0|[1-9][0-9]{0,9})\.orbax-checkpoint-tmp.*|\.(0|[1-9][0-9]{0,9})\.(manifest|deleted|probe)"
 )
 
 
-def present(folder: Path) -> list[int]:
-    """Numbers of everything that is named like a step, ascending; a link counts."""
+def list_steps(folder: Path) -> list[int]:
+    """Return the numbers of all entries named like a step, ascending; links count."""
     if not folder.is_dir():
         return []
     numbers = (int(path.name) for path in folder.iterdir() if _STEP.fullmatch(path.name))
-    return sorted(number for number in numbers if number <= manifests.MOST_STEP)
+    return sorted(number for number in numbers if number <= manifests.MAX_STEP)
 
 
-def committed(folder: Path) -> list[int]:
-    """Numbers of the steps that Orbax has renamed to their final place, ascending."""
-    paths = ((step, folder / str(step)) for step in present(folder))
+def list_committed_steps(folder: Path) -> list[int]:
+    """Return the numbers of the steps that Orbax has committed, ascending."""
+    paths = ((step, folder / str(step)) for step in list_steps(folder))
     return [step for step, path in paths if path.is_dir() and not path.is_symlink()]
 
 
-def quarantined(folder: Path) -> list[Path]:
-    """What was set aside and waits for someone to look at it; a run never reads it again.
+def list_quarantined_steps(folder: Path) -> list[Path]:
+    """Return the paths of quarantined steps; a run never reads them.
 
-    A folder without steps is a fresh start only if nothing was set aside either.
+    A folder without steps is a new start only if it has no quarantined steps either.
     """
     if not folder.is_dir():
         return []
     return sorted(path for path in folder.iterdir() if _QUARANTINED.fullmatch(path.name))
 
 
-def set_aside(folder: Path, step: int, reason: Reason) -> Path:
+def quarantine(folder: Path, step: int, reason: DamageReason) -> Path:
     """Rename a step so that no run uses it; nothing is deleted.
 
     Args:
         folder: of the steps.
-        step: the one.
-        reason: becomes part of its name.
+        step: its number.
+        reason: becomes part of the name.
     """
     target = folder / f"{step}.quarantined-{reason}"
     count = 1
@@ -58,8 +58,8 @@ def set_aside(folder: Path, step: int, reason: Reason) -> Path:
     return target
 
 
-def is_good(folder: Path, step: int) -> bool:
-    """Whether a step has a manifest, and files of the names and sizes in it."""
+def is_valid(folder: Path, step: int) -> bool:
+    """Return whether a step has a manifest and files of the names and sizes in it."""
     path = folder / str(step)
     try:
         manifest = manifests.read(path)
@@ -70,16 +70,16 @@ def is_good(folder: Path, step: int) -> bool:
     return manifest is not None
 
 
-def retire(folder: Path, keep: int) -> list[int]:
-    """Delete the steps that are older than the `keep` newest good ones; returns their numbers.
+def delete_old_steps(folder: Path, max_to_keep: int) -> list[int]:
+    """Delete the steps older than the `max_to_keep` newest valid ones; return their numbers.
 
-    As long as there are fewer good ones nothing is deleted, whatever else is there.
+    With fewer valid steps nothing is deleted.
     """
-    steps = committed(folder)
-    good = 0
+    steps = list_committed_steps(folder)
+    num_valid = 0
     for step in reversed(steps):
-        good += is_good(folder, step)
-        if good == keep:
+        num_valid += is_valid(folder, step)
+        if num_valid == max_to_keep:
             old = [other for other in steps if other < step]
             for other in old:
                 _delete(folder, other)
@@ -87,34 +87,34 @@ def retire(folder: Path, keep: int) -> list[int]:
     return []
 
 
-def require_room(folder: Path, step: int) -> None:
-    """Raise `OSError` unless a folder can be made for a step.
+def check_writable(folder: Path, step: int) -> None:
+    """Raise `OSError` unless a folder for a step can be created.
 
     Args:
         folder: of the steps.
-        step: that shall be saved.
+        step: to save.
     """
     probe = folder / f".{step}.probe"
     probe.mkdir()
     probe.rmdir()
 
 
-def clear_unfinished(folder: Path) -> None:
-    """Delete what a save or a deletion that did not finish has left; no save may be under way."""
+def remove_temporary(folder: Path) -> None:
+    """Delete the remains of interrupted saves and deletions; no save may be running."""
     for path in folder.iterdir():
         if not _UNFINISHED.fullmatch(path.name):
             continue
         if path.is_dir() and not path.is_symlink():
-            # Threads of a failed save may still be writing: what is left goes the next time.
+            # Threads of a failed save may still be writing; the rest is deleted next time.
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
 
 
 def _delete(folder: Path, step: int) -> None:
-    """Rename first: a process that dies while deleting leaves no step with half of its files."""
-    doomed = folder / f".{step}.deleted"
+    """Delete a step; it is renamed first, so that a crash leaves no step with half of its files."""
+    trash = folder / f".{step}.deleted"
     with contextlib.suppress(FileNotFoundError):
-        shutil.rmtree(doomed)
-    os.rename(folder / str(step), doomed)
-    shutil.rmtree(doomed)
+        shutil.rmtree(trash)
+    os.rename(folder / str(step), trash)
+    shutil.rmtree(trash)

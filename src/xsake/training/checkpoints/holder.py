@@ -1,4 +1,4 @@
-"""The holder of a run's folder: which process it is, and whether it is dead beyond doubt."""
+"""Holder of a run's lock: identity of its process, and whether that process is dead."""
 
 import contextlib
 import datetime
@@ -20,20 +20,18 @@ _NAMESPACE = Path("/proc/self/ns/pid")
 _Name = Annotated[str, Field(max_length=100)]
 
 
-class Holder(Frozen, strict=True):
-    """The process that a folder belongs to.
+class LockHolder(Frozen, strict=True):
+    """Process that holds the lock of a folder.
 
     Attributes:
-        pid: its number, in its own PID namespace.
-        host: name of its machine or container.
-        started: when it started, as far as the system says: boot of the machine and ticks since
-            then. With it a number that was given to another process later is not taken for this.
-        utc: when it took the lock, by its own clock; shown, never compared.
-        namespace: its PID namespace; the same number in another one is another process.
-        token: drawn by chance, the same for no two locks.
-        lease_seconds: how long the lock is valid without a new beat; None: a lock of 0.1.0, which
-            has no beat.
-        beat: how often the lock was renewed, in 12 digits so that the file keeps its size.
+        pid: in its own PID namespace.
+        host: name of the host or container.
+        started: boot ID and start in ticks since boot, if available; distinguishes reused PIDs.
+        utc: when it took the lock, by its own clock; for display only.
+        namespace: PID namespace.
+        token: random and unique to this lock.
+        lease_seconds: validity without a heartbeat; None: a lock of 0.1.0, which has no heartbeat.
+        beat: number of renewals in 12 digits, so that the size of the file is constant.
     """
 
     pid: Annotated[int, Field(ge=1, lt=2**31)]
@@ -46,36 +44,36 @@ class Holder(Frozen, strict=True):
     beat: Annotated[str, Field(pattern=r"^[0-9]{12}$")] = "0" * 12
 
     @classmethod
-    def own(cls, lease_seconds: float) -> "Holder":
-        """Return this process as a holder.
+    def current(cls, lease_seconds: float) -> "LockHolder":
+        """Return a holder for this process.
 
         Args:
-            lease_seconds: how long the lock is valid without a new beat.
+            lease_seconds: validity without a heartbeat.
         """
         return cls(
             pid=os.getpid(),
             host=socket.gethostname(),
-            started=started(os.getpid()),
+            started=process_start(os.getpid()),
             utc=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             namespace=_namespace(),
             token=secrets.token_hex(16),
             lease_seconds=lease_seconds,
         )
 
-    def next_beat(self) -> "Holder":
-        """Return the same holder one renewal later."""
+    def next_beat(self) -> "LockHolder":
+        """Return the holder after one more renewal."""
         return self.model_copy(update={"beat": f"{(int(self.beat) + 1) % 10**12:012d}"})
 
-    def is_same(self, other: "Holder | None") -> bool:
-        """Whether another record is of the same lock, at any beat."""
+    def is_same(self, other: "LockHolder | None") -> bool:
+        """Return whether another record is of the same lock, at any beat."""
         return other is not None and self.model_copy(update={"beat": other.beat}) == other
 
     @property
     def is_comparable(self) -> bool:
-        """Whether this process sees the holder's process number as the holder does.
+        """Whether the holder's PID means the same process here.
 
-        That takes the same boot of the same machine and the same PID namespace. A lock of 0.1.0
-        says nothing about namespaces: there the host name decides, as it did in 0.1.0.
+        This requires the same boot of the same host and the same PID namespace. A lock of 0.1.0
+        has no namespace; the host name decides, as in 0.1.0.
         """
         if self.lease_seconds is None:
             return self.host == socket.gethostname()
@@ -86,39 +84,39 @@ class Holder(Frozen, strict=True):
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process runs; to be asked of a holder that `is_comparable`."""
-        if not _runs(self.pid):
+        """Whether the process runs; only valid if `is_comparable`."""
+        if not _is_running(self.pid):
             return False
-        return self.started is None or started(self.pid) in (None, self.started)
+        return self.started is None or process_start(self.pid) in (None, self.started)
 
     def encode(self) -> bytes:
-        """Return the content of the lock file; of the same size at every beat."""
+        """Return the content of the lock file, of the same size at every beat."""
         return self.model_dump_json().encode() + b"\n"
 
 
-def decode(content: bytes) -> Holder | None:
+def decode(content: bytes) -> LockHolder | None:
     """Return the holder that a lock file names; None for anything else."""
     try:
-        return Holder.model_validate_json(content)
+        return LockHolder.model_validate_json(content)
     except ValidationError:
         return None
 
 
 def boot_id() -> str | None:
-    """Return a name of this boot of this machine, if the system has one."""
+    """Return the ID of this boot of the host, if available."""
     with contextlib.suppress(OSError):
         return _BOOT.read_text().strip()
     return None
 
 
-def started(pid: int) -> str | None:
-    """Return boot of the machine and ticks since then: equal for no two processes of a number."""
-    state, boot = stat(pid), boot_id()
+def process_start(pid: int) -> str | None:
+    """Return boot ID and start time in ticks, which differ for every process with this PID."""
+    state, boot = read_proc_stat(pid), boot_id()
     return None if state is None or boot is None else f"{boot} {state[19]}"
 
 
-def stat(pid: int) -> list[str] | None:
-    """Return fields of a process from its state on; its name before them may hold anything."""
+def read_proc_stat(pid: int) -> list[str] | None:
+    """Return the fields of /proc/PID/stat after the process name, from the state on."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
@@ -131,10 +129,10 @@ def _namespace() -> str | None:
     return None
 
 
-def _runs(pid: int) -> bool:
-    state = stat(pid)
+def _is_running(pid: int) -> bool:
+    state = read_proc_stat(pid)
     if state is not None:
-        return state[0] not in ("Z", "X")  # dead, and not yet reaped by its parent
+        return state[0] not in ("Z", "X")  # a zombie is dead
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

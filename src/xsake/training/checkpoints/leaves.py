@@ -1,4 +1,4 @@
-"""Names the arrays of a tree, describes them, and sums up their bits; knows no files."""
+"""Names, checks and fingerprints of the arrays of a tree; no file access."""
 
 import functools
 import math
@@ -12,113 +12,114 @@ from jax.tree_util import GetAttrKey, KeyEntry, keystr
 from xsake.errors import ArgumentError, CheckpointError
 
 SEPARATOR = "/"
-MOST_NAMED = 5  # in a message
+MAX_NAMES_SHOWN = 5  # per message
 
 
-def named(tree: Any) -> dict[str, Any]:
-    """The leaves of a tree by name, in its own order.
+def leaves_by_name(tree: Any) -> dict[str, Any]:
+    """Return the leaves of a tree by name, in tree order.
 
-    A name is the path to the leaf. What flax puts between a variable and its array does not
-    count, so a state of variables and the same state as plain dictionaries have the same names.
+    A name is the path of the leaf. The level between a flax variable and its array is skipped, so a
+    state of variables and the same state as plain dictionaries have the same names.
 
     Args:
-        tree: a pytree; None stands for nothing in it.
+        tree: a pytree.
 
     Example:
-        >>> list(named({"weights": [1, 2], "step": 3}))
+        >>> list(leaves_by_name({"weights": [1, 2], "step": 3}))
         ['step', 'weights/0', 'weights/1']
     """
-    found: dict[str, Any] = {}
+    leaves: dict[str, Any] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         name = _name(path)
         if not name.isprintable() or {"", ".", ".."} & set(name.split(SEPARATOR)):
             raise ArgumentError(
-                "a leaf cannot be kept under its name",
+                "a leaf has an unusable name",
                 got=repr(name)[:200],
                 expected="a tree of named parts, such as a dictionary or a dataclass",
-                fix="name the part with printable characters, not '', '.' or '..'",
+                fix="use printable characters, not '', '.' or '..'",
             )
-        if name in found:
-            raise _ambiguous(name)
-        found[name] = leaf
-    for name in found:
+        if name in leaves:
+            raise _ambiguous_name(name)
+        leaves[name] = leaf
+    for name in leaves:
         parts = name.split(SEPARATOR)
-        if any(SEPARATOR.join(parts[:end]) in found for end in range(1, len(parts))):
-            raise _ambiguous(name)
-    return found
+        if any(SEPARATOR.join(parts[:end]) in leaves for end in range(1, len(parts))):
+            raise _ambiguous_name(name)
+    return leaves
 
 
 def arrays(tree: Any) -> dict[str, jax.Array | np.ndarray]:
-    """The leaves of a tree by name, every one an array that JAX holds without changing it."""
-    found = {}
-    for name, leaf in named(tree).items():
+    """Return the leaves of a tree by name; all must be arrays of JAX dtypes."""
+    leaves = {}
+    for name, leaf in leaves_by_name(tree).items():
         if isinstance(leaf, np.generic):
             leaf = np.asarray(leaf)
-        if not (isinstance(leaf, jax.Array) or _is_held_by_jax(leaf)):
+        if not (isinstance(leaf, jax.Array) or _is_jax_dtype(leaf)):
             raise ArgumentError(
                 f"the leaf {name!r} cannot be saved",
                 got=f"{type(leaf).__name__} of dtype {getattr(leaf, 'dtype', None)}",
-                expected="a jax.Array, or a NumPy array of a dtype that JAX uses",
-                fix="turn it into an array with jnp.asarray, or put it into `extra`",
+                expected="a jax.Array, or a NumPy array of a JAX dtype",
+                fix="convert it with jnp.asarray, or put it into `extra`",
             )
-        found[name] = leaf
-    if not found:
+        leaves[name] = leaf
+    if not leaves:
         raise ArgumentError(
-            "there is nothing to save", got="a tree without leaves", expected="arrays"
+            "the tree has no arrays to save", got="a tree without leaves", expected="arrays"
         )
-    return found
+    return leaves
 
 
-def fingerprints(found: dict[str, Any]) -> dict[str, int]:
-    """A number of 32 bits for each array, which any single changed element changes.
+def fingerprints(arrays: dict[str, Any]) -> dict[str, int]:
+    """Return a 32-bit fingerprint of each array; any single changed element changes it.
 
-    It is the sum over all words of the array's bits, each times an odd number that grows with its
-    place, modulo 2**32: it does not depend on how devices share the array, and parts that change
-    places are nearly always noticed as well. It is computed where the array is.
+    It is the sum of all 32-bit words of the array, each multiplied by an odd number that grows with
+    its position, modulo 2**32. It is independent of the sharding and detects nearly all swaps. It
+    is computed on the devices of the array.
 
     Args:
-        found: arrays by name; every process of a run calls this with the same ones.
+        arrays: by name; all processes of a run pass the same names.
 
     Example:
         >>> fingerprints({"a": np.array([1, 2], np.int32), "b": np.array([2, 1], np.int32)})
         {'a': 7, 'b': 5}
     """
-    # One program for each dtype and shape: an optimizer has those of the parameters again.
-    sums = jax.device_get({name: _sum(array) for name, array in found.items()})
-    return {name: int(sums[name]) for name in found}
+    # One program per dtype and shape: optimizer state has those of the parameters.
+    sums = jax.device_get({name: _sum(array) for name, array in arrays.items()})
+    return {name: int(sums[name]) for name in arrays}
 
 
-def check_alike(
+def check_same_tree(
     saved: dict[str, tuple[str, tuple[int, ...]]], like: dict[str, Any], *, where: str
 ) -> None:
-    """Raise unless a tree to be filled has just the leaves that were saved.
+    """Raise unless a tree to restore has exactly the saved leaves.
 
     Args:
         saved: dtype and shape by name.
-        like: what will be filled, by name.
-        where: what was saved, for messages.
+        like: requested leaves by name.
+        where: source of the saved leaves, for messages.
     """
-    wanted = {name: (str(leaf.dtype), tuple(leaf.shape)) for name, leaf in like.items()}
-    if wanted == saved:
+    requested = {name: (str(leaf.dtype), tuple(leaf.shape)) for name, leaf in like.items()}
+    if requested == saved:
         return
-    changed = [name for name in wanted if name in saved and wanted[name] != saved[name]]
+    changed = [name for name in requested if name in saved and requested[name] != saved[name]]
     parts = {
-        "not saved": [name for name in wanted if name not in saved],
-        "saved but not asked for": [name for name in saved if name not in wanted],
+        "not saved": [name for name in requested if name not in saved],
+        "saved but not requested": [name for name in saved if name not in requested],
         "of another dtype or shape": [
-            f"{name} {_told(saved[name])}, asked for as {_told(wanted[name])}" for name in changed
+            f"{name} {_format_leaf(saved[name])}, requested as {_format_leaf(requested[name])}"
+            for name in changed
         ],
     }
     raise CheckpointError(
-        f"{where} holds another tree than the one asked for",
-        got="; ".join(f"{what}: {_listed(names)}" for what, names in parts.items() if names),
+        f"{where} has another tree than the requested one",
+        got="; ".join(f"{what}: {_format_names(names)}" for what, names in parts.items() if names),
         expected="the same names, dtypes and shapes",
         fix="build the model and the optimizer with the settings of the run that saved it, or "
-        "rename the leaves; nothing was changed on the disk",
+        "rename the leaves; no file was changed",
     )
 
 
-def _is_held_by_jax(leaf: Any) -> bool:
+def _is_jax_dtype(leaf: Any) -> bool:
     if not isinstance(leaf, np.ndarray):
         return False
     is_number = leaf.dtype == np.bool_ or jnp.issubdtype(leaf.dtype, np.number)
@@ -131,9 +132,9 @@ def _name(path: tuple[KeyEntry, ...]) -> str:
     return keystr(path, simple=True, separator=SEPARATOR)
 
 
-def _ambiguous(name: str) -> ArgumentError:
+def _ambiguous_name(name: str) -> ArgumentError:
     return ArgumentError(
-        "two parts of the tree would be kept under one name",
+        "two leaves of the tree have the same name",
         got=repr(name),
         expected=f"names that differ, without {SEPARATOR!r} in them",
         fix="rename one of the two",
@@ -142,19 +143,19 @@ def _ambiguous(name: str) -> ArgumentError:
 
 @jax.jit
 def _sum(array) -> jax.Array:
-    words = _words(array)
+    words = _to_uint32(array)
     if not words.size:
         return jnp.uint32(0)
-    place = jnp.uint32(0)
+    position = jnp.uint32(0)
     for axis in range(words.ndim):
         stride = jnp.uint32(math.prod(words.shape[axis + 1 :]) % 2**32)
         step = jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis) * stride
-        place = place + step
-    return jnp.sum(words * (2 * place + 1), dtype=jnp.uint32)
+        position = position + step
+    return jnp.sum(words * (2 * position + 1), dtype=jnp.uint32)
 
 
-def _words(array) -> jax.Array:
-    """An array's bits as uint32: one of them for each element, or two for one of 64 bits."""
+def _to_uint32(array) -> jax.Array:
+    """Return an array's bits as uint32: one word per element, two for 64-bit elements."""
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         return jax.random.key_data(array)
     if array.dtype == jnp.bool_:
@@ -167,10 +168,10 @@ def _words(array) -> jax.Array:
     return to(jnp.uint32) if bits >= 32 else to(f"uint{bits}").astype(jnp.uint32)
 
 
-def _told(leaf: tuple[str, tuple[int, ...]]) -> str:
+def _format_leaf(leaf: tuple[str, tuple[int, ...]]) -> str:
     return f"{leaf[0]}[{', '.join(map(str, leaf[1]))}]"
 
 
-def _listed(names: list[str]) -> str:
-    more = len(names) - MOST_NAMED
-    return ", ".join(names[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+def _format_names(names: list[str]) -> str:
+    more = len(names) - MAX_NAMES_SHOWN
+    return ", ".join(names[:MAX_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")

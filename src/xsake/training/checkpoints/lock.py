@@ -1,9 +1,9 @@
-"""One run per folder: a lock file with a lease that its holder renews while it lives.
+"""Lock of a run's folder: a file with a lease that its holder renews.
 
-The holder writes a new beat into the file four times per lease. A process that sees the holder's
-process number (same boot, same PID namespace) asks the system whether it lives. Any other process
-watches the beats by its own clock: a beat proves life, a whole lease without one proves death. No
-clocks of two hosts are compared.
+The holder writes a new beat into the file four times per lease. A process with the same boot and
+PID namespace asks the system whether the holder's process is alive. Any other process watches the
+beats by its own clock: a beat proves that the holder is alive, a whole lease without one that it
+is dead. Clocks of two hosts are never compared.
 """
 
 import contextlib
@@ -16,75 +16,75 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from xsake.errors import ArgumentError
-from xsake.training.checkpoints.holder import MAX_BYTES, Holder, decode
+from xsake.training.checkpoints.holder import MAX_BYTES, LockHolder, decode
 
 NAME = "run.lock"
 LEASE_SECONDS = 60.0
 _BEATS = 4  # per lease
 _POLLS = 40  # per lease
 _REPORT_SECONDS = 10.0
-_FORCE = "take it by force: `xsake train --take-lock`"
+_FORCE = "take the lock with `xsake train --take-lock`"
 _LOG = logging.getLogger(__name__)
 
 
 class LeaseLostError(ArgumentError):
-    """Another run has taken the folder of this one."""
+    """Another run has taken the folder of this run."""
 
 
 class Lease:
-    """A folder that this process holds, and the thread that renews its lock.
+    """Lock held by this process, renewed by a thread.
 
     Args:
         path: of the lock file.
-        own: what the file says about this process.
+        holder: this process.
     """
 
-    def __init__(self, path: Path, own: Holder):
-        assert own.lease_seconds is not None
-        self._path, self._own, self._lease = path, own, own.lease_seconds
-        self._taker: Holder | None = None
+    def __init__(self, path: Path, holder: LockHolder):
+        assert holder.lease_seconds is not None
+        self._path, self._holder, self._lease = path, holder, holder.lease_seconds
+        self._taker: LockHolder | None = None
         self._renewed = time.monotonic()
         self._guard, self._end = threading.Lock(), threading.Event()
         self._has_warned = False
         self._thread = threading.Thread(target=self._beat, name="run lock", daemon=True)
 
     @property
-    def holder(self) -> Holder:
-        """What the lock file says about this process."""
-        return self._own
+    def holder(self) -> LockHolder:
+        """This process as recorded in the lock file."""
+        return self._holder
 
-    def require(self, *, is_fresh: bool = False) -> None:
+    def require(self, *, reread: bool = False) -> None:
         """Raise `LeaseLostError` if another run has taken the folder.
 
         Args:
-            is_fresh: read the file now; otherwise only if the last beat is half a lease old, as
-                after this process was suspended.
+            reread: read the file now; otherwise only if the last beat is older than half a lease,
+                such as after a suspension of this process.
         """
-        if is_fresh or time.monotonic() - self._renewed > self._lease / 2:
+        if reread or time.monotonic() - self._renewed > self._lease / 2:
             self._renew()
         if self._taker is not None:
             taker = self._taker
             raise LeaseLostError(
                 "another run has taken the folder of this run",
                 got=f"process {taker.pid} on {taker.host} holds {self._path} since {taker.utc}",
-                expected=f"the lock of this process, {self._own.pid} on {self._own.host}",
-                fix="stop one of them. This process was suspended, or cut off from the folder, for "
-                f"longer than the lease of {self._lease:g} s, or the lock was taken by force",
+                expected=f"the lock of this process, {self._holder.pid} on {self._holder.host}",
+                fix="stop one of the runs. This process was suspended, or disconnected from the "
+                f"folder, for more than the lease of {self._lease:g} s, or the lock was forced",
             )
 
     def start(self) -> None:
-        """Begin to renew the lock."""
+        """Start to renew the lock."""
         self._thread.start()
 
     def release(self) -> None:
-        """Stop renewing the lock, and delete the file if it is still of this process."""
+        """Stop renewing the lock, and delete the file if this process still holds it."""
         self._end.set()
-        if self._own.pid != os.getpid():
+        if self._holder.pid != os.getpid():
             return  # a child of the holder
         if self._thread.is_alive():
             self._thread.join()
         with contextlib.suppress(OSError):
-            if self._own.is_same(holder(self._path.parent)):
+            if self._holder.is_same(read_holder(self._path.parent)):
                 self._path.unlink(missing_ok=True)
 
     def _beat(self) -> None:
@@ -92,30 +92,32 @@ class Lease:
             self._renew()
 
     def _renew(self) -> None:
-        """Write the next beat if the file is still of this process, and note who took it if not.
+        """Write the next beat if this process still holds the lock, else record the new holder.
 
-        The file is changed in place, never replaced: a beat that comes after a takeover goes to a
-        file without a name and does not overwrite the new holder's.
+        The file is changed in place, never replaced: a beat after a takeover goes to the deleted
+        file and does not overwrite the new holder.
         """
         with self._guard:
             try:
                 file = os.open(self._path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
             except FileNotFoundError:
-                with contextlib.suppress(OSError):  # a file that another creates decides later
-                    _create(self._path, self._own)
+                with contextlib.suppress(
+                    OSError
+                ):  # if another process creates it, the next beat sees that
+                    _create(self._path, self._holder)
                 return
             except OSError as error:
                 self._warn(error)
                 return
             try:
-                found = decode(os.read(file, MAX_BYTES))
-                if self._own.is_same(found):
-                    self._own = self._own.next_beat()
-                    os.pwrite(file, self._own.encode(), 0)
+                holder = decode(os.read(file, MAX_BYTES))
+                if self._holder.is_same(holder):
+                    self._holder = self._holder.next_beat()
+                    os.pwrite(file, self._holder.encode(), 0)
                     os.fsync(file)
                     self._renewed, self._has_warned = time.monotonic(), False
-                elif found is not None:
-                    self._taker = found
+                elif holder is not None:
+                    self._taker = holder
             except OSError as error:
                 self._warn(error)
             finally:
@@ -125,7 +127,7 @@ class Lease:
     def _warn(self, error: OSError) -> None:
         if not self._has_warned:
             self._has_warned = True
-            _LOG.warning("the lock of the run cannot be renewed for now: %s", error)
+            _LOG.warning("cannot renew the lock of the run, retrying: %s", error)
 
 
 @contextlib.contextmanager
@@ -136,30 +138,27 @@ def run_lock(
     lease_seconds: float = LEASE_SECONDS,
     report: Callable[[str], None] = _LOG.warning,
 ) -> Iterator[Lease]:
-    """Keep a folder for this process while the block runs.
+    """Hold the lock of a folder while the block runs.
 
-    The lock of a process that is dead beyond doubt is taken over at once: this process sees its
-    number (same boot of the same machine, same PID namespace), and the number is free or belongs
-    to a process that started at another time. Any other lock is watched: it is refused as soon
-    as a beat comes, and taken over when none comes for the lease of its holder. Locks of 0.1.0
-    have no beats; on another machine they are refused.
+    The lock of a dead process is taken over immediately if this process can check it: same boot of
+    the same host, same PID namespace, and the PID is free or was reused. Any other lock is watched:
+    a beat raises an error, a lease without a beat is a takeover. Locks of 0.1.0 have no beats; on
+    another host they raise an error.
 
     Args:
-        folder: made if it is not there.
-        is_forced: take the lock from any holder; one that lives ends at its next beat.
-        lease_seconds: how long others wait for a sign of life before they take the folder.
-        report: gets a line when this process starts to wait, and every 10 s while it waits.
+        folder: created if missing.
+        is_forced: take the lock from any holder; a living one fails at its next beat.
+        lease_seconds: how long others wait for a beat before they take the folder.
+        report: gets a line when this process starts to wait, and every 10 s.
 
     Yields:
-        The lease, to be asked before anything is written that must not be written twice.
+        The lease; call `require` before writes that only the holder may do.
     """
     if not 0 < lease_seconds <= LEASE_SECONDS * 60:
-        raise ArgumentError(
-            "a lease has no such length", got=lease_seconds, expected="above 0, at most 3600 s"
-        )
+        raise ArgumentError("invalid lease", got=lease_seconds, expected="above 0, at most 3600 s")
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / NAME
-    lease = Lease(path, _take(path, Holder.own(lease_seconds), report, is_forced=is_forced))
+    lease = Lease(path, _take(path, LockHolder.current(lease_seconds), report, is_forced=is_forced))
     lease.start()
     try:
         yield lease
@@ -167,126 +166,130 @@ def run_lock(
         lease.release()
 
 
-def holder(folder: Path) -> Holder | None:
-    """Return the holder of a folder, dead or alive; None: no lock, or a file that is not one."""
+def read_holder(folder: Path) -> LockHolder | None:
+    """Return the holder of a folder, dead or alive; None without a valid lock file."""
     try:
-        return decode(_content(folder / NAME) or b"")
+        return decode(_read_content(folder / NAME) or b"")
     except OSError:
         return None
 
 
-def _take(path: Path, own: Holder, report: Callable[[str], None], *, is_forced: bool) -> Holder:
-    """Create the lock file, as soon as no living process holds the folder."""
+def _take(
+    path: Path, current: LockHolder, report: Callable[[str], None], *, is_forced: bool
+) -> LockHolder:
+    """Create the lock file as soon as no living process holds the lock."""
     stale: bytes | None = None
     while True:
-        with _alone(path.parent):
-            content = _look(path, is_forced=is_forced)
+        with _exclusive(path.parent):
+            content = _read_lock(path, is_forced=is_forced)
             if is_forced or content is None or content == stale or _is_dead(path, content):
                 if content is not None:
                     path.unlink()
-                _create_or_refuse(path, own)
+                _create_or_raise(path, current)
                 break
-        stale = _watch(path, content, report)
+        stale = _wait_for_lease(path, content, report)
     if stale is not None:
-        # Another machine may have watched the same dead holder: the last to create the file wins.
-        time.sleep(_lease(decode(stale)) / _POLLS)
-        if not own.is_same(holder(path.parent)):
-            raise _taken(path)
-    return own
+        # Another host may take over from the same dead holder: the last to create the file wins.
+        time.sleep(_lease_of_holder(decode(stale)) / _POLLS)
+        if not current.is_same(read_holder(path.parent)):
+            raise _taken_error(path)
+    return current
 
 
-def _look(path: Path, *, is_forced: bool) -> bytes | None:
+def _read_lock(path: Path, *, is_forced: bool) -> bytes | None:
     try:
-        return _content(path)
+        return _read_content(path)
     except OSError as error:
         if is_forced:
             return b""
-        raise _unreadable(path) from error
+        raise _unreadable_error(path) from error
 
 
 def _is_dead(path: Path, content: bytes) -> bool:
-    """Whether the holder is dead beyond doubt; raises if it is alive, False: not known."""
-    found = decode(content)
-    if found is None:
+    """Return whether the holder is certainly dead; raise if it is alive, False: unknown."""
+    holder = decode(content)
+    if holder is None:
         if content:
-            raise _unreadable(path)
-        return False  # its holder is about to write it, or died there
-    if found.is_comparable:
-        if found.is_alive:
-            raise _refusal(found, path)
+            raise _unreadable_error(path)
+        return False  # the holder is about to write it, or died before
+    if holder.is_comparable:
+        if holder.is_alive:
+            raise _held_error(holder, path)
         return True
-    if found.lease_seconds is None:
+    if holder.lease_seconds is None:
         raise ArgumentError(
-            "a run on another machine holds this folder, or died there without giving it back",
-            got=f"process {found.pid} on {found.host}, since {found.utc}, with a lock of 0.1.0",
+            "a run on another host holds this folder, or died without releasing it",
+            got=f"process {holder.pid} on {holder.host}, since {holder.utc}, with a lock of 0.1.0",
             expected="one run per folder",
-            fix=f"look on {found.host} whether it still runs (`ps -p {found.pid}`); if it does "
-            f"not, {_FORCE}, or delete {path}",
+            fix=f"check on {holder.host} whether it still runs (`ps -p {holder.pid}`); if not, "
+            f"{_FORCE}, or delete {path}",
         )
     return False
 
 
-def _watch(path: Path, content: bytes, report: Callable[[str], None]) -> bytes | None:
-    """Return the content of a lock file after a lease without a beat; raise if a beat comes.
+def _wait_for_lease(path: Path, content: bytes, report: Callable[[str], None]) -> bytes | None:
+    """Return the content of a lock file after a lease without a beat; raise if there is a beat.
 
-    None: the file was given back, or written whole, and has to be looked at again. Time counts
-    only while the file can be read: a file system that hangs hides beats.
+    None: the file was deleted or completed and has to be read again. Time counts only while the
+    file is readable: a hanging file system hides beats.
     """
-    found = decode(content)
-    lease = _lease(found)
+    holder = decode(content)
+    lease = _lease_of_holder(holder)
     poll, waited, next_report = lease / _POLLS, 0.0, 0.0
-    who = "a process" if found is None else f"process {found.pid} on {found.host}"
+    who = "a process" if holder is None else f"process {holder.pid} on {holder.host}"
     while waited < lease:
         if waited >= next_report:
             report(
-                f"{who} holds {path.parent}, and may be dead: waiting {lease - waited:.0f} s for a "
-                f"sign of life, then the run is taken over"
+                f"{who} holds {path.parent} and may be dead: waiting {lease - waited:.0f} s for a "
+                f"heartbeat before taking over"
             )
             next_report += _REPORT_SECONDS
-        began = time.monotonic()
+        started = time.monotonic()
         time.sleep(poll)
         with contextlib.suppress(OSError):
-            now = _content(path)
+            now = _read_content(path)
             if now != content:
                 if now is None or not content:
                     return None
-                raise _refusal(decode(now) or found, path)
-            waited += min(time.monotonic() - began, 2 * poll)
-    report(f"{who} gave no sign of life for {lease:.0f} s: the run is taken over")
+                raise _held_error(decode(now) or holder, path)
+            waited += min(time.monotonic() - started, 2 * poll)
+    report(f"{who} had no heartbeat for {lease:.0f} s: taking over the run")
     return content
 
 
-def _lease(found: Holder | None) -> float:
-    return LEASE_SECONDS if found is None or found.lease_seconds is None else found.lease_seconds
+def _lease_of_holder(holder: LockHolder | None) -> float:
+    return LEASE_SECONDS if holder is None or holder.lease_seconds is None else holder.lease_seconds
 
 
-def _refusal(found: Holder | None, path: Path) -> ArgumentError:
-    if found is None:
-        return _taken(path)
-    is_own = found.pid == os.getpid() and found.is_comparable
-    where = "this machine" if found.is_comparable else found.host
+def _held_error(holder: LockHolder | None, path: Path) -> ArgumentError:
+    if holder is None:
+        return _taken_error(path)
+    is_this_process = holder.pid == os.getpid() and holder.is_comparable
+    host = "this host" if holder.is_comparable else holder.host
     return ArgumentError(
-        "this process holds the folder already" if is_own else "another run holds this folder",
-        got=f"process {found.pid} on {where}, since {found.utc}",
+        "this process already holds the folder"
+        if is_this_process
+        else "another run holds this folder",
+        got=f"process {holder.pid} on {host}, since {holder.utc}",
         expected="one run per folder",
-        fix="take the lock once"
-        if is_own
+        fix="call run_lock once"
+        if is_this_process
         else f"wait for it, stop it, use another folder, or {_FORCE}",
     )
 
 
-def _unreadable(path: Path) -> ArgumentError:
+def _unreadable_error(path: Path) -> ArgumentError:
     return ArgumentError(
-        "the folder has a lock file that cannot be read",
+        "the lock file of the folder is not readable",
         got=str(path),
-        expected="what a run writes there",
+        expected="a lock file of `xsake train`",
         fix=f"if no run uses the folder, delete {path}",
     )
 
 
-def _taken(path: Path) -> ArgumentError:
+def _taken_error(path: Path) -> ArgumentError:
     return ArgumentError(
-        "another run took this folder at the same moment",
+        "another run took this folder at the same time",
         got=str(path),
         expected="one run per folder",
         fix="use another folder",
@@ -294,11 +297,11 @@ def _taken(path: Path) -> ArgumentError:
 
 
 @contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """One process of this machine at a time: two must not take over the same dead one's lock."""
+def _exclusive(folder: Path) -> Iterator[None]:
+    """Serialize processes of this host: two must not take over the same lock."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        # Some network file systems have no such locks; creating the file stays atomic there.
+        # Some network file systems do not support flock; file creation is atomic there, too.
         with contextlib.suppress(OSError):
             fcntl.flock(handle, fcntl.LOCK_EX)
         yield
@@ -306,27 +309,27 @@ def _alone(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def _create_or_refuse(path: Path, own: Holder) -> None:
+def _create_or_raise(path: Path, current: LockHolder) -> None:
     try:
-        _create(path, own)
+        _create(path, current)
     except FileExistsError as error:
-        raise _taken(path) from error
+        raise _taken_error(path) from error
     except OSError as error:
         raise ArgumentError(
-            "the folder cannot be locked",
+            "the lock file cannot be created",
             got=f"{path}: {error.strerror}",
-            expected="a folder to write to",
-            fix="make room, or use another folder",
+            expected="a writable folder",
+            fix="free disk space, or use another folder",
         ) from error
 
 
-def _create(path: Path, own: Holder) -> None:
-    """Create the file, which must not be there, with its content in a single write."""
+def _create(path: Path, current: LockHolder) -> None:
+    """Create the file, which must not exist, with its content in a single write."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
     file = os.open(path, flags, 0o644)
     try:
         try:
-            os.write(file, own.encode())
+            os.write(file, current.encode())
             os.fsync(file)
         finally:
             os.close(file)
@@ -335,8 +338,8 @@ def _create(path: Path, own: Holder) -> None:
         raise
 
 
-def _content(path: Path) -> bytes | None:
-    """Return the bytes of a lock file; None if there is none. A link or a folder raises."""
+def _read_content(path: Path) -> bytes | None:
+    """Return the bytes of a lock file; None if missing. A link or a folder raises."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Values that the processes of a run exchange; one process alone exchanges nothing."""
+"""Exchange of values between the processes of a run; a single process exchanges nothing."""
 
 import contextlib
 import json
@@ -13,24 +13,24 @@ from jax.experimental import multihost_utils
 _POLL_SECONDS = 5  # a wait returns to Python this often, so that signals are handled
 
 
-def is_first() -> bool:
-    """Whether this process is the one that writes what only one may write."""
+def is_primary() -> bool:
+    """Return whether this is process 0, the only one that writes shared files."""
     return jax.process_index() == 0
 
 
-def first_says(number: int) -> int:
-    """The number that the first process gave; all of them call this at the same point."""
+def broadcast_from_primary(number: int) -> int:
+    """Return the number of the primary process; all processes call this at the same point."""
     if jax.process_count() == 1:
         return number
     return int(multihost_utils.broadcast_one_to_all(np.int32(number)))
 
 
 class PeerError(OSError):
-    """A failure of another process, which the message names."""
+    """Failure of another process, which the message names."""
 
 
 def draw_number() -> int:
-    """Draw a positive number that no other exchange has."""
+    """Return a random positive ID for an exchange."""
     return 1 + secrets.randbelow(2**31 - 1)
 
 
@@ -42,16 +42,15 @@ def summarize(error: BaseException) -> str:
     ]
 
 
-class Exchange:
-    """Reports of the processes to the first one, and its decisions, in one save or restore.
+class ProcessExchange:
+    """Reports of the processes to the primary one, and its decisions, in one save or restore.
 
-    They go through the key-value store of `jax.distributed`, which needs neither a device nor
-    the disk: a thread next to training may use it, and so may a process whose disk is full.
-    Waiting has no limit of its own: a process that dies ends all others by its missing heartbeat,
-    and every process that lives reports, whether its part worked or failed.
+    They use the key-value store of `jax.distributed`, which needs neither a device nor the disk: it
+    works in a background thread and with a full disk. Waits have no timeout: a process that dies
+    ends all others by its missing heartbeat, and every living process reports success or failure.
 
     Args:
-        number: from `draw_number` of the first process; the same on all of them.
+        number: from `draw_number` of the primary process; the same on all processes.
     """
 
     def __init__(self, number: int):
@@ -59,21 +58,21 @@ class Exchange:
 
     def delete(self) -> None:
         """Delete all values; no process may need one any more."""
-        if is_first() and jax.process_count() > 1:
+        if is_primary() and jax.process_count() > 1:
             _client().key_value_delete(self._prefix)
 
     def report(self, topic: str, value: str = "", *, failure: str | None = None) -> None:
-        """Report this process's part to the first one, which is in `collect`.
+        """Report this process's part to the primary one, which calls `collect`.
 
         Args:
             topic: of the report; used once in an exchange.
-            value: what the first process needs to know.
+            value: for the primary process.
             failure: in one line, of a part that failed.
         """
         self._set(f"{topic}/{jax.process_index()}", [failure, value])
 
     def contribute(self, topic: str, work: Callable[[], str]) -> None:
-        """Do this process's part and report it; a failure is reported, and raised.
+        """Do this process's part and report it; a failure is reported and raised.
 
         Args:
             topic: of the report.
@@ -87,10 +86,10 @@ class Exchange:
         self.report(topic, value)
 
     def collect(self, topic: str) -> list[str]:
-        """Wait for the reports of all processes but the first, which calls this.
+        """Wait in the primary process for the reports of all others.
 
         Raises:
-            PeerError: at least one of them failed; all have ended their part.
+            PeerError: at least one of them failed; all have finished their part.
         """
         values, failures = [], []
         for process in range(1, jax.process_count()):
@@ -105,22 +104,22 @@ class Exchange:
 
     @contextlib.contextmanager
     def decide(self, topic: str) -> Iterator[None]:
-        """Announce how the body ended, in the first process; the others are in `follow`."""
+        """Announce the outcome of the body in the primary process; the others call `follow`."""
         try:
             yield
         except BaseException as error:
-            is_own = not isinstance(error, PeerError)
-            self.announce(topic, "", f"process 0: {summarize(error)}" if is_own else str(error))
+            is_local = not isinstance(error, PeerError)
+            self.announce(topic, "", f"process 0: {summarize(error)}" if is_local else str(error))
             raise
         self.announce(topic, "")
 
     def announce(self, topic: str, value: str, failure: str | None = None) -> None:
-        """Publish a decision of the first process."""
+        """Publish a decision of the primary process."""
         if jax.process_count() > 1:
             self._set(topic, [failure, value])
 
     def follow(self, topic: str) -> str:
-        """Wait for a decision of the first process.
+        """Wait for a decision of the primary process.
 
         Raises:
             PeerError: it has failed, or has collected a failure.

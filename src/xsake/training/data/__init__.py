@@ -1,18 +1,18 @@
-"""Data for training: texts become files of tokens, and those become batches in a fixed order."""
+"""Training data: build token files from texts, and read them as batches in a fixed order."""
 
-from xsake.training.data.building import Built, Progress, Settings, build
-from xsake.training.data.index import Index, read_index
+from xsake.training.data.building import BuildProgress, BuildResult, BuildSettings, build
+from xsake.training.data.index import DataIndex, read_index
 from xsake.training.data.loader import Batch, TokenLoader
 from xsake.training.data.vocabulary import NewTokenizer
 from xsake.training.data.windows import Windows
 
 __all__ = [
     "Batch",
-    "Built",
-    "Index",
+    "BuildResult",
+    "DataIndex",
     "NewTokenizer",
-    "Progress",
-    "Settings",
+    "BuildProgress",
+    "BuildSettings",
     "TokenLoader",
     "Windows",
     "build",

@@ -1,4 +1,4 @@
-"""The texts that data is built from: read as streams, split by document, cut where too long."""
+"""Texts of a build: streamed, assigned to splits by document, and cut into pieces."""
 
 import dataclasses
 import hashlib
@@ -10,18 +10,18 @@ from typing import Literal
 from xsake.errors import ArgumentError, escape_controls
 from xsake.evaluation.documents import list_files
 from xsake.evaluation.record import TextFile
-from xsake.training.data.index import Skipped, Split
-from xsake.training.data.texts import Fault, Part, TextReader
+from xsake.training.data.index import SkippedDocuments, Split
+from xsake.training.data.texts import DocumentFault, TextPart, TextReader
 
-LONGEST_PIECE = 2**21  # characters; a tokenizer takes some hundred bytes for each
-TRAINING_PIECE = 2**16  # characters; training takes several hundred of them at once
+MAX_PIECE_CHARS = 2**21  # a tokenizer needs some hundred bytes for each
+TOKENIZER_PIECE_CHARS = 2**16  # tokenizer training holds several hundred pieces in memory
 
-Invalid = Literal["refuse", "skip"]
+OnInvalid = Literal["refuse", "skip"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """What is tokenised at once: a document, or a part of a long one."""
+    """Unit of tokenization: a document, or a part of a long one."""
 
     text: str
     split: Split
@@ -30,17 +30,16 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """Texts that were read once from end to end, and can be read again.
+    """Texts that were read completely once and can be read again.
 
     Args:
         paths: of the files, in order.
-        files: what they were.
-        documents: of each split.
-        pieces: of all documents.
-        validation: share of documents that go there.
-        skipped: documents that cannot be used, by file.
-        long: the split of each document of more than a piece, by its file and its number there;
-            None: not used.
+        files: sizes and digests.
+        documents: number of documents by split.
+        pieces: number of pieces of all documents.
+        validation: share of documents in the validation split.
+        skipped: unusable documents by file.
+        long: split of each document longer than a piece, by file and index; None: not used.
     """
 
     paths: tuple[Path, ...]
@@ -48,7 +47,7 @@ class Corpus:
     documents: dict[Split, int]
     pieces: int
     validation: float
-    skipped: tuple[Skipped, ...]
+    skipped: tuple[SkippedDocuments, ...]
     long: dict[tuple[int, int], Split | None]
 
     @classmethod
@@ -56,115 +55,115 @@ class Corpus:
         cls,
         paths: Sequence[Path],
         validation: float,
-        watch: Callable[[str], None] | None = None,
+        on_file: Callable[[str], None] | None = None,
         *,
-        invalid: Invalid = "refuse",
+        invalid: OnInvalid = "refuse",
     ) -> "Corpus":
-        """Read all texts, so that what is wrong with one is said before hours are spent.
+        """Read all texts, so that errors are raised before the expensive part.
 
         Args:
-            paths: as `read_texts` takes them.
-            validation: share of documents that are kept for validation.
-            watch: gets the name of every file that is about to be read.
-            invalid: documents that cannot be used end the build, or are left out and counted.
+            paths: as for `read_texts`.
+            validation: share of documents in the validation split.
+            on_file: called with the name of every file before it is read.
+            invalid: raise for unusable documents, or skip and count them.
         """
-        places = tuple(_each_once(list_files(paths)))
+        files = tuple(_reject_repeated_paths(list_files(paths)))
         survey = _Survey(validation, invalid)
-        for number, path in enumerate(places):
-            if watch is not None:
-                watch(path.name)
+        for number, path in enumerate(files):
+            if on_file is not None:
+                on_file(path.name)
             survey.read(number, path)
-        _require_each_once(survey.files)
+        _require_unique(survey.files)
         _require_documents(survey, paths)
         return cls(
-            places, tuple(survey.files), survey.documents, survey.pieces, validation,
+            files, tuple(survey.files), survey.documents, survey.pieces, validation,
             tuple(survey.skipped), survey.long,
         )  # fmt: skip
 
     def read(self) -> Iterator[Piece]:
-        """Every piece of every document, in order."""
+        """Yield every piece of every document, in order."""
         for split, parts in self._documents():
-            pieces = pieces_of(parts, LONGEST_PIECE)
-            before = next(pieces)
+            pieces = split_pieces(parts, MAX_PIECE_CHARS)
+            previous = next(pieces)
             for piece in pieces:
-                yield Piece(before, split, is_last=False)
-                before = piece
-            yield Piece(before, split, is_last=True)
+                yield Piece(previous, split, is_last=False)
+                previous = piece
+            yield Piece(previous, split, is_last=True)
 
     def training_texts(self) -> Iterator[str]:
-        """The documents of the train split, in small pieces."""
+        """Yield the documents of the train split in small pieces."""
         for split, parts in self._documents():
             if split == "train":
-                yield from pieces_of(parts, TRAINING_PIECE)
+                yield from split_pieces(parts, TOKENIZER_PIECE_CHARS)
 
     def _documents(self) -> Iterator[tuple[Split, Iterator[str]]]:
-        """The documents that are used, each with the parts of its text."""
-        for number, (path, before) in enumerate(zip(self.paths, self.files, strict=True)):
+        """Yield the used documents, each with the parts of its text."""
+        for number, (path, expected) in enumerate(zip(self.paths, self.files, strict=True)):
             reader, documents = TextReader(path), 0
-            for place, document in enumerate(reader.documents()):
-                head = _head(document)
+            for index, document in enumerate(reader.documents()):
+                head = _read_head(document)
                 if head[-1].is_last:
                     split = _assess(head, self.validation).split
                 else:
-                    split = self.long.get((number, place))
+                    split = self.long.get((number, index))
                 if split is not None:
                     documents += 1
                     yield split, (part.text for part in chain(head, document))
-            if reader.identity(documents) != before:
+            if reader.identity(documents) != expected:
                 raise ChangedTextError(
-                    "a text was changed while data was built from it",
-                    got=before.name,
-                    fix="give the command again with --fresh when nothing writes to the texts",
+                    "a text file changed during the build",
+                    got=expected.name,
+                    fix="repeat the command with --no-resume when the texts no longer change",
                 )
 
 
 class ChangedTextError(ArgumentError):
-    """A text that is not what it was in the survey; what was made from it cannot be kept."""
+    """A text file that changed after the survey."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Assessment:
-    """A document that was read to its end; without a split it is not used."""
+    """Counts of a document; without a split it is not used."""
 
     split: Split | None
     pieces: int
     characters: int
-    fault: Fault | None
+    fault: DocumentFault | None
 
 
 class _Survey:
-    """Counts of the texts that were read so far."""
+    """Counts of the texts read so far."""
 
-    def __init__(self, validation: float, invalid: Invalid):
+    def __init__(self, validation: float, invalid: OnInvalid):
         self._validation, self._invalid = validation, invalid
         self.files: list[TextFile] = []
         self.documents: dict[Split, int] = {"train": 0, "validation": 0}
         self.pieces = 0
-        self.skipped: list[Skipped] = []
+        self.skipped: list[SkippedDocuments] = []
         self.long: dict[tuple[int, int], Split | None] = {}
 
     def read(self, number: int, path: Path) -> None:
         """Read a file from start to end."""
-        reader, used, faults, first = TextReader(path), 0, 0, None
-        for place, document in enumerate(reader.documents()):
-            found = _assess(document, self._validation)
-            if found.fault is not None:
+        reader, num_used, num_faults, first = TextReader(path), 0, 0, None
+        for index, document in enumerate(reader.documents()):
+            assessment = _assess(document, self._validation)
+            if assessment.fault is not None:
                 if self._invalid == "refuse":
-                    raise found.fault.error(path)
-                faults, first = faults + 1, first or found.fault
-            if found.characters > LONGEST_PIECE:
-                self.long[number, place] = found.split
-            if found.split is not None:
-                self.documents[found.split] += 1
-                self.pieces += found.pieces
-                used += 1
-        self.files.append(reader.identity(used))
+                    raise assessment.fault.error(path)
+                num_faults, first = num_faults + 1, first or assessment.fault
+            if assessment.characters > MAX_PIECE_CHARS:
+                self.long[number, index] = assessment.split
+            if assessment.split is not None:
+                self.documents[assessment.split] += 1
+                self.pieces += assessment.pieces
+                num_used += 1
+        self.files.append(reader.identity(num_used))
         if first is not None:
-            why = escape_controls(f"{first.what}: {first.place(path)}")[:300]
-            self.skipped.append(Skipped(name=path.name, documents=faults, first=why))
+            why = escape_controls(f"{first.what}: {first.location(path)}")[:300]
+            self.skipped.append(SkippedDocuments(name=path.name, documents=num_faults, first=why))
 
 
-def _assess(parts: Iterable[Part], validation: float) -> _Assessment:
+def _assess(parts: Iterable[TextPart], validation: float) -> _Assessment:
     """Read a document to its end."""
     digest, fault, characters, is_blank = _new_digest(), None, 0, True
 
@@ -177,85 +176,85 @@ def _assess(parts: Iterable[Part], validation: float) -> _Assessment:
             digest.update(part.text.encode())
             yield part.text
 
-    pieces = sum(1 for _ in pieces_of(texts(), LONGEST_PIECE))
-    split = None if is_blank or fault is not None else _side(digest.digest(), validation)
+    pieces = sum(1 for _ in split_pieces(texts(), MAX_PIECE_CHARS))
+    split = None if is_blank or fault is not None else _split_by_digest(digest.digest(), validation)
     return _Assessment(split, pieces, characters, fault)
 
 
-def _head(document: Iterator[Part]) -> list[Part]:
-    """The first parts of a document, all of them unless it has more than a piece."""
+def _read_head(document: Iterator[TextPart]) -> list[TextPart]:
+    """Return the first parts of a document, at most a piece and one part."""
     head, characters = [], 0
     for part in document:
         head.append(part)
         characters += len(part.text)
-        if characters > LONGEST_PIECE:
+        if characters > MAX_PIECE_CHARS:
             break
     return head
 
 
-def split_of(text: str, validation: float) -> Split:
-    """Where a document belongs: the same for the same text, wherever it lies.
+def assign_split(text: str, validation: float) -> Split:
+    """Return the split of a document, which depends on its text only.
 
     Args:
         text: of the whole document.
-        validation: share of documents that are kept for validation.
+        validation: share of documents in the validation split.
 
     Example:
-        >>> split_of("a text", 0.0), split_of("a text", 1.0)
+        >>> assign_split("a text", 0.0), assign_split("a text", 1.0)
         ('train', 'validation')
     """
     digest = _new_digest()
     digest.update(text.encode())
-    return _side(digest.digest(), validation)
+    return _split_by_digest(digest.digest(), validation)
 
 
 def _new_digest() -> "hashlib.blake2b":
     return hashlib.blake2b(digest_size=8)
 
 
-def _side(digest: bytes, validation: float) -> Split:
+def _split_by_digest(digest: bytes, validation: float) -> Split:
     return "validation" if int.from_bytes(digest, "big") < validation * 2**64 else "train"
 
 
-def pieces_of(parts: Iterable[str], longest: int) -> Iterator[str]:
-    """A text in pieces that a tokenizer can take, cut behind lines or before words.
+def split_pieces(parts: Iterable[str], max_chars: int) -> Iterator[str]:
+    """Yield a text in pieces for a tokenizer, cut after newlines or before spaces.
 
-    Tokens at a cut may be others than in the whole text; they spell the same text.
+    Tokens at a cut may differ from those of the whole text; they decode to the same text.
 
     Args:
-        parts: of the text, wherever they were cut.
-        longest: characters of a piece.
+        parts: of the text, cut anywhere.
+        max_chars: of a piece.
 
     Example:
-        >>> list(pieces_of(["one tw", "o three"], longest=8))
+        >>> list(split_pieces(["one tw", "o three"], max_chars=8))
         ['one two', ' three']
     """
     text, start = "", 0
     for part in parts:
         text, start = text[start:] + part, 0
-        while len(text) - start > longest:
-            end = _cut(text, start, start + longest)
+        while len(text) - start > max_chars:
+            end = _find_cut(text, start, start + max_chars)
             yield text[start:end]
             start = end
     yield text[start:]
 
 
-def _cut(text: str, start: int, limit: int) -> int:
-    """The best place for a cut: behind a single newline, else before a space, else the limit."""
-    for space, behind in (("\n", 1), (" ", 0)):
-        place = text.rfind(space, start + 1, limit)
-        while place > 0:
-            if not text[place - 1].isspace() and not text[place + 1].isspace():
-                return place + behind
-            place = text.rfind(space, start + 1, place)
+def _find_cut(text: str, start: int, limit: int) -> int:
+    """Return the best cut: after a single newline, else before a space, else the limit."""
+    for space, offset in (("\n", 1), (" ", 0)):
+        index = text.rfind(space, start + 1, limit)
+        while index > 0:
+            if not text[index - 1].isspace() and not text[index + 1].isspace():
+                return index + offset
+            index = text.rfind(space, start + 1, index)
     return limit
 
 
-def _each_once(files: Iterable[Path]) -> Iterator[Path]:
+def _reject_repeated_paths(files: Iterable[Path]) -> Iterator[Path]:
     seen: set[Path] = set()
     for file in files:
         if (resolved := file.resolve()) in seen:
-            raise ArgumentError("a text is given twice", got=file, fix="name each file once")
+            raise ArgumentError("a text file is given twice", got=file, fix="name each file once")
         seen.add(resolved)
         yield file
 
@@ -263,19 +262,19 @@ def _each_once(files: Iterable[Path]) -> Iterator[Path]:
 def _require_documents(survey: _Survey, paths: Sequence[Path]) -> None:
     if not any(survey.documents.values()):
         raise ArgumentError(
-            "there is no text to build data from",
+            "the texts have no documents",
             got=", ".join(str(path) for path in paths),
             expected="at least one document that is not blank",
         )
     if not survey.documents["train"]:
         raise ArgumentError(
-            "no document is left for training",
+            "the train split is empty",
             got=f"{survey.documents['validation']} documents, all of them for validation",
-            fix="give more texts, or a smaller share with --validation",
+            fix="add texts, or use a smaller share with --validation",
         )
 
 
-def _require_each_once(files: Sequence[TextFile]) -> None:
+def _require_unique(files: Sequence[TextFile]) -> None:
     seen: set[tuple[str, str]] = set()
     for file in files:
         if file.documents and (file.name, file.sha256) in seen:
@@ -283,6 +282,6 @@ def _require_each_once(files: Sequence[TextFile]) -> None:
                 "two files have the same name and the same text",
                 got=file.name,
                 expected="every text once",
-                fix="leave one of them out",
+                fix="remove one of them",
             )
         seen.add((file.name, file.sha256))

@@ -1,73 +1,73 @@
-"""A folder before data is built in it: whose it is, what is complete, and what may be removed."""
+"""Data folder before a build: its owner, completeness and cleanup."""
 
 import re
 from pathlib import Path
 
 from xsake.errors import ArgumentError
 from xsake.model.tokenizer import TOKENIZER
-from xsake.training.data.index import INDEX, UNFINISHED, Index, read_index, shard_path
-from xsake.training.data.unfinished import Unfinished
-from xsake.training.data.vocabulary import SETTINGS
+from xsake.training.data.index import BUILD_LOG, INDEX, DataIndex, read_index, shard_path
+from xsake.training.data.unfinished import BuildLog
+from xsake.training.data.vocabulary import TOKENIZER_CONFIG
 
-_NAMES = "|".join(re.escape(name) for name in (INDEX, UNFINISHED, TOKENIZER, SETTINGS))
-_OURS = rf"(?:{_NAMES}|(?:train|validation)-\d{{5,}}\.bin)"
-_LEFT_OVER = rf"\.{_OURS}\.[a-z0-9_]{{8}}"  # of a process that was killed while it wrote
+_NAMES = "|".join(re.escape(name) for name in (INDEX, BUILD_LOG, TOKENIZER, TOKENIZER_CONFIG))
+_BUILD_FILES = rf"(?:{_NAMES}|(?:train|validation)-\d{{5,}}\.bin)"
+_TEMPORARY = rf"\.{_BUILD_FILES}\.[a-z0-9_]{{8}}"  # of a killed process
 
 
-def prepare(folder: Path, recipe: str, *, fresh: bool) -> Index | None:
-    """Make room for a build, or refuse to.
+def prepare(folder: Path, recipe: str, *, overwrite: bool) -> DataIndex | None:
+    """Prepare a folder for a build; raise if it holds anything else.
 
     Args:
-        folder: that data is to be built in.
-        recipe: names what is to be built.
-        fresh: forget what an earlier build has left.
+        folder: of the build.
+        recipe: digest of the data to build.
+        overwrite: discard an earlier build.
 
     Returns:
-        The index if all of this is built already.
+        The index if the build is already complete.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    found = _found(folder, fresh=fresh)
-    there = Unfinished(folder).recipe if found is None else found.recipe
-    is_ours = there is not None or (fresh and shard_path(folder, "train", 0).exists())
-    names = [path.name for path in folder.iterdir() if not re.fullmatch(_LEFT_OVER, path.name)]
-    if names and not is_ours:
+    index = _read_existing_index(folder, overwrite=overwrite)
+    existing = BuildLog(folder).recipe if index is None else index.recipe
+    is_build = existing is not None or (overwrite and shard_path(folder, "train", 0).exists())
+    names = [path.name for path in folder.iterdir() if not re.fullmatch(_TEMPORARY, path.name)]
+    if names and not is_build:
         raise ArgumentError(
-            "the folder is not empty, and what is in it was not built by this command",
+            "the folder is not empty and holds other files than a build",
             got=f"{folder} has {ascii(min(names))[1:-1]}",
             expected="a new or empty folder, or an earlier build of the same data",
-            fix="name another folder with -o, or give --fresh if it is a build that lost its index",
+            fix="use another folder with -o, or --no-resume if it is a build without its index",
         )
-    if there not in (None, recipe) and not fresh:
+    if existing not in (None, recipe) and not overwrite:
         raise ArgumentError(
-            "the folder holds other data",
+            "the folder holds another build",
             got=f"{folder}: built from other texts, another tokenizer or other settings",
-            fix="name another folder with -o, or replace what is there with --fresh",
+            fix="use another folder with -o, or replace the build with --no-resume",
         )
-    if fresh:
+    if overwrite:
         _clear(folder)
         return None
     for path in folder.iterdir():
-        if re.fullmatch(_LEFT_OVER, path.name):
+        if re.fullmatch(_TEMPORARY, path.name):
             path.unlink()
-    return found
+    return index
 
 
-def _found(folder: Path, *, fresh: bool) -> Index | None:
-    """The index that is there; one that cannot be read is none if it is to be replaced."""
+def _read_existing_index(folder: Path, *, overwrite: bool) -> DataIndex | None:
+    """Return the index in a folder; None if missing, or unreadable and to be replaced."""
     if not (folder / INDEX).exists():
         return None
     try:
         return read_index(folder)
     except ArgumentError:
-        if fresh:
+        if overwrite:
             return None
         raise
 
 
 def _clear(folder: Path) -> None:
-    """Remove what builds write; the index first, so that nobody reads what is half gone."""
+    """Remove all files of a build; the index first, so that a partial build is never read."""
     (folder / INDEX).unlink(missing_ok=True)
     for path in folder.iterdir():
-        if re.fullmatch(rf"{_OURS}|{_LEFT_OVER}", path.name) and path.name != UNFINISHED:
+        if re.fullmatch(rf"{_BUILD_FILES}|{_TEMPORARY}", path.name) and path.name != BUILD_LOG:
             path.unlink()
-    (folder / UNFINISHED).unlink(missing_ok=True)
+    (folder / BUILD_LOG).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Batches for training: the same ones in the same order, however often a run is interrupted."""
+"""Batches for training in a reproducible order that interruptions do not change."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,19 +12,19 @@ from pydantic import ValidationError
 from xsake._schema import Count, Frozen
 from xsake.errors import ArgumentError, MissingExtraError
 from xsake.training.data.index import Split
-from xsake.training.data.order import places_to_windows
+from xsake.training.data.order import positions_to_windows
 from xsake.training.data.shards import Verify
 from xsake.training.data.windows import Windows
 
-LAST_PLACE = 2**62  # far beyond any run, and all arithmetic on places fits int64
+MAX_POSITION = 2**62  # beyond any run; arithmetic on positions fits int64
 
 
 class Batch(NamedTuple):
-    """What one process reads in one step.
+    """Batch of one process in one step.
 
     Args:
-        tokens: a window per row: `context` to read, and the same moved by one to predict.
-        windows: numbers of the windows in their split, which identify what was read.
+        tokens: a window of `context + 1` tokens per row.
+        windows: indices of the windows in their split.
     """
 
     tokens: Int32[np.ndarray, "B n"]
@@ -32,7 +32,7 @@ class Batch(NamedTuple):
 
 
 class LoaderState(Frozen):
-    """Where a loader is, and everything that decides what comes next but the processes."""
+    """Position of a loader, and all settings that determine its batches except the processes."""
 
     version: Literal[1] = 1
     step: Count
@@ -44,24 +44,24 @@ class LoaderState(Frozen):
 
 
 class TokenLoader:
-    """An endless iterator of batches from a data folder.
+    """Endless iterator of batches from a data folder.
 
-    The batch of a step is a function of files, seed and step alone. Every epoch reads every
-    window once, in an order of its own; a batch may end one epoch and begin the next. Process p
-    of n takes rows `p * batch / n` to `(p + 1) * batch / n` of the batch, and reads nothing else.
+    The batch of a step is a function of files, seed and step only. Every epoch reads every window
+    once, in a new order; a batch may span two epochs. Process p of n reads rows `p * batch / n` to
+    `(p + 1) * batch / n` only.
 
     Args:
-        folder: as `xsake data build` makes it.
-        context: tokens that a model reads of a window.
-        batch: windows of a step, over all processes.
-        seed: of the order.
-        process: which process this is.
-        processes: how many there are.
+        folder: from `xsake data build`.
+        context: input tokens per window.
+        batch: windows per step, over all processes.
+        seed: of the shuffle.
+        process: index of this process.
+        processes: number of processes.
         split: which documents.
-        verify: `size` checks that every file is there and has its size; `full` compares the digest
-            of a file too when it is first used, see `Verifier`.
-        vocabulary: tokens that the model knows; None: whatever the data has.
-        prefetch: batches that a thread reads ahead; 0 reads when asked.
+        verify: `size` checks the sizes of all files; `full` also verifies the digest of a file on
+            first use, see `Verifier`.
+        vocabulary: size of the model's vocabulary; None: not checked.
+        prefetch: number of batches to read ahead in a thread; 0: none.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class TokenLoader:
     ):
         _require_shares(batch, process, processes)
         if prefetch < 0:
-            raise ArgumentError("nothing can be read so far ahead", got=prefetch, expected=">= 0")
+            raise ArgumentError("prefetch is negative", got=prefetch, expected=">= 0")
         self.windows = Windows(
             folder, context=context, split=split, verify=verify, vocabulary=vocabulary
         )
@@ -94,7 +94,7 @@ class TokenLoader:
         )
         self._step = 0
         grain = _grain()
-        # One thread: more would not keep the order of reads on the disk, and one is fast enough.
+        # One thread is fast enough and keeps the order of reads on the disk.
         options = grain.ReadOptions(num_threads=min(prefetch, 1), prefetch_buffer_size=prefetch)
         source = _Batches(self.windows, batch=batch, seed=seed, share=(process, processes))
         self._batches = iter(grain.MapDataset.source(source).to_iter_dataset(options))
@@ -106,7 +106,7 @@ class TokenLoader:
         try:
             tokens, windows = next(self._batches)
         except BaseException:
-            # Grain has dropped the batch that could not be had; it stays the next one.
+            # Grain has dropped the failed batch; read it again next time.
             self._batches.set_state({"next_index": self._step})
             raise
         self._step += 1
@@ -114,61 +114,61 @@ class TokenLoader:
 
     @property
     def epoch(self) -> int:
-        """The epoch that the first window of the next batch belongs to, from 0."""
+        """Epoch of the first window of the next batch, from 0."""
         return self._step * self._start.batch // len(self.windows)
 
-    def numbers(self, step: int) -> Int64[np.ndarray, " B"]:
-        """The windows of a step's whole batch, whichever process this is.
+    def window_ids(self, step: int) -> Int64[np.ndarray, " B"]:
+        """Return the windows of a step's whole batch, over all processes.
 
         Args:
             step: its number.
         """
-        places = step * self._start.batch + np.arange(self._start.batch, dtype=np.int64)
-        return places_to_windows(places, windows=len(self.windows), seed=self._start.seed)
+        positions = step * self._start.batch + np.arange(self._start.batch, dtype=np.int64)
+        return positions_to_windows(positions, windows=len(self.windows), seed=self._start.seed)
 
     def state(self) -> dict[str, Any]:
-        """Where the loader is: after n batches, that batch n comes next. Plain JSON."""
+        """Return the position as JSON: after n batches, batch n is next."""
         return self._start.model_copy(update={"step": self._step}).model_dump(mode="json")
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on where a loader of the same batches was, with any number of processes.
+        """Continue at the position of a loader of the same batches, with any number of processes.
 
         Args:
-            state: what `state` returned.
+            state: from `state`.
         """
         try:
-            found = LoaderState.model_validate(state)
+            restored = LoaderState.model_validate(state)
         except ValidationError as error:
             raise ArgumentError(
-                "this is not the state of a token loader",
+                "invalid state of a token loader",
                 got=str(state)[:200],
                 expected=f"such as {self.state()}",
             ) from error
-        for name, mine in self._start:
-            theirs = getattr(found, name)
-            if name != "step" and theirs != mine:
+        for name, expected in self._start:
+            value = getattr(restored, name)
+            if name != "step" and value != expected:
                 raise ArgumentError(
-                    f"the state belongs to other batches: {_MEANING.get(name, name)} is different",
-                    got=f"{name} {theirs}",
-                    expected=f"{name} {mine}, as this loader has it",
-                    fix="go on with the settings and the data that the run was started with",
+                    f"the state is of other batches: {_LABELS.get(name, name)} differs",
+                    got=f"{name} {value}",
+                    expected=f"{name} {expected}",
+                    fix="resume with the settings and the data of the interrupted run",
                 )
-        if found.step > LAST_PLACE // self._start.batch:
-            raise ArgumentError("no run has so many steps", got=found.step)
-        self._batches.set_state({"next_index": found.step})
-        self._step = found.step
+        if restored.step > MAX_POSITION // self._start.batch:
+            raise ArgumentError("the step of the loader is out of range", got=restored.step)
+        self._batches.set_state({"next_index": restored.step})
+        self._step = restored.step
 
     def close(self) -> None:
-        """Stop reading ahead; no batch comes after this."""
+        """Stop reading ahead; there are no more batches."""
         self._batches.close()
         self.windows.close()
 
 
-_MEANING = {"data": "the data itself", "context": "the context", "seed": "the seed"}
+_LABELS = {"data": "the data", "context": "the context", "seed": "the seed"}
 
 
 class _Batches:
-    """Batch n of one process by its number, as Grain wants a source."""
+    """Grain source of the batches of one process."""
 
     def __init__(self, windows: Windows, *, batch: int, seed: int, share: tuple[int, int]):
         process, processes = share
@@ -177,24 +177,24 @@ class _Batches:
         self._rows = np.arange(process * rows, (process + 1) * rows, dtype=np.int64)
 
     def __len__(self) -> int:
-        return LAST_PLACE // self._batch
+        return MAX_POSITION // self._batch
 
     def __getitem__(self, step: int) -> tuple[np.ndarray, np.ndarray]:
-        places = step * self._batch + self._rows
-        numbers = places_to_windows(places, windows=len(self._windows), seed=self._seed)
-        return self._windows.read(numbers), numbers
+        positions = step * self._batch + self._rows
+        window_ids = positions_to_windows(positions, windows=len(self._windows), seed=self._seed)
+        return self._windows.read(window_ids), window_ids
 
 
 def _require_shares(batch: int, process: int, processes: int) -> None:
     if batch < 1 or processes < 1 or batch % processes:
         raise ArgumentError(
-            "the processes cannot have equal shares of the batch",
+            "the batch is not divisible by the number of processes",
             got=f"a batch of {batch} windows for {processes} processes",
-            expected="a batch that the number of processes divides",
+            expected=f"a multiple of {processes}",
         )
     if not 0 <= process < processes:
         raise ArgumentError(
-            "there is no such process", got=process, expected=f"0 to {processes - 1}"
+            "the process index is out of range", got=process, expected=f"0 to {processes - 1}"
         )
 
 
@@ -203,7 +203,7 @@ def _grain() -> ModuleType:
         import grain
     except ModuleNotFoundError as missing:
         raise MissingExtraError(
-            "batches are read ahead by the package grain",
+            "the loader needs the package grain",
             got=missing.name,
             fix='pip install "xsake[train]"',
         ) from missing

@@ -1,6 +1,6 @@
-"""Documents of one text file, of any size: read once from start to end, in parts that fit memory.
+"""Documents of one text file of any size, streamed in parts that fit into memory.
 
-The documents are those of `xsake.evaluation.read_texts`, which holds a whole file.
+The documents are those of `xsake.evaluation.read_texts`, which reads whole files.
 """
 
 import codecs
@@ -16,26 +16,26 @@ from xsake.errors import ArgumentError
 from xsake.evaluation.record import TextFile
 
 CHUNK_BYTES = 2**20
-MAX_LINE_BYTES = 2**28  # of a .jsonl file: JSON is parsed a line at a time
-MAX_SEPARATOR_BYTES = 2**12  # blanks behind a separator included
+MAX_LINE_BYTES = 2**28  # of a .jsonl file, which is parsed line by line
+MAX_SEPARATOR_BYTES = 2**12  # including blanks after a separator
 
-_MARK = rb"\n<\|endoftext\|>[ \t]*\r?"
-_SEPARATOR = re.compile(_MARK + rb"(?=\n)")
-_SEPARATOR_AT_END = re.compile(_MARK + rb"(?=\n|\Z)")
-_WORD = b"<|endoftext|>"
+_SEPARATOR_LINE = rb"\n<\|endoftext\|>[ \t]*\r?"
+_SEPARATOR = re.compile(_SEPARATOR_LINE + rb"(?=\n)")
+_SEPARATOR_AT_END = re.compile(_SEPARATOR_LINE + rb"(?=\n|\Z)")
+_END_OF_TEXT = b"<|endoftext|>"
 _BLANKS = re.compile(rb"[ \t]*\r?")
 
 
 @dataclasses.dataclass(frozen=True)
-class Fault:
-    """The reason why a document cannot be used.
+class DocumentFault:
+    """Reason why a document is not usable.
 
     Args:
-        what: is wrong.
-        offset: in the file, of the first byte that is wrong or of its line.
-        got: the offending bytes, in words.
-        expected: what could be used.
-        fix: for the person who has the file.
+        what: the problem.
+        offset: of the first wrong byte or of its line in the file.
+        got: description of the wrong bytes.
+        expected: valid content.
+        fix: how to correct the file.
     """
 
     what: str
@@ -44,27 +44,27 @@ class Fault:
     expected: str
     fix: str
 
-    def place(self, path: Path) -> str:
-        """File, line and what is there; reads the file up to it."""
+    def location(self, path: Path) -> str:
+        """Return file, line and wrong content; reads the file up to there."""
         return f"{path.name}, line {_line_at(path, self.offset)}: {self.got}"
 
     def error(self, path: Path) -> ArgumentError:
-        """The error that refuses the file."""
+        """Return the error for the file."""
         fix = f"{self.fix}, or skip such documents with --invalid skip"
-        return ArgumentError(self.what, got=self.place(path), expected=self.expected, fix=fix)
+        return ArgumentError(self.what, got=self.location(path), expected=self.expected, fix=fix)
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
-    """A part of a document's text, in order; a document with a fault has one part that names it."""
+class TextPart:
+    """Part of a document's text, in order; a document with a fault has one part that names it."""
 
     text: str
     is_last: bool
-    fault: Fault | None = None
+    fault: DocumentFault | None = None
 
 
 class TextReader:
-    """Reads one file from start to end, once.
+    """Reader of one file from start to end, once.
 
     Args:
         path: a .txt, .raw or .jsonl file.
@@ -74,8 +74,8 @@ class TextReader:
         self._path = path
         self._digest, self._num_bytes = hashlib.sha256(), 0
 
-    def documents(self) -> Iterator[Iterator[Part]]:
-        """The parts of each document, blank ones included; what a caller leaves is skipped."""
+    def documents(self) -> Iterator[Iterator[TextPart]]:
+        """Yield the parts of each document, including blank ones; unread parts are skipped."""
         parts = self._parts()
         for first in parts:
             document = _until_last(first, parts)
@@ -84,10 +84,10 @@ class TextReader:
                 pass
 
     def identity(self, documents: int) -> TextFile:
-        """What the file was, after the last document.
+        """Return size and digest of the file; call it after the last document.
 
         Args:
-            documents: that were used.
+            documents: number of used documents.
         """
         return TextFile(
             name=self._path.name,
@@ -96,37 +96,37 @@ class TextReader:
             documents=documents,
         )
 
-    def _parts(self) -> Iterator[Part]:
+    def _parts(self) -> Iterator[TextPart]:
         read = self._lines if self._path.suffix == ".jsonl" else self._plain
         try:
             with self._path.open("rb") as file:
                 yield from read(file)
         except OSError as error:
-            raise ArgumentError("a text cannot be read", got=f"{self._path}: {error}") from error
+            raise ArgumentError("cannot read a text file", got=f"{self._path}: {error}") from error
 
-    def _plain(self, file: BinaryIO) -> Iterator[Part]:
+    def _plain(self, file: BinaryIO) -> Iterator[TextPart]:
         decoder = codecs.getincrementaldecoder("utf-8")()
-        is_sound = True
+        is_valid = True
         for data, offset, is_last in self._spans(file):
             text, fault = "", None
-            if is_sound:
+            if is_valid:
                 try:
                     text = decoder.decode(data, final=is_last)
                 except UnicodeDecodeError as error:
-                    place = offset + len(data) - len(error.object) + error.start
-                    fault = _not_utf8(error.object[error.start], place)
-                    is_sound = False
-            yield Part(text, is_last, fault)
+                    byte = offset + len(data) - len(error.object) + error.start
+                    fault = _not_utf8(error.object[error.start], byte)
+                    is_valid = False
+            yield TextPart(text, is_last, fault)
             if is_last:
                 decoder.reset()
-                is_sound = True
+                is_valid = True
 
     def _spans(self, file: BinaryIO) -> Iterator[tuple[bytes, int, bool]]:
-        """Bytes between separators, their place in the file, and whether they end a document.
+        """Yield bytes between separators, their file offset, and whether they end a document.
 
-        Every document begins behind a newline, that of the separator before it; the first gets
-        one. A newline is held back until it is certain that no separator follows: such a newline
-        is none of the document's.
+        Every document starts after a newline, that of the previous separator; one is added for the
+        first document. A newline is held back until no separator can follow, because the newline of
+        a separator is not part of the document.
         """
         start = self._take(file.read(len(codecs.BOM_UTF8)))
         data = b"\n" if start == codecs.BOM_UTF8 else b"\n" + start
@@ -140,7 +140,7 @@ class TextReader:
                 begin += int(is_first and match.start() > begin)
                 yield data[begin : match.start()], offset + begin, True
                 begin, is_first = match.end(), True
-            end = _certain(data, begin) if chunk else len(data)
+            end = _find_safe_end(data, begin) if chunk else len(data)
             if end > begin or not chunk:
                 begin += int(is_first and end > begin)
                 yield data[begin:end], offset + begin, not chunk
@@ -149,17 +149,17 @@ class TextReader:
                 return
             data, offset = data[end:], offset + end
 
-    def _lines(self, file: BinaryIO) -> Iterator[Part]:
+    def _lines(self, file: BinaryIO) -> Iterator[TextPart]:
         while line := self._take(file.readline(MAX_LINE_BYTES + 1)):
             start = self._num_bytes - len(line)
             if len(line) > MAX_LINE_BYTES:
                 while line and not line.endswith(b"\n"):
                     line = self._take(file.readline(CHUNK_BYTES))
-                yield Part("", is_last=True, fault=_long_line(start))
+                yield TextPart("", is_last=True, fault=_long_line(start))
                 continue
             if not start and line.startswith(codecs.BOM_UTF8):
                 line, start = line.removeprefix(codecs.BOM_UTF8), len(codecs.BOM_UTF8)
-            yield _document(line, start)
+            yield _parse_line(line, start)
 
     def _take(self, data: bytes) -> bytes:
         self._digest.update(data)
@@ -167,7 +167,7 @@ class TextReader:
         return data
 
 
-def _until_last(first: Part, parts: Iterator[Part]) -> Iterator[Part]:
+def _until_last(first: TextPart, parts: Iterator[TextPart]) -> Iterator[TextPart]:
     part = first
     yield part
     while not part.is_last:
@@ -175,55 +175,55 @@ def _until_last(first: Part, parts: Iterator[Part]) -> Iterator[Part]:
         yield part
 
 
-def _certain(data: bytes, begin: int) -> int:
-    """Where the bytes end that belong to the document, whatever comes behind them."""
+def _find_safe_end(data: bytes, begin: int) -> int:
+    """Return the end of the bytes that belong to the document whatever follows."""
     newline = data.rfind(b"\n", begin)
     line = data[newline + 1 : newline + 1 + MAX_SEPARATOR_BYTES]
-    is_open = _WORD.startswith(line) or (
-        line.startswith(_WORD) and _BLANKS.fullmatch(line, len(_WORD))
+    is_open = _END_OF_TEXT.startswith(line) or (
+        line.startswith(_END_OF_TEXT) and _BLANKS.fullmatch(line, len(_END_OF_TEXT))
     )
     return newline if newline >= 0 and is_open and len(line) < MAX_SEPARATOR_BYTES else len(data)
 
 
-def _document(line: bytes, start: int) -> Part:
-    """The document on a line of a .jsonl file.
+def _parse_line(line: bytes, start: int) -> TextPart:
+    """Parse a line of a .jsonl file.
 
     Args:
         line: its bytes.
-        start: place of the line in its file.
+        start: offset of the line in the file.
     """
     try:
-        words = line.decode()
-        if not words.strip():
-            return Part("", is_last=True)
-        entry = json.loads(words)
+        text_line = line.decode()
+        if not text_line.strip():
+            return TextPart("", is_last=True)
+        entry = json.loads(text_line)
     except UnicodeDecodeError as error:
         fault = _not_utf8(line[error.start], start + error.start)
-        return Part("", is_last=True, fault=fault)
+        return TextPart("", is_last=True, fault=fault)
     except (ValueError, RecursionError) as error:
-        return Part("", is_last=True, fault=_no_document(start, str(error)[:100]))
+        return TextPart("", is_last=True, fault=_not_a_document(start, str(error)[:100]))
     text = entry.get("text") if isinstance(entry, dict) else None
     if not isinstance(text, str):
-        return Part("", is_last=True, fault=_no_document(start, words[:60]))
+        return TextPart("", is_last=True, fault=_not_a_document(start, text_line[:60]))
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        return Part("", is_last=True, fault=_half_character(start, text[error.start]))
-    return Part(text, is_last=True)
+        return TextPart("", is_last=True, fault=_lone_surrogate(start, text[error.start]))
+    return TextPart(text, is_last=True)
 
 
 def _line_at(path: Path, offset: int) -> int:
-    """The number of the line that a byte of a file is in."""
+    """Return the line number of an offset in a file."""
     line = 1
     with path.open("rb") as file:
-        while chunk := file.read(min(CHUNK_BYTES, offset - file.tell())):
-            line += chunk.count(b"\n")
+        while chunk := file.read(min(CHUNK_BYTES, offset)):
+            line, offset = line + chunk.count(b"\n"), offset - len(chunk)
     return line
 
 
-def _not_utf8(byte: int, offset: int) -> Fault:
-    return Fault(
-        "a text is not UTF-8",
+def _not_utf8(byte: int, offset: int) -> DocumentFault:
+    return DocumentFault(
+        "a text file is not UTF-8",
         offset,
         got=f"byte {byte:#04x} at {offset}",
         expected="UTF-8",
@@ -231,8 +231,8 @@ def _not_utf8(byte: int, offset: int) -> Fault:
     )
 
 
-def _no_document(offset: int, got: str) -> Fault:
-    return Fault(
+def _not_a_document(offset: int, got: str) -> DocumentFault:
+    return DocumentFault(
         "a line is not a document",
         offset,
         got=got,
@@ -241,21 +241,21 @@ def _no_document(offset: int, got: str) -> Fault:
     )
 
 
-def _long_line(offset: int) -> Fault:
-    return Fault(
+def _long_line(offset: int) -> DocumentFault:
+    return DocumentFault(
         "a line is too long",
         offset,
         got=f"more than {MAX_LINE_BYTES:,} bytes",
         expected="a document per line",
-        fix="put the document into a .txt file, where it may have any length",
+        fix="put the document into a .txt file, which has no limit",
     )
 
 
-def _half_character(offset: int, half: str) -> Fault:
-    return Fault(
-        "a document holds half a character",
+def _lone_surrogate(offset: int, surrogate: str) -> DocumentFault:
+    return DocumentFault(
+        "a document has a lone surrogate",
         offset,
-        got=f"U+{ord(half):04X} alone",
-        expected="text that can be written as UTF-8",
-        fix="correct the escapes in its line",
+        got=f"U+{ord(surrogate):04X} alone",
+        expected="text that can be encoded as UTF-8",
+        fix="correct the escapes in the line",
     )

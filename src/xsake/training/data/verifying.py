@@ -1,10 +1,10 @@
-"""Digests of token files, compared in the background when a file is first used.
+"""Verification of token files in the background on first use.
 
-Windows are read in a random order, so the first batches touch nearly every file of a split. To
-wait for all digests would delay each start by the time to read the whole data; not to wait at all
-would train on damaged tokens first. So a batch waits for the files that it needs, but all batches
-together wait for a bounded time. After that, files are compared while training continues, and a
-damaged one ends the run at its next batch.
+Windows are read in random order, so the first batches touch nearly every file of a split. Waiting
+for all digests would delay each start by the time to read all data; not waiting would train on
+damaged tokens. So a batch waits for the files it needs, but all batches together wait for a
+bounded time. Afterwards files are verified while training continues, and a damaged one ends the
+run at its next batch.
 """
 
 import concurrent.futures
@@ -18,11 +18,11 @@ _MAX_THREADS = 4
 
 
 class Verifier:
-    """Compares files with their digests, each once, when they are first used.
+    """Verification of files, each once, on first use.
 
     Args:
         check: raises if the file of a number is damaged.
-        wait_seconds: how long `use` may wait in all.
+        wait_seconds: total time that `use` may wait.
     """
 
     def __init__(self, check: Callable[[int], None], *, wait_seconds: float = WAIT_SECONDS):
@@ -34,12 +34,12 @@ class Verifier:
         self._pool = concurrent.futures.ThreadPoolExecutor(threads, "verify data")
 
     def use(self, numbers: Sequence[int]) -> None:
-        """Begin to compare files that are not known yet, and wait for them while there is time.
+        """Start to verify new files, and wait for them while time is left.
 
-        Raises what is wrong with any file that was ever used.
+        Raises the error of any file used so far.
 
         Args:
-            numbers: of the files that are about to be read.
+            numbers: of the files to read.
         """
         with self._guard:
             for number in numbers:
@@ -47,14 +47,14 @@ class Verifier:
                     self._jobs[number] = self._pool.submit(self._run, number)
             waiting = [self._jobs[number] for number in numbers]
         if self._left > 0 and not all(job.done() for job in waiting):
-            began = time.monotonic()
+            started = time.monotonic()
             concurrent.futures.wait(waiting, timeout=self._left)
-            self._left -= time.monotonic() - began
+            self._left -= time.monotonic() - started
         if self._failure is not None:
             raise self._failure
 
     def close(self) -> int:
-        """Compare no more files; return how many were used and not compared."""
+        """Stop verifying; return the number of files that were used but not verified."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         return sum(job.cancelled() for job in self._jobs.values())
 

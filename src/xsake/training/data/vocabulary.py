@@ -1,4 +1,4 @@
-"""The tokenizer of a data folder: taken from a checkpoint or trained on the texts, then kept."""
+"""Tokenizer of a data folder: from a checkpoint, or trained on the texts."""
 
 import dataclasses
 import functools
@@ -18,36 +18,36 @@ from xsake.errors import ArgumentError, MissingExtraError
 from xsake.model.tokenizer import TOKENIZER, Tokenizer
 from xsake.model.tokenizer_file import library_errors
 
-SETTINGS = "tokenizer_config.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
 END_TOKEN = "<|endoftext|>"
-SMALLEST, LARGEST = 257, 2**24  # every byte, and the end
-MAX_WORD = 1000  # characters: the time of training grows with the square of a word's length
+MIN_VOCABULARY, MAX_VOCABULARY = 257, 2**24  # 256 bytes and the end token
+MAX_WORD_CHARS = 1000  # training time is quadratic in the length of a word
 
-_LONG_RUN = re.compile(rf"\S{{{MAX_WORD}}}|\s{{{MAX_WORD}}}")
+_LONG_RUN = re.compile(rf"\S{{{MAX_WORD_CHARS}}}|\s{{{MAX_WORD_CHARS}}}")
 
 
 @dataclasses.dataclass(frozen=True)
 class NewTokenizer:
-    """A byte-level BPE tokenizer that is trained on the texts that it will be used for.
+    """Byte-level BPE tokenizer to train on the texts of the build.
 
     Args:
-        vocabulary: tokens that it may have, 256 bytes and the end token included.
+        vocabulary: maximum number of tokens, including 256 bytes and the end token.
     """
 
     vocabulary: int
 
     def __post_init__(self):
-        if not SMALLEST <= self.vocabulary <= LARGEST:
+        if not MIN_VOCABULARY <= self.vocabulary <= MAX_VOCABULARY:
             raise ArgumentError(
-                "a vocabulary of this size cannot be trained",
+                "the vocabulary size is out of range",
                 got=self.vocabulary,
-                expected=f"{SMALLEST} to {LARGEST:,}: every byte and the end of a document fit",
+                expected=f"{MIN_VOCABULARY} to {MAX_VOCABULARY:,}",
             )
 
 
 @dataclasses.dataclass(frozen=True)
 class TokenizerFile:
-    """A tokenizer.json, and the token that ends documents.
+    """Content of a tokenizer.json, and the token that ends documents.
 
     Args:
         content: of the file.
@@ -59,41 +59,41 @@ class TokenizerFile:
 
     @property
     def sha256(self) -> str:
-        """Names the tokenizer."""
+        """SHA-256 of the content."""
         return hashlib.sha256(self.content).hexdigest()
 
     @classmethod
-    def of_checkpoint(cls, path: Path, end_token: str | None = None) -> "TokenizerFile":
-        """The tokenizer of a checkpoint.
+    def from_checkpoint(cls, path: Path, end_token: str | None = None) -> "TokenizerFile":
+        """Read the tokenizer of a checkpoint.
 
         Args:
-            path: its folder, or the tokenizer.json itself.
-            end_token: stands after every document; None: what the checkpoint ends texts with.
+            path: its folder, or the tokenizer.json.
+            end_token: appended to every document; None: that of the checkpoint.
         """
         folder = path.parent if path.name == TOKENIZER else path
         if not (folder / TOKENIZER).exists():
             raise ArgumentError(
-                "there is no such tokenizer",
+                "the tokenizer does not exist",
                 got=path,
-                expected=f"a {TOKENIZER}, or a folder that has one",
+                expected=f"a {TOKENIZER}, or a folder with one",
                 fix=f"rename the file to {TOKENIZER}" if path.is_file() else "",
             )
         tokenizer = Tokenizer.load(folder)
-        return cls((folder / TOKENIZER).read_bytes(), _end_token(tokenizer, end_token))
+        return cls((folder / TOKENIZER).read_bytes(), _resolve_end_token(tokenizer, end_token))
 
     @classmethod
-    def trained(cls, texts: Iterator[str], vocabulary: int) -> "TokenizerFile":
-        """A new tokenizer; the same texts give the same file.
+    def train(cls, texts: Iterator[str], vocabulary: int) -> "TokenizerFile":
+        """Train a tokenizer; the same texts give the same file.
 
         Args:
-            texts: to learn from; runs of more than `MAX_WORD` characters without a space, or of
-                spaces alone, are learned from in parts.
-            vocabulary: tokens that it may have; short texts give fewer.
+            texts: to train on; runs of more than `MAX_WORD_CHARS` characters without a space, or of
+                spaces only, are split.
+            vocabulary: maximum number of tokens; short texts give fewer.
         """
-        tokenizers = _package()
-        found = tokenizers.Tokenizer(tokenizers.models.BPE())
-        found.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-        found.decoder = tokenizers.decoders.ByteLevel()
+        tokenizers = _import_tokenizers()
+        tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+        tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = tokenizers.decoders.ByteLevel()
         trainer = tokenizers.trainers.BpeTrainer(
             vocab_size=vocabulary,
             special_tokens=[END_TOKEN],
@@ -101,27 +101,27 @@ class TokenizerFile:
             show_progress=False,
         )
         short = (part for text in texts for part in split_long_runs(text))
-        found.train_from_iterator(short, trainer)
-        return cls(found.to_str(pretty=True).encode(), END_TOKEN)
+        tokenizer.train_from_iterator(short, trainer)
+        return cls(tokenizer.to_str(pretty=True).encode(), END_TOKEN)
 
     @classmethod
-    def trained_before(cls, folder: Path, sha256: str | None) -> "TokenizerFile | None":
-        """What an interrupted build has trained, if it is in its folder and has this digest."""
+    def load_previous(cls, folder: Path, sha256: str | None) -> "TokenizerFile | None":
+        """Return the tokenizer that an interrupted build has trained, if it has this digest."""
         path = folder / TOKENIZER
-        found = cls(path.read_bytes() if path.is_file() else b"", END_TOKEN)
-        return found if found.sha256 == sha256 else None
+        trained = cls(path.read_bytes() if path.is_file() else b"", END_TOKEN)
+        return trained if trained.sha256 == sha256 else None
 
     def install(self, folder: Path) -> None:
-        """Put it into a folder, as a checkpoint would have it."""
+        """Write it to a folder, in the form of a checkpoint."""
         atomic_write(folder / TOKENIZER, self.content)
-        atomic_write(folder / SETTINGS, json.dumps({"eos_token": self.end_token}) + "\n")
+        atomic_write(folder / TOKENIZER_CONFIG, json.dumps({"eos_token": self.end_token}) + "\n")
 
 
 class Vocabulary:
-    """Makes tokens of texts; what a text spells is text, even if it spells a special token.
+    """Tokenizer of texts; special tokens in a text are encoded as plain text.
 
     Args:
-        folder: with what `TokenizerFile.install` put there.
+        folder: of `TokenizerFile.install`.
     """
 
     def __init__(self, folder: Path):
@@ -131,33 +131,35 @@ class Vocabulary:
 
     @functools.cached_property
     def size(self) -> int:
-        """The largest id and one more: ids may have holes."""
+        """Largest token ID + 1; IDs may have gaps."""
         return max(self.tokenizer.inner.get_vocab(with_added_tokens=True).values()) + 1
 
     @property
     def dtype(self) -> np.dtype:
-        """The smallest that holds every token, little-endian."""
+        """Smallest dtype that holds every token, little-endian."""
         return np.dtype("<u2" if self.size <= 2**16 else "<u4")
 
     def encode(self, texts: Sequence[str]) -> list[UInt[np.ndarray, " n"]]:
-        """The tokens of every text, on all cores; nothing is put around them."""
+        """Tokenize texts on all cores, without special tokens."""
         with library_errors():
-            found = self.tokenizer.inner.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.asarray(one.ids, self.dtype) for one in found]
+            encodings = self.tokenizer.inner.encode_batch_fast(
+                list(texts), add_special_tokens=False
+            )
+        return [np.asarray(encoding.ids, self.dtype) for encoding in encodings]
 
 
 def split_long_runs(text: str) -> Iterator[str]:
-    """A text in parts, so that no word of them has more than `MAX_WORD` characters.
+    """Yield a text in parts in which no word has more than `MAX_WORD_CHARS` characters.
 
     Args:
-        text: stays as it is unless a run of letters or of spaces is that long.
+        text: unchanged unless a run of letters or of spaces is longer.
 
     Example:
         >>> [len(part) for part in split_long_runs("one two " + "x" * 2500 + " end")]
         [1008, 1000, 504]
     """
-    # A run that is too long holds a whole one of these windows, and only such texts are searched.
-    window = MAX_WORD // 2
+    # A long run contains at least one of these windows; only such texts are searched.
+    window = MAX_WORD_CHARS // 2
     starts = range(0, len(text), window)
     if not any(len(text[start : start + window].split(None, 1)) < 2 for start in starts):
         yield text
@@ -170,40 +172,40 @@ def split_long_runs(text: str) -> Iterator[str]:
 
 
 def library_version() -> str:
-    """Of the package tokenizers, which decides what becomes of a text."""
-    _package()
+    """Return the version of the package tokenizers, which determines the tokens."""
+    _import_tokenizers()
     return importlib.metadata.version("tokenizers")
 
 
-def _package() -> ModuleType:
+def _import_tokenizers() -> ModuleType:
     try:
         import tokenizers
     except ModuleNotFoundError as missing:
         raise MissingExtraError(
-            "tokens are made by the package tokenizers", fix='pip install "xsake[train]"'
+            "tokenization needs the package tokenizers", fix='pip install "xsake[train]"'
         ) from missing
     return tokenizers
 
 
-def _end_token(tokenizer: Tokenizer, asked: str | None) -> str:
+def _resolve_end_token(tokenizer: Tokenizer, requested: str | None) -> str:
     inner = tokenizer.inner
-    if asked is not None:
-        if inner.token_to_id(asked) is None:
+    if requested is not None:
+        if inner.token_to_id(requested) is None:
             raise ArgumentError(
-                "the tokenizer does not have the token that is to end documents",
-                got=repr(asked)[:120],
+                "the end token is not in the tokenizer",
+                got=repr(requested)[:120],
                 expected="one of its tokens, such as " + ", ".join(_special_tokens(tokenizer)),
             )
-        return asked
+        return requested
     if len(tokenizer.end_ids) == 1:
         return inner.id_to_token(tokenizer.end_ids[0])
     if inner.token_to_id(END_TOKEN) is not None:
         return END_TOKEN
     raise ArgumentError(
-        "the tokenizer does not say which token ends a document",
-        got=f"its special tokens are {', '.join(_special_tokens(tokenizer)) or 'none'}",
-        expected=f"{END_TOKEN}, or an eos_token in {SETTINGS}",
-        fix="name it with --end-token",
+        "the tokenizer has no end token",
+        got=f"special tokens {', '.join(_special_tokens(tokenizer)) or 'none'}",
+        expected=f"{END_TOKEN}, or an eos_token in {TOKENIZER_CONFIG}",
+        fix="set it with --end-token",
     )
 
 

@@ -1,0 +1,103 @@
+"""Kernels under `vmap` and `shard_map`.
+
+`vmap` adds an axis to every array of a kernel, but arrays that a kernel copies by DMA must not have
+one. `fold_batch` folds the new axis into the batch axis.
+
+`shard_map`: inputs of an operation may vary over different mesh axes, and the carry of a loop must
+have one type from its first step on. So an operation gives all inputs the axes of all of them,
+outside its `custom_vjp`, where autodiff sums the gradients of shared arrays.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from xsake.kernels.block_sparse.types import BlockSparseInputs
+
+_POSITIONS = ("q_positions", "kv_positions")
+
+
+def fold_batch(run: Callable, inputs: BlockSparseInputs, *rest: Any) -> Any:
+    """`run(inputs, *rest)` under `vmap`; all arrays and results begin with the batch axis."""
+    layout = inputs.layout
+
+    @jax.custom_batching.custom_vmap
+    def call(arrays, traced, rest):
+        return run(BlockSparseInputs(**arrays, layout=layout if traced is None else traced), *rest)
+
+    @call.def_vmap
+    def rule(size, is_batched, arrays, traced, rest):
+        of_arrays, of_traced, of_rest = is_batched
+        all_batched = lambda results: jax.tree.map(lambda _: True, results)
+        if layout.batch > 1 or any(jax.tree.leaves(of_traced)):
+            results = _map_sequentially(call, is_batched, (arrays, traced, rest))
+            return results, all_batched(results)
+        batch = arrays["q"].shape[1 if of_arrays["q"] else 0]
+        join = lambda x, new: _join(x, new, size, batch)
+        whole = {
+            # Positions may be one row for all batch elements.
+            name: x if name in _POSITIONS and not new and x.shape[0] == 1 else join(x, new)
+            for (name, x), new in zip(arrays.items(), of_arrays.values(), strict=True)
+            if x is not None
+        }
+        results = call(dict.fromkeys(arrays) | whole, traced, jax.tree.map(join, rest, of_rest))
+        results = jax.tree.map(lambda x: x.reshape(size, batch, *x.shape[1:]), results)
+        return results, all_batched(results)
+
+    arrays = inputs._asdict()
+    del arrays["layout"]
+    return call(arrays, None if layout.is_static else layout, rest)
+
+
+def _join(x, is_batched: bool, size: int, batch: int):
+    """[size, batch or 1, ...], or [batch, ...] for all, as [size * batch, ...]."""
+    x = x if is_batched else x[None]
+    x = jnp.broadcast_to(x, (size, batch, *x.shape[2:]))
+    return x.reshape(size * batch, *x.shape[2:])
+
+
+def _map_sequentially(call: Callable, is_batched, arguments):
+    """One call after another, for lists that differ between batch elements."""
+    leaves, tree = jax.tree.flatten(arguments)
+    flags = jax.tree.leaves(is_batched)
+    moving = [x for x, new in zip(leaves, flags, strict=True) if new]
+
+    def one(slices):
+        parts = iter(slices)
+        slices_ = [next(parts) if new else x for x, new in zip(leaves, flags, strict=True)]
+        return call(*jax.tree.unflatten(tree, slices_))
+
+    return lax.map(one, moving)
+
+
+def axes_of(*trees: Any) -> frozenset[str]:
+    """Mesh axes that some array varies over; none outside `shard_map`, or without its checks."""
+    return frozenset().union(*map(_axes, jax.tree.leaves(trees)))
+
+
+def _axes(x: Any) -> frozenset[str]:
+    return jax.typeof(x).manual_axis_type.varying
+
+
+def vary[T](tree: T, axes: frozenset[str]) -> T:
+    """The same arrays, typed as varying over `axes` too."""
+
+    def cast(x):
+        missing = tuple(sorted(axes - _axes(x)))
+        return lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(cast, tree) if axes else tree
+
+
+def vary_alike[T](tree: T) -> T:
+    """The same arrays, each varying over every axis that one of them varies over."""
+    return vary(tree, axes_of(tree))
+
+
+def result_shape(shape: tuple[int, ...], dtype: Any, like: Any) -> jax.ShapeDtypeStruct:
+    """Shape of a kernel result that varies over the axes of `like`."""
+    axes = jax.typeof(like).manual_axis_type
+    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=axes)

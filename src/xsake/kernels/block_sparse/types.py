@@ -1,0 +1,66 @@
+"""Inputs, numbers and gradients of a block-sparse call."""
+
+import dataclasses
+from typing import NamedTuple
+
+from jax import Array
+from jaxtyping import Float, Int
+
+from xsake.kernels.validation import sum_dtype
+from xsake.layout import BlockLayout
+
+
+@dataclasses.dataclass(frozen=True)
+class TileSizes:
+    """Tile sizes of a backend; they never change a result beyond rounding.
+
+    Args:
+        rows: rows (batch, head, query block) computed together.
+        blocks: listed blocks of a row in one step.
+    """
+
+    rows: int
+    blocks: int
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockSparseConfig:
+    """Numbers of a call: hashable, part of the key of a compiled program.
+
+    Args:
+        scale: factor on q.k.
+        softcap: scores become `softcap * tanh(scores / softcap)`; None: no cap.
+        tiles: instead of the backend's own tile sizes.
+    """
+
+    scale: float
+    softcap: float | None = None
+    tiles: TileSizes | None = None
+
+
+class BlockSparseInputs(NamedTuple):
+    """Arrays of a call. Positions default to the token index, segments to one for all tokens."""
+
+    q: Float[Array, "B Tq Hq D"]
+    k: Float[Array, "B Tk Hk D"]
+    v: Float[Array, "B Tk Hk Dv"]
+    layout: BlockLayout
+    bias: Float[Array, "Bb Hb Tq Tk"] | None = None
+    q_positions: Int[Array, "Bp Tq"] | None = None
+    kv_positions: Int[Array, "Bp Tk"] | None = None
+    q_segment_ids: Int[Array, "B Tq"] | None = None
+    kv_segment_ids: Int[Array, "B Tk"] | None = None
+
+
+class Gradients(NamedTuple):
+    """Gradients of a call; `dbias` is None without a bias."""
+
+    dq: Float[Array, "B Tq Hq D"]
+    dk: Float[Array, "B Tk Hk D"]
+    dv: Float[Array, "B Tk Hk Dv"]
+    dbias: Float[Array, "Bb Hb Tq Tk"] | None = None
+
+
+def compute_dtype(inputs: BlockSparseInputs):
+    """Dtype of statistics and sums: float32 at least, float64 for float64 inputs."""
+    return sum_dtype(inputs.q.dtype)

@@ -1,0 +1,264 @@
+"""Selected attention in chunks of queries: shared by all backends that compute tiles.
+
+A backend computes the tiles of one chunk of queries of one kv head. Here calls are cut into chunks,
+and the partial results of a query's slots are merged.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from xsake.kernels import online_softmax as softmax
+from xsake.kernels.batching import axes_of, vary
+from xsake.kernels.block_sparse.types import Gradients
+from xsake.kernels.online_softmax import isolate_nonfinite
+from xsake.kernels.selected.routing import QueryTiles, max_tiles, route_queries
+from xsake.kernels.selected.types import SelectedConfig, SelectedInputs
+
+
+class SelectedTuning(NamedTuple):
+    """Tuning of a platform; it changes no result beyond rounding."""
+
+    rows: int  # of a tile, the query heads of a group counted
+    tiles: int  # of a step
+    queries: int  # fewest of a chunk, whose partial results are kept at once
+
+
+class ChunkSizes(NamedTuple):
+    """Sizes of tiles and chunks."""
+
+    tile: int  # queries of a tile
+    step: int  # tiles computed together
+    chunk: int  # queries of a chunk
+    chunks: int  # of a kv head
+    capacity: int  # tiles of a chunk
+    group: int  # query heads of a kv head
+
+    @property
+    def rows(self) -> int:
+        """Of a tile: (query, head of the group) pairs."""
+        return self.tile * self.group
+
+    @property
+    def slots(self) -> int:
+        """Capacity plus one step of empty tiles, which unused slots read."""
+        return self.capacity + self.step
+
+
+class ChunkedCall(NamedTuple):
+    """The arrays of a call by kv head (batch times head), tokens in chunks and blocks."""
+
+    q: Any  # [heads, chunks, chunk, G * D], as the caller has it
+    blocks: Any  # [heads, chunks, chunk, slots]
+    positions: Any  # [heads or 1, chunks, chunk]; -1 sees nothing
+    k: Any  # [heads, Nk, block, D], NaN where the value is not finite
+    v: Any  # [heads, Nk, block, Dv], finite
+
+
+class Chunk(NamedTuple):
+    """One chunk of one kv head; the last row of the queries is padding."""
+
+    q: Any  # [chunk + 1, G * D]
+    positions: Any  # [chunk + 1]
+    k: Any  # [Nk, block, D]
+    v: Any  # [Nk, block, Dv]
+
+
+class ChunkResiduals(NamedTuple):
+    """Residuals of a chunk's queries; the last row is padding."""
+
+    do: Any  # [chunk + 1, G * Dv]
+    lse: Any  # [chunk + 1, G], base 2; +inf: p = 0
+    delta: Any  # [chunk + 1, G]
+
+
+class PartialSoftmax(NamedTuple):
+    """Partial softmaxes of the rows of every tile, base 2."""
+
+    acc: Any  # [slots, rows, Dv]
+    m: Any  # [slots, rows]; -inf where no key is visible
+    l: Any  # [slots, rows]
+
+
+def chunk_sizes(
+    inputs: SelectedInputs, config: SelectedConfig, tuning: SelectedTuning
+) -> ChunkSizes:
+    """Tiles of few rows that stay nearly full: chunks grow with the number of blocks."""
+    q, k, _, blocks, _ = inputs
+    queries, slots = q.shape[1], blocks.shape[-1]
+    kv_blocks, group = -(-k.shape[1] // config.block), q.shape[2] // k.shape[2]
+    tile = min(2 ** max(0, math.ceil(math.log2(tuning.rows / group)) - 1), queries)
+    size = max(tuning.queries, 4 * tile * kv_blocks // slots)
+    chunks = -(-queries // min(size, queries))
+    chunk = -(-queries // chunks)
+    capacity = max_tiles(chunk, slots, kv_blocks, tile)
+    step = min(tuning.tiles, capacity)
+    return ChunkSizes(tile, step, chunk, chunks, -(-capacity // step) * step, group)
+
+
+def _cut_call(inputs: SelectedInputs, config: SelectedConfig, cut: ChunkSizes) -> ChunkedCall:
+    batch, tokens, heads, _ = inputs.k.shape
+    k, v = isolate_nonfinite(*(x.astype(inputs.dtype) for x in inputs[1:3]))
+
+    def in_blocks(x):
+        pad = ((0, 0), (0, -tokens % config.block), (0, 0), (0, 0))
+        x = jnp.moveaxis(jnp.pad(x, pad), 2, 1)
+        return x.reshape(batch * heads, -1, config.block, x.shape[-1])
+
+    positions = jnp.repeat(inputs.positions, heads, axis=0)
+    if inputs.q_positions is None:
+        positions = positions[:1]
+    spare = cut.chunks * cut.chunk - inputs.q.shape[1]
+    positions = jnp.pad(positions, ((0, 0), (0, spare)), constant_values=-1)
+    blocks = jnp.moveaxis(inputs.blocks, 2, 1).reshape(batch * heads, inputs.q.shape[1], -1)
+    blocks = jnp.pad(blocks, ((0, 0), (0, spare), (0, 0)), constant_values=-1)
+    return ChunkedCall(
+        _to_groups(inputs.q, heads, cut),
+        blocks.reshape(*blocks.shape[:1], cut.chunks, cut.chunk, -1),
+        positions.reshape(-1, cut.chunks, cut.chunk),
+        in_blocks(k),
+        in_blocks(v),
+    )
+
+
+def _to_groups(x, heads: int, cut: ChunkSizes):
+    """[B, Tq, Hq, ...] as [batch * kv heads, chunks, chunk, G * ...], zeros after the end."""
+    batch, tokens, q_heads, *rest = x.shape
+    x = x.reshape(batch, tokens, heads, q_heads // heads * math.prod(rest))
+    x = jnp.moveaxis(x, 2, 1).reshape(batch * heads, tokens, -1)
+    x = jnp.pad(x, ((0, 0), (0, cut.chunks * cut.chunk - tokens), (0, 0)))
+    return x.reshape(batch * heads, cut.chunks, cut.chunk, -1)
+
+
+def _from_groups(x, like, dim: int | None):
+    """The inverse: [heads, chunks, chunk, G (, dim)] as [B, Tq, Hq (, dim)]."""
+    batch, tokens, q_heads, _ = like.shape
+    x = x.reshape(batch, x.shape[0] // batch, -1, *x.shape[3:])[:, :, :tokens]
+    shape = (batch, tokens, q_heads) if dim is None else (batch, tokens, q_heads, dim)
+    return jnp.moveaxis(x, 1, 2).reshape(shape)
+
+
+def _add_padding_row(x, value=0):
+    """One more row, for slots of a tile without a query."""
+    return jnp.pad(x, ((0, 1),) + ((0, 0),) * (x.ndim - 1), constant_values=value)
+
+
+def _sum_slots(partial, place, weight=None):
+    """Sum the partial results of a query's slots, [queries, G, dim]; unused ones are zero."""
+
+    def add(total, slot):
+        where, factor = slot
+        part = partial.at[where].get(mode="promise_in_bounds")
+        return total + (part if factor is None else factor[..., None] * part), None
+
+    factors = None if weight is None else jnp.moveaxis(weight, 1, 0)
+    start = jnp.zeros((place.shape[0], *partial.shape[1:]), partial.dtype)
+    start = vary(start, axes_of(partial))
+    return lax.scan(add, start, (place.T, factors), unroll=min(8, place.shape[1]))[0]
+
+
+def forward(inputs: SelectedInputs, config: SelectedConfig, cut: ChunkSizes, visit: Callable):
+    """`(o, lse)`; `visit(chunk, tiles, partial)` returns partial results of a chunk's tiles."""
+    call, dim, dtype = _cut_call(inputs, config, cut), inputs.v.shape[-1], inputs.dtype
+
+    def one(partial, number):
+        chunk, tiles = _chunk_of(call, number // cut.chunks, number % cut.chunks, cut)
+        partial = visit(chunk, tiles, partial)
+        return partial, _merge_slots(partial, tiles.place, cut)
+
+    partial = PartialSoftmax(
+        jnp.zeros((cut.slots, cut.rows, dim), dtype),
+        jnp.full((cut.slots, cut.rows), -jnp.inf, dtype),
+        jnp.zeros((cut.slots, cut.rows), dtype),
+    )
+    heads = call.q.shape[0]
+    partial = vary(partial, axes_of(inputs.q))
+    _, (out, lse) = lax.scan(one, partial, jnp.arange(heads * cut.chunks))
+    shaped = lambda x: x.reshape(heads, cut.chunks, *x.shape[1:])
+    out = _from_groups(shaped(out), inputs.q, dim).astype(inputs.q.dtype)
+    return out, _from_groups(shaped(lse), inputs.q, None)
+
+
+def _merge_slots(partial: PartialSoftmax, place, cut: ChunkSizes):
+    """`(o, lse)` of a chunk's queries from their partial softmaxes."""
+    acc, m, l = (x.reshape(-1, cut.group, *x.shape[2:]) for x in partial)
+    m, l = (x.at[place].get(mode="promise_in_bounds") for x in (m, l))
+    m_row = m.max(1)
+    alpha = softmax.exp2(m - jnp.where(m_row == -jnp.inf, 0, m_row)[:, None])
+    l_row = (alpha * l).sum(1)
+    o = _sum_slots(acc, place, alpha)
+    return softmax.normalize(o, l_row[..., None]), softmax.log_sum_exp(m_row, l_row)
+
+
+def backward(
+    inputs: SelectedInputs,
+    config: SelectedConfig,
+    cut: ChunkSizes,
+    visit: Callable,
+    residuals: tuple,
+    cotangents: tuple,
+) -> Gradients:
+    """Gradients from the residuals (o, lse) and the cotangents of both.
+
+    `visit(chunk, residuals, tiles, (dq, dk, dv))` adds the gradients of a chunk's tiles to dk and
+    dv of its kv head, and returns dq of the tiles' rows.
+    """
+    call, dtype = _cut_call(inputs, config, cut), inputs.dtype
+    (o, lse), do = residuals, cotangents[0].astype(dtype)
+    delta = (do * o.astype(dtype)).sum(-1) - cotangents[1].astype(dtype)
+    arrays = do, softmax.lse_to_base(lse), delta
+    given = [_to_groups(x, inputs.k.shape[2], cut) for x in arrays]
+    dim, axes = inputs.q.shape[3], axes_of(inputs.q)
+
+    def of_head(buffer, head):
+        def one(carry, part):
+            chunk, tiles = _chunk_of(call, head, part, cut)
+            rows = ChunkResiduals(*(_add_padding_row(x[head, part]) for x in given))
+            dq, *sums = visit(chunk, rows, tiles, carry)
+            return (dq, *sums), _sum_slots(dq.reshape(-1, cut.group, dim), tiles.place)
+
+        start = vary((buffer, jnp.zeros_like(call.k[0]), jnp.zeros_like(call.v[0])), axes)
+        (buffer, dk, dv), dq = lax.scan(one, start, jnp.arange(cut.chunks))
+        return buffer, (dq, dk, dv)
+
+    buffer = vary(jnp.zeros((cut.slots, cut.rows, dim), dtype), axes)
+    _, (dq, dk, dv) = lax.scan(of_head, buffer, jnp.arange(call.q.shape[0]))
+    return Gradients(
+        _from_groups(dq * config.scale, inputs.q, dim).astype(inputs.q.dtype),
+        _from_blocks(dk * config.scale, inputs.k),
+        _from_blocks(dv, inputs.v),
+    )
+
+
+def _chunk_of(call: ChunkedCall, head, part, cut: ChunkSizes) -> tuple[Chunk, QueryTiles]:
+    """One chunk of one kv head, and its tiles."""
+    chunk = Chunk(
+        _add_padding_row(call.q[head, part]),
+        _add_padding_row(call.positions[head % call.positions.shape[0], part], -1),
+        call.k[head],
+        call.v[head],
+    )
+    return chunk, route_queries(call.blocks[head, part], call.k.shape[1], cut.tile, cut.capacity)
+
+
+def gather_rows(x, tiles: QueryTiles, cut: ChunkSizes):
+    """Rows [slots, rows, ...] of all tiles; unused tiles read the padding row."""
+    padding = jnp.full((cut.step, cut.tile), cut.chunk, jnp.int32)
+    query = jnp.concatenate([tiles.query, padding])
+    return x.at[query].get(mode="promise_in_bounds").reshape(cut.slots, cut.rows, -1)
+
+
+def position_rows(chunk: Chunk, tiles: QueryTiles, cut: ChunkSizes):
+    """[slots, 1, rows]: the position of every row of every tile."""
+    rows = gather_rows(jnp.repeat(chunk.positions[:, None], cut.group, axis=1), tiles, cut)
+    return rows.reshape(cut.slots, 1, cut.rows)
+
+
+def _from_blocks(x, like):
+    """[heads, Nk, block, dim] as [B, Tk, Hk, dim]."""
+    batch, tokens, heads, dim = like.shape
+    x = x.reshape(batch, heads, -1, dim)[:, :, :tokens]
+    return jnp.moveaxis(x, 1, 2).astype(like.dtype)

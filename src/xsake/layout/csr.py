@@ -1,0 +1,185 @@
+"""CSR operations for NumPy and JAX: row starts, compaction, gathering, capacity."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import checkify
+
+from xsake.errors import LayoutError
+
+
+class Items(NamedTuple):
+    """CSR rows of kv blocks: row `r` is `row_starts[r] : row_starts[r + 1]`."""
+
+    row_starts: np.ndarray | jax.Array
+    kv_block: np.ndarray | jax.Array
+    is_partial: np.ndarray | jax.Array
+
+
+def is_concrete(*arrays) -> bool:
+    """Return whether none of the arrays is a tracer."""
+    return not any(isinstance(array, jax.core.Tracer) for array in arrays)
+
+
+def namespace(*arrays):
+    """Return `numpy` if every array is a NumPy array, else `jax.numpy`."""
+    return np if all(isinstance(array, np.ndarray) for array in arrays) else jnp
+
+
+def freeze(owner, names: tuple[str, ...]) -> None:
+    """Make NumPy arrays of a frozen object read-only."""
+    for name in names:
+        view = getattr(owner, name).view()
+        view.flags.writeable = False
+        object.__setattr__(owner, name, view)
+
+
+def capacity_bucket(items: int) -> int:
+    """Return the default capacity of a traced layout with `items` work items.
+
+    Buckets are `16 * 2^k * {1, 1.25, 1.5, 1.75}`: above 16 at most 20% is unused, and layouts in
+    one bucket have equal shapes and share a compiled program.
+
+    Args:
+        items: number of work items, at least 0.
+
+    Example:
+        >>> [capacity_bucket(n) for n in (0, 16, 17, 33, 1000)]
+        [16, 16, 20, 40, 1024]
+    """
+    if items < 0:
+        raise LayoutError("the number of items is negative", got=items, expected=">= 0")
+    if items <= 16:
+        return 16
+    step = 1 << ((items - 1).bit_length() - 3)
+    return -(-items // step) * step
+
+
+def starts_of(xp, counts):
+    """Return row starts from row lengths."""
+    ends = xp.cumsum(counts, dtype=xp.int32)
+    return xp.concatenate([xp.zeros(1, xp.int32), ends])
+
+
+def row_of_item(xp, row_starts, capacity: int):
+    """Return the row of each entry; the number of rows for unused entries."""
+    rows = row_starts.shape[0] - 1
+    if xp is np:
+        owner = np.full(capacity, rows, np.int32)
+        owner[: row_starts[-1]] = np.repeat(np.arange(rows, dtype=np.int32), np.diff(row_starts))
+        return owner
+    passed = jnp.zeros(capacity + 1, jnp.int32).at[row_starts[1:]].add(1)
+    return jnp.cumsum(passed, dtype=jnp.int32)[:capacity]
+
+
+def used_entries(xp, row_starts, capacity: int):
+    """Return a mask of the entries that belong to a row."""
+    return xp.arange(capacity, dtype=xp.int32) < row_starts[-1]
+
+
+def check_capacity(items, capacity: int, concrete: bool) -> None:
+    """Raise if items exceed the capacity; traced items are checked through `checkify`."""
+    if not isinstance(capacity, int | np.integer) or capacity < 0:
+        raise LayoutError(
+            "invalid capacity",
+            got=repr(capacity),
+            expected="an int of at least 0",
+            fix="use capacity_bucket(items)",
+        )
+    if concrete:
+        if int(items) > capacity:
+            raise LayoutError(
+                "the layout exceeds its capacity",
+                got=f"{int(items)} work items, capacity {capacity}",
+                expected="capacity >= items",
+                fix=f"use capacity={capacity_bucket(int(items))}",
+            )
+        return
+    checkify.debug_check(
+        items <= capacity, "XSK-301: {items} work items exceed the layout's capacity", items=items
+    )
+
+
+def compact(xp, keep, starts, capacity: int | None, *arrays):
+    """Select the entries of flat `arrays` where `keep` is True, with new row starts.
+
+    Args:
+        keep: bool [n]; unused entries must be False.
+        starts: int [R], start of each row among the n entries.
+        capacity: length of the results; None is the number of kept entries (NumPy) or n (JAX).
+
+    Returns:
+        `(row_starts[R + 1], *arrays)`, every array [capacity], zero in unused entries.
+    """
+    total = xp.cumsum(keep, dtype=xp.int32)
+    before = xp.concatenate([xp.zeros(1, xp.int32), total])
+    row_starts = xp.concatenate([before[starts], before[-1:]])
+    if xp is np:
+        kept = np.flatnonzero(keep)
+        gathered = [array[kept] for array in arrays]
+        if capacity is not None:
+            check_capacity(row_starts[-1], capacity, True)
+            gathered = [pad_or_truncate(np, array, capacity) for array in gathered]
+        return row_starts, *gathered
+    capacity = keep.shape[0] if capacity is None else capacity
+    check_capacity(row_starts[-1], capacity, is_concrete(row_starts))
+    # Without checkify the list is truncated, so that the layout stays consistent.
+    row_starts = jnp.minimum(row_starts, capacity)
+    target = jnp.where(keep, total - 1, capacity)
+    gathered = [
+        jnp.zeros(capacity, array.dtype).at[target].set(array, mode="drop", unique_indices=False)
+        for array in arrays
+    ]
+    return row_starts, *gathered
+
+
+def pad_or_truncate(xp, array, capacity: int):
+    """Zero-pad or truncate `array` to `capacity`."""
+    missing = capacity - array.shape[0]
+    if missing <= 0:
+        return array[:capacity]
+    return xp.concatenate([array, xp.zeros(missing, array.dtype)])
+
+
+def gather_rows(xp, items: Items, row_index, capacity: int) -> Items:
+    """Return a list whose row `r` is a copy of row `row_index[r]`."""
+    row_index = xp.asarray(row_index)
+    lengths = (items.row_starts[1:] - items.row_starts[:-1])[row_index]
+    row_starts = starts_of(xp, lengths)
+    row = row_of_item(xp, row_starts, capacity)
+    owned = row < row_index.shape[0]
+    row = xp.minimum(row, row_index.shape[0] - 1)
+    offset = xp.arange(capacity, dtype=xp.int32) - row_starts[row]
+    source = xp.where(owned, items.row_starts[row_index[row]] + offset, 0)
+    if items.kv_block.shape[0] == 0:
+        return Items(row_starts, xp.zeros(capacity, xp.int32), xp.zeros(capacity, bool))
+    return Items(
+        row_starts, xp.where(owned, items.kv_block[source], 0), owned & items.is_partial[source]
+    )
+
+
+def partial_first(row_starts, is_partial):
+    """Order the items so that the partial ones of each row come first.
+
+    Returns:
+        `(order [W], num_partial [R])`: the old index at each new index, and partial items per row.
+    """
+    xp = namespace(row_starts, is_partial)
+    capacity, rows = is_partial.shape[0], row_starts.shape[0] - 1
+    row = row_of_item(xp, row_starts, capacity)
+    is_counted = is_partial & (row < rows)
+    before = xp.concatenate([xp.zeros(1, xp.int32), xp.cumsum(is_counted, dtype=xp.int32)])
+    num_partial = before[row_starts[1:]] - before[row_starts[:-1]]
+    row = xp.minimum(row, rows - 1)
+    start = row_starts[row]
+    index = xp.arange(capacity, dtype=xp.int32)
+    rank = before[:-1] - before[start]
+    target = start + xp.where(is_counted, rank, num_partial[row] + index - start - rank)
+    target = xp.where(index < row_starts[-1], target, index)
+    if xp is np:
+        order = np.empty(capacity, np.int32)
+        order[target] = index
+        return order, num_partial
+    return jnp.zeros(capacity, jnp.int32).at[target].set(index, unique_indices=True), num_partial

@@ -1,0 +1,107 @@
+"""Layout serialization to JSON; sizes are validated before allocation."""
+
+import itertools
+import json
+from typing import Any
+
+import numpy as np
+
+from xsake import masks
+from xsake.errors import LayoutError, MaskError
+from xsake.layout.csr import Items, row_of_item, starts_of
+from xsake.layout.grid import BlockGrid
+
+FORMAT = "xsake.block_layout"
+VERSION = 1
+SIZES = ("q_tokens", "kv_tokens", "block_q", "block_kv", "batch", "heads")
+KEYS = {"format", "version", *SIZES, "mask", "rows"}
+
+
+def encode(items: Items, grid: BlockGrid, mask: masks.AbstractMask | None) -> str:
+    """Encode a layout, one line per row: flat triples (first kv block, length, 1 if partial)."""
+    mask_dict = None if mask is None else describe_mask(mask)
+    listed = int(items.row_starts[-1])
+    row = row_of_item(np, items.row_starts, items.kv_block.size)[:listed]
+    kv_block, is_partial = items.kv_block[:listed], items.is_partial[:listed]
+    begins = np.ones(listed, bool)
+    begins[1:] = (
+        (row[1:] != row[:-1])
+        | (kv_block[1:] != kv_block[:-1] + 1)
+        | (is_partial[1:] != is_partial[:-1])
+    )
+    first = np.flatnonzero(begins)
+    lengths = np.diff(first, append=listed)
+    runs = np.stack([kv_block[first], lengths, is_partial[first]], axis=-1).reshape(-1).tolist()
+    ends = (3 * np.cumsum(np.bincount(row[first], minlength=grid.rows))).tolist()
+    rows = (runs[start:end] for start, end in itertools.pairwise([0, *ends]))
+    head = {"format": FORMAT, "version": VERSION}
+    head |= {name: getattr(grid, name) for name in SIZES} | {"mask": mask_dict}
+    lines = ",\n  ".join(json.dumps(part, separators=(",", ":")) for part in rows)
+    return json.dumps(head)[:-1] + f', "rows": [\n  {lines}\n]}}\n'
+
+
+def decode(text: str, *, max_items: int) -> tuple[Items, BlockGrid, masks.AbstractMask | None]:
+    """Decode a layout; every size is validated against the text before it is used."""
+    document = _parse(text)
+    if set(document) != KEYS or document["format"] != FORMAT:
+        raise _format_error("wrong keys or format", f"keys {sorted(document)[:12]}", sorted(KEYS))
+    if type(document["version"]) is not int or document["version"] != VERSION:
+        raise _format_error("unknown version", repr(document["version"])[:40], VERSION)
+    sizes = {name: document[name] for name in SIZES}
+    rows, mask_dict = document["rows"], document["mask"]
+    if any(type(size) is not int for size in sizes.values()):
+        raise _format_error("a size is not an integer", repr(sizes)[:200], "integers")
+    if not (mask_dict is None or isinstance(mask_dict, dict)):
+        raise _format_error("invalid mask", repr(mask_dict)[:40], "an object or null")
+    grid = BlockGrid(**sizes)
+    if not isinstance(rows, list) or len(rows) != grid.rows:
+        got = len(rows) if isinstance(rows, list) else type(rows).__name__
+        raise _format_error("wrong number of rows", got, f"a list of {grid.rows} rows")
+    if not all(isinstance(row, list) and len(row) % 3 == 0 for row in rows):
+        raise _format_error("a row is not a list of triples", None, "[first, length, partial, ...]")
+    numbers = list(itertools.chain.from_iterable(rows))
+    if not all(type(number) is int and 0 <= number <= grid.kv_blocks for number in numbers):
+        raise _format_error(
+            "a run exceeds the kv blocks", None, f"integers from 0 to {grid.kv_blocks}"
+        )
+    listed = sum(numbers[1::3])
+    if listed > max_items:
+        raise _format_error("too many blocks", listed, f"at most max_items = {max_items}")
+    runs = np.array(numbers, np.int64).reshape(-1, 3)
+    first, lengths, partial = runs.T
+    if (lengths < 1).any() or (partial > 1).any() or (first + lengths > grid.kv_blocks).any():
+        raise _format_error("invalid run", None, "length >= 1, inside the kv blocks, 0 or 1")
+    run_rows = np.repeat(np.arange(grid.rows), [len(row) // 3 for row in rows])
+    counts = np.zeros(grid.rows, np.int64)
+    np.add.at(counts, run_rows, lengths)
+    step = np.arange(listed) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    kv_block = (np.repeat(first, lengths) + step).astype(np.int32)
+    items = Items(starts_of(np, counts), kv_block, np.repeat(partial, lengths).astype(bool))
+    return items, grid, None if mask_dict is None else masks.from_dict(mask_dict)
+
+
+def describe_mask(mask: masks.AbstractMask) -> dict[str, Any]:
+    """Serialize a mask to JSON types; raise LayoutError if it has no JSON form."""
+    try:
+        return masks.to_dict(mask)
+    except MaskError as error:
+        raise LayoutError(
+            "the layout's mask cannot be serialized",
+            got=repr(mask),
+            expected="masks of xsake.masks other than FromFunction",
+            fix="save the arguments of the mask and rebuild the layout, or resize back",
+        ) from error
+
+
+def _parse(text: str) -> dict[str, Any]:
+    try:
+        document = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise _format_error("not JSON", str(error)[:200], "the output of to_json()") from error
+    if not isinstance(document, dict):
+        raise _format_error("not a JSON object", type(document).__name__, "an object")
+    return document
+
+
+def _format_error(what: str, got: object, expected: object) -> LayoutError:
+    return LayoutError(f"invalid layout JSON: {what}", got=got, expected=expected)
