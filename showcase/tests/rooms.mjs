@@ -44,7 +44,7 @@ async function home(page) {
       assert.equal(figure, `+${(100 * row.perplexity_gap.value).toFixed(1)}%`);
     }
   }
-  await page.getByRole("link", { name: "the row behind it" }).first().click();
+  await page.getByRole("link", { name: "benchmark row" }).first().click();
   await page.waitForSelector("[data-raw]");
   const [file, line] = found[0][0].split(":");
   assert.deepEqual(JSON.parse(await page.locator("[data-raw]").textContent()), lines(file)[line - 1]);
