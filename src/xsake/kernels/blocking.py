@@ -10,7 +10,7 @@ from jax import Array
 from xsake.kernels.block_sparse.types import BlockSparseInputs
 from xsake.kernels.row_loop import RowTable
 from xsake.layout import BlockLayout, TransposedLayout
-from xsake.layout.csr import namespace, partial_first
+from xsake.layout.csr import at_least_one, namespace, partial_first
 
 
 def to_blocks(x: Array, block: int, fill=0) -> Array:
@@ -136,13 +136,8 @@ def _lists(layout, block, head, batch: int, heads: int, blocks: int) -> BlockLis
 
     full = starts[1:] - starts[:-1] - partial
     rows = RowTable(*(spread(x) for x in (starts[:-1], partial, full)))
-    items = (None if x is None else _at_least_one(xp, x[order]) for x in (block, head))
+    items = (None if x is None else at_least_one(xp, x[order]) for x in (block, head))
     return BlockLists(rows, *items)
-
-
-def _at_least_one(xp, x):
-    """At least one entry, so that an empty layout can be indexed."""
-    return x if x.shape[0] else xp.zeros(1, x.dtype)
 
 
 class TokenBlocks(NamedTuple):

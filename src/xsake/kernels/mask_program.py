@@ -363,3 +363,22 @@ def _evaluate(equation: JaxprEqn, values: Sequence[_Constant]) -> list[_Constant
     if by_head:
         bind = jax.vmap(bind, in_axes=tuple(0 if value.by_head else None for value in values))
     return [_Constant(output, by_head) for output in bind(*(value.array for value in values))]
+
+
+def unsupported_mask(
+    program: MaskProgram | str | None, *, is_static: bool, has_positions: bool
+) -> str | None:
+    """Why a kernel cannot apply a mask; None if it can.
+
+    Args:
+        program: of the mask; the reason why it has none, which precomputed element masks replace.
+        is_static: whether the layout is known while tracing, as element masks require.
+        has_positions: whether the call has positions, which element masks do not know.
+    """
+    if not isinstance(program, str):
+        return None
+    if not is_static:
+        return f"{program}, and a traced layout cannot hold element masks"
+    if has_positions:
+        return f"{program}, and positions are not known before the call"
+    return None

@@ -183,3 +183,8 @@ def partial_first(row_starts, is_partial):
         order[target] = index
         return order, num_partial
     return jnp.zeros(capacity, jnp.int32).at[target].set(index, unique_indices=True), num_partial
+
+
+def at_least_one(xp, x):
+    """Pad an empty array to one entry, so that an empty list can be indexed."""
+    return x if x.shape[0] else xp.zeros(1, x.dtype)

@@ -18,6 +18,7 @@ from xsake.kernels.block_sparse.mosaic_gpu import schedule
 from xsake.kernels.block_sparse.mosaic_gpu.launch import GpuKernelBody, GpuLaunch
 from xsake.kernels.block_sparse.mosaic_gpu.padding import pad_features
 from xsake.kernels.block_sparse.types import BlockSparseConfig, BlockSparseInputs, Gradients
+from xsake.kernels.mask_program import unsupported_mask
 from xsake.kernels.online_softmax import backward_rows, isolate_nonfinite, zero_nonfinite
 
 # GPUs have an instruction for 2^x.
@@ -37,13 +38,8 @@ def common_reason(inputs: BlockSparseInputs, config: BlockSparseConfig) -> str |
     if max(inputs.q.shape[-1], inputs.v.shape[-1]) > MAX_FEATURES:
         return f"its registers hold heads of at most {MAX_FEATURES} features"
     program = schedule.gpu_mask_program(layout.mask)
-    if not isinstance(program, str):
-        return None
-    if not layout.is_static:
-        return f"{program}, and a traced layout cannot hold element masks"
-    if inputs.q_positions is not None or inputs.kv_positions is not None:
-        return f"{program}, and positions are not known before the call"
-    return None
+    has_positions = inputs.q_positions is not None or inputs.kv_positions is not None
+    return unsupported_mask(program, is_static=layout.is_static, has_positions=has_positions)
 
 
 @dataclasses.dataclass(frozen=True)

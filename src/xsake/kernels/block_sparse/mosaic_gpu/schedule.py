@@ -13,7 +13,7 @@ from xsake.kernels.block_sparse.mosaic_gpu import split_rows
 from xsake.kernels.block_sparse.mosaic_gpu.split_rows import Pieces
 from xsake.kernels.block_sparse.types import BlockSparseInputs, TileSizes
 from xsake.kernels.mask_program import MaskProgram, trace_mask
-from xsake.layout.csr import namespace, partial_first
+from xsake.layout.csr import at_least_one, namespace, partial_first
 from xsake.layout.numbering import (
     RaggedGrid,
     build_mask_blocks,
@@ -209,7 +209,7 @@ def _lists(layout, grid: RaggedGrid, tiles: int, has_masks: bool) -> tuple[RowLi
     mask_ids = mask_ids[order].astype(xp.int32)
     of_pieces = longest_first, rows, starts, stops, first_unmasked
     lists = RowLists(*of_pieces, items.number[order], mask_ids, None)
-    lists = RowLists(*(None if x is None else _at_least_one(xp, x) for x in lists))
+    lists = RowLists(*(None if x is None else at_least_one(xp, x) for x in lists))
     return lists, pieces, mask_blocks
 
 
@@ -240,11 +240,6 @@ def _static_lists(
 def _no_named_device():
     """Evaluate masks on a device that exists: the default one may be a compile-only target."""
     return jax.default_device(None)
-
-
-def _at_least_one(xp, x):
-    """At least one entry, so that an empty list can be an array."""
-    return x if x.shape[0] else xp.zeros(1, x.dtype)
 
 
 def to_arrays(lists: RowLists) -> RowLists:

@@ -21,7 +21,7 @@ from xsake.kernels.block_sparse import cost
 from xsake.kernels.block_sparse.mosaic_tpu import schedule
 from xsake.kernels.block_sparse.mosaic_tpu.launch import TpuKernelBody, TpuLaunch, to_column
 from xsake.kernels.block_sparse.types import BlockSparseConfig, BlockSparseInputs, Gradients
-from xsake.kernels.mask_program import trace_mask
+from xsake.kernels.mask_program import trace_mask, unsupported_mask
 from xsake.kernels.online_softmax import backward_rows, isolate_nonfinite
 
 LANES = 128
@@ -42,13 +42,8 @@ def unsupported_reason(
     if schedule.has_too_many_blocks(inputs):
         return "there are more blocks than 29 bits can number; use larger blocks"
     program = None if layout.mask is None else trace_mask(layout.mask)
-    if not isinstance(program, str):
-        return None
-    if not layout.is_static:
-        return f"{program}, and a traced layout cannot hold element masks"
-    if inputs.q_positions is not None or inputs.kv_positions is not None:
-        return f"{program}, and positions are not known before the call"
-    return None
+    has_positions = inputs.q_positions is not None or inputs.kv_positions is not None
+    return unsupported_mask(program, is_static=layout.is_static, has_positions=has_positions)
 
 
 def count_passes(

@@ -20,7 +20,7 @@ from jax import lax
 from xsake.kernels.block_sparse import cost
 from xsake.kernels.block_sparse.types import BlockSparseConfig, BlockSparseInputs, TileSizes
 from xsake.kernels.mask_program import MaskProgram, trace_mask
-from xsake.layout.csr import namespace, partial_first, row_of_item, starts_of
+from xsake.layout.csr import at_least_one, namespace, partial_first, row_of_item, starts_of
 from xsake.layout.numbering import (
     FlatItems,
     RaggedGrid,
@@ -316,16 +316,11 @@ def _group_items(xp, items: FlatItems, starts, groups: int, slots: int):
     is_live = is_live & (group < starts[-1])[:, None]
     # A dead slot repeats the first item of its group.
     item = items.row_starts[row][:, None] + xp.where(is_live, index, index[:, :1])
-    item = _at_least_one(xp, order)[xp.clip(item, 0, max(order.shape[0] - 1, 0))]
-    flags = xp.where(_at_least_one(xp, items.is_partial)[item], LIVE | PARTIAL, LIVE)
-    number = _at_least_one(xp, items.number)[item] << FLAG_BITS
+    item = at_least_one(xp, order)[xp.clip(item, 0, max(order.shape[0] - 1, 0))]
+    flags = xp.where(at_least_one(xp, items.is_partial)[item], LIVE | PARTIAL, LIVE)
+    number = at_least_one(xp, items.number)[item] << FLAG_BITS
     entries = number | xp.where(is_live, flags, 0)
     return xp.concatenate([first_unmasked, starts[-1:]]), entries.astype(xp.int32), item
-
-
-def _at_least_one(xp, x):
-    """At least one entry, so that an empty list can be indexed."""
-    return x if x.shape[0] else xp.zeros(1, x.dtype)
 
 
 def _bounds(xp, starts, sizes: PackedSizes):
