@@ -24,6 +24,9 @@ from pathlib import Path
 folder, rank = Path(sys.argv[1]), int(os.environ["XSAKE_PROCESS"])
 life = len(list(folder.glob(f"life*.{rank}")))
 (folder / f"life{life}.{rank}").write_text(os.environ["XSAKE_COORDINATOR"])
+# None may fail before all have started: one killed earlier would count this life twice.
+while len(list(folder.glob(f"life{life}.*"))) < int(os.environ["XSAKE_PROCESSES"]):
+    time.sleep(0.01)
 """
 
 
@@ -179,7 +182,6 @@ def stop(number, frame):
 signal.signal(signal.SIGTERM, stop)
 signal.signal(signal.SIGINT, stop)
 if rank == 0:
-    while not (folder / f"life{life}.1").exists(): time.sleep(0.02)
     time.sleep(0.2)
     os.kill(os.getppid(), signal.%s)
 time.sleep(60)
