@@ -93,6 +93,6 @@ def _attention(scale: float, block: int, capacity: int):
             jnp.asarray(chosen)[None], q_tokens=tokens, kv_tokens=tokens, block_q=block,
             block_kv=block, mask=Causal(), capacity=capacity,
         )  # fmt: skip
-        return operator(q, k, v, mask=Causal(), layout=layout).out
+        return operator(q, k, v, mask=Causal(), layout=layout)
 
     return attend

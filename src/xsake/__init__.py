@@ -18,6 +18,7 @@ from xsake.attention import (
     Gates,
     apply_native_sparse_attention,
     attention,
+    dot_product_attention,
     explain,
     native_sparse_attention,
 )
@@ -37,6 +38,7 @@ __all__ = [
     "XsakeError",
     "apply_native_sparse_attention",
     "attention",
+    "dot_product_attention",
     "explain",
     "masks",
     "native_sparse_attention",

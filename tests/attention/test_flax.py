@@ -9,9 +9,11 @@ from flax import linen, nnx
 import xsake
 from tests.attention.dense import attend, draw
 from xsake.attention.adapters.flax import attention_fn
+from xsake.attention.boolean_masks import convert_booleans
+from xsake.attention.types import AttentionArgs
 from xsake.errors import ShapeError, UnsupportedError
 from xsake.layout import BlockLayout
-from xsake.masks import Causal, Window
+from xsake.masks import Causal, Explicit, Window
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(2, 20, 16)), jnp.float32)
 TRIL = np.tril(np.ones((20, 20), bool))
@@ -91,18 +93,17 @@ def test_boolean_masks_are_honoured_known_or_traced(shape, jit):
 
 
 def test_a_known_mask_skips_blocks_and_a_padding_mask_does_so_while_traced():
-    from xsake.attention.adapters.boolean_masks import attention_kwargs
-
-    shape = (2, 2, 20, 20)
+    convert = lambda mask, **more: convert_booleans(
+        AttentionArgs(mask=mask, **more), (2, 2, 20, 20), (8, 8)
+    )
     same = np.broadcast_to(TRIL, (2, 1, 20, 20))
-    assert set(attention_kwargs(same, shape, None)) == {"mask"}
-    padding = lambda mask: attention_kwargs(mask, shape, 5.0)
-    traced = jax.eval_shape(padding, jax.ShapeDtypeStruct((2, 1, 1, 20), bool))
-    assert set(traced) == {"q_segment_ids", "kv_segment_ids"}
+    assert convert(same) == AttentionArgs(mask=Explicit(TRIL))
+    padding = convert(jax.ShapeDtypeStruct((2, 1, 1, 20), bool), softcap=5.0)
+    assert padding.kv_segment_ids.shape == (2, 20) and padding.bias is None
     with pytest.raises(UnsupportedError, match="softcap"):
-        jax.eval_shape(padding, jax.ShapeDtypeStruct((2, 1, 20, 20), bool))
+        convert(jax.ShapeDtypeStruct((2, 1, 20, 20), bool), softcap=5.0)
     with pytest.raises(ShapeError, match="does not broadcast"):
-        attention_kwargs(np.ones((3, 1, 20, 20), bool), shape, None)
+        convert(np.ones((3, 1, 20, 20), bool))
 
 
 def test_more_or_fewer_batch_axes_and_a_bias():

@@ -23,14 +23,14 @@ Q8 = jnp.asarray(Q).astype(jnp.float8_e4m3fn)
 @pytest.mark.parametrize(
     ("error", "change", "parts"),
     [
-        (ShapeError, {"q": Q[0]}, ("q (24, 4, 8)", "[B, Tq, Hq, D]", "batch axis")),
+        (ShapeError, {"q": Q[0]}, ("q (24, 4, 8)", "3 without a batch", "heads come after")),
         (ShapeError, {"k": K[:1]}, ("k (1, 24, 2, 8)", "[B, Tk, Hk, D]", "repeat")),
         (ShapeError, {"k": K[..., :4]}, ("k.shape[3]=4", "same head dimension", "only v")),
         (ShapeError, {"q": Q[:, :0]}, ("q (2, 0, 4, 8)", "at least 1", "empty batch")),
         (ShapeError, {"q": Q[:, :, :3]}, ("Hq=3, Hk=2", "multiple", "each kv head")),
         (ShapeError, {"q": Q.astype(np.float16)}, ("q float16", "one floating dtype", "astype")),
-        (ShapeError, {"bias": np.zeros((2, 4, 24, 1), np.float32)}, ("24, 1)", "broadcast_to")),
-        (ShapeError, {"bias": np.zeros((1, 1, 24, 24), bool)}, ("bool", "a mask for booleans")),
+        (ShapeError, {"bias": np.zeros((2, 4, 24, 5), np.float32)}, ("24, 5)", "= (2, 4, 24, 24)")),
+        (ShapeError, {"bias": np.zeros((1, 1, 24, 24), bool)}, ("bool", "as `mask`")),
         (ShapeError, {"sinks": np.zeros(2, np.float32)}, ("(2,)", "(4,) or (4, S)", "repeat")),
         (ShapeError, {"q_segment_ids": ids[0]}, ("(24,)", "integers (2, 24)", "per token")),
         (ShapeError, {"q_segment_ids": ids * 1.0}, ("float", "integers (2, 24)", "per token")),
@@ -50,8 +50,19 @@ Q8 = jnp.asarray(Q).astype(jnp.float8_e4m3fn)
         (ArgumentError, {"scale": "a"}, ("'a'", "finite number", "1 / sqrt(D)")),
         (ArgumentError, {"scale": [1.0]}, ("[1.0]", "finite number", "1 / sqrt(D)")),
         (ShapeError, {"q": Q8, "k": Q8, "v": Q8}, ("float8_e4m3fn", "float32, bfloat16", "astype")),
-        (MaskError, {"mask": np.ones((24, 24), bool)}, ("bool array (24, 24)", "masks.Explicit")),
-        (MaskError, {"mask": "causal"}, ("str 'causal'", "Causal()", "masks.Explicit")),
+        (MaskError, {"mask": np.ones((24, 24), int)}, ("int64 array (24, 24)", "booleans")),
+        (MaskError, {"mask": "casual"}, ("casual", "one of", "causal")),
+        (MaskError, {"mask": len}, ("builtin_function", "Causal()", "booleans")),
+        (ShapeError, {"mask": np.ones((2, 24, 5), bool)}, ("(2, 24, 5)", "may be 1", "query i")),
+        (ArgumentError, {"is_causal": np.ones(2, bool)}, ("array", "True or False", "compiled")),
+        (ArgumentError, {"window": (1, 2, 3)}, ("(1, 2, 3)", "(left, right)", "1024 keys")),
+        (ArgumentError, {"block_size": (8, 0)}, ("0", "1 or more", "one block")),
+        (ArgumentError, {"block_size": 2.5}, ("2.5", "1 or more", "one block")),
+        (
+            ArgumentError,
+            {"layout": BlockLayout.from_mask(Full(), q_tokens=24, **BLOCKS), "block_size": 8},
+            ("8 x 8 tokens", "one of them", "its own block sizes"),
+        ),
         (LayoutError, {"layout": np.ones((3, 3), bool)}, ("ndarray", "from_block_mask")),
         (ArgumentError, {"q_segment_ids": ids + 3_000_000_000}, ("3000000000", "2147483647")),
         (ArgumentError, {"q_segment_ids": HASHES}, ("uint32 from 3000000000", "number segments")),
@@ -98,9 +109,10 @@ def test_a_named_implementation_that_declines_raises_its_reason(monkeypatch):
     assert xsake.explain(Q, K, V).declined["reference"] == "it is too cold"
 
 
-def test_a_traced_scale_is_refused_with_its_reason():
-    with pytest.raises(ArgumentError, match="compiled into the program"):
-        jax.jit(lambda s: xsake.attention(Q, K, V, scale=s))(2.0)
+@pytest.mark.parametrize("factors", [np.ones(4, np.float32), np.int32(2)])
+def test_a_traced_scale_is_one_floating_point_number(factors):
+    with pytest.raises(ShapeError, match="one floating-point number"):
+        jax.jit(lambda s: xsake.attention(Q, K, V, scale=s))(factors)
 
 
 def test_a_layout_with_a_mask_is_rejected_with_positions():

@@ -76,13 +76,13 @@ USUAL = """
 
     attend = ContextParallel(mesh=line, block_q=8, block_kv=8, implementation="reference")
     x = jnp.asarray(rng.normal(size=(1, 128, 1, 4)), jnp.float32)
-    attend(x, x, x, mask=Causal()).out.block_until_ready()
+    attend(x, x, x, mask=Causal()).block_until_ready()
     poisoned = x.at[:, 100].set(jnp.nan)
     seen = []
     jax.monitoring.register_event_duration_secs_listener(
         lambda event, seconds, **_: seen.append(event) if "backend_compile" in event else None)
-    clean = attend(x, x, x, mask=Causal()).out
-    out = attend(x, poisoned, poisoned, mask=Causal()).out
+    clean = attend(x, x, x, mask=Causal())
+    out = attend(x, poisoned, poisoned, mask=Causal())
     out.block_until_ready()
     assert seen == [], seen
     assert {shard.data.shape for shard in out.addressable_shards} == {(1, 16, 1, 4)}
@@ -140,7 +140,7 @@ PROGRAMS = """
     ):
         attend = ContextParallel(
             mesh=line, exchange=exchange, block_q=8, block_kv=8, implementation="reference")
-        loss = lambda q, k, v: (attend(q, k, v, mask=Causal()).out ** 2).sum()
+        loss = lambda q, k, v: (attend(q, k, v, mask=Causal()) ** 2).sum()
         spread = jax.device_put(x, batch_sharding(line, ("batch", "tokens")))
         run = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
         text = run.lower(spread, spread, spread).compile(quick).as_text()
@@ -190,7 +190,7 @@ TWO_PROCESSES = """
 
     assert jax.device_count() == 8 and jax.process_count() == 2
     q = k = v = np.random.default_rng(0).normal(size=(2, 64, 2, 8)).astype(np.float32)
-    loss = lambda attend, q, k, v: (attend(q, k, v, mask=Causal()).out ** 2).sum()
+    loss = lambda attend, q, k, v: (attend(q, k, v, mask=Causal()) ** 2).sum()
     plain = xsake.BlockSparseAttention(implementation="reference")
     expected = jax.jit(jax.value_and_grad(lambda *x: loss(plain, *x), argnums=(0, 1, 2)))(q, k, v)
     for shape, share in ((MeshShape(data=2, context=4), jax.process_index()),
@@ -226,7 +226,7 @@ def test_one_shard_is_the_plain_operator():
     ):
         np.testing.assert_allclose(one, other, rtol=1e-6)
     half = ContextParallel(mesh=ONE, dtype="bfloat16", implementation="reference")
-    assert half(q, k, v).out.dtype == jnp.bfloat16
+    assert half(q, k, v).dtype == jnp.bfloat16
 
 
 def test_what_it_cannot_do_is_refused():

@@ -11,20 +11,14 @@ import numpy as np
 from jaxtyping import Float
 
 from xsake.attention.runtime_pruning import prune_blocks, pruning_sources
-from xsake.attention.validation import (
-    AnyArray,
-    LogitsSpec,
-    MaskSpec,
-    canonicalize_args,
-    no_runtime_typecheck,
-)
+from xsake.attention.types import AnyArray, AttentionArgs, Mask
+from xsake.attention.validation import canonicalize_args, no_runtime_typecheck
 from xsake.kernels import dispatch
 from xsake.kernels.block_sparse.api import OP
 from xsake.kernels.block_sparse.cost import KernelCost, is_known
 from xsake.kernels.block_sparse.types import BlockSparseConfig, BlockSparseInputs
 from xsake.kernels.dispatch import Implementation
 from xsake.layout import BlockLayout
-from xsake.masks import AbstractMask
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +51,7 @@ class Explanation:
         declined: other implementations and why they are not used.
         platform: target platform.
         arrays: shape and dtype of every array argument.
-        scale, softcap: resolved values.
+        scale, softcap: resolved values; a traced scale is None.
         mask: element mask of partial blocks.
         block_q, block_kv: block sizes in tokens.
         layout_origin: "given", "from the mask" or "every block".
@@ -74,7 +68,7 @@ class Explanation:
     declined: dict[str, str]
     platform: str
     arrays: dict[str, str]
-    scale: float
+    scale: float | None
     softcap: float | None
     mask: str
     block_q: int
@@ -112,7 +106,8 @@ class Explanation:
             yield "", f"not {name}: {reason}"
         yield "arrays", ", ".join(f"{name} {what}" for name, what in self.arrays.items())
         softcap = "" if self.softcap is None else f", softcap {self.softcap:g}"
-        yield "logits", f"scale {self.scale:.6g}{softcap}"
+        scale = "traced" if self.scale is None else f"{self.scale:.6g}"
+        yield "logits", f"scale {scale}{softcap}"
         yield "mask", textwrap.shorten(self.mask, 80, placeholder=" ...")
         pruned_by = "".join(f", pruned by {source}" for source in self.pruned_by)
         yield (
@@ -135,16 +130,19 @@ class Explanation:
 
 @no_runtime_typecheck
 def explain(
-    q: Float[AnyArray, "B Tq Hq D"],
-    k: Float[AnyArray, "B Tk Hk D"],
-    v: Float[AnyArray, "B Tk Hk Dv"],
+    q: Float[AnyArray, "*B Tq Hq D"],
+    k: Float[AnyArray, "*B Tk Hk D"],
+    v: Float[AnyArray, "*B Tk Hk Dv"],
     *,
-    mask: AbstractMask | None = None,
+    mask: Mask | jax.ShapeDtypeStruct = None,
+    is_causal: bool = False,
+    window: int | tuple[int | None, int | None] | None = None,
     layout: BlockLayout | None = None,
-    bias: Float[AnyArray, "Bb Hb Tq Tk"] | None = None,
+    block_size: int | tuple[int, int] | None = None,
+    bias: Float[AnyArray, "..."] | None = None,
     sinks: Float[AnyArray, "Hq *S"] | None = None,
     softcap: float | None = None,
-    scale: float | None = None,
+    scale: Any = None,
     q_segment_ids=None,
     kv_segment_ids=None,
     q_positions=None,
@@ -176,27 +174,17 @@ def explain(
         >>> report.implementation, report.blocks.listed, report.blocks.partial
         ('xla', 144, 32)
     """
-    masking = MaskSpec(mask, layout, q_segment_ids, kv_segment_ids, q_positions, kv_positions)
-    logits = LogitsSpec(scale, softcap, bias, sinks)
-    return explain_call(q, k, v, masking, logits, implementation, platform)
-
-
-def explain_call(
-    q,
-    k,
-    v,
-    masking: MaskSpec,
-    logits: LogitsSpec,
-    implementation: Implementation,
-    platform: str | None = None,
-) -> Explanation:
-    """Describe a call with grouped arguments."""
     platform = dispatch.find_platform(platform)
     # Evaluate concrete values eagerly, even inside jit.
     with jax.ensure_compile_time_eval():
-        q, k, v, bias, sinks = (_abstract(x) for x in (q, k, v, logits.bias, logits.sinks))
-        logits = dataclasses.replace(logits, bias=bias, sinks=sinks)
-        operands, problem, sinks = canonicalize_args(q, k, v, masking, logits)
+        abstract: Any = [_abstract(x) for x in (q, k, v, bias, sinks)]
+        q, k, v, bias, sinks = abstract
+        mask = _abstract(mask) if isinstance(mask, jax.core.Tracer) else mask
+        args = AttentionArgs(
+            mask, is_causal, window, layout, block_size, bias, sinks, softcap, scale,
+            q_segment_ids, kv_segment_ids, q_positions, kv_positions,
+        )  # fmt: skip
+        operands, problem, sinks = canonicalize_args(q, k, v, args)
         chosen = OP.choose(operands, problem, platform, OP.names(implementation))
         sources = pruning_sources(operands)
         final = _prune_if_known(operands)
@@ -211,12 +199,12 @@ def explain_call(
         declined=OP.reasons(operands, problem, platform, chosen.name),
         platform=platform,
         arrays=_arrays(operands, sinks),
-        scale=problem.scale,
+        scale=None if isinstance(scale, jax.core.Tracer) else problem.scale,
         softcap=problem.softcap,
         mask="none" if final.layout.mask is None else repr(final.layout.mask),
         block_q=final.layout.block_q,
         block_kv=final.layout.block_kv,
-        layout_origin=_origin(masking),
+        layout_origin=_origin(args),
         pruned_by=sources,
         is_static=is_static,
         is_counted=is_counted,
@@ -278,10 +266,11 @@ def _spec(x) -> str:
     return f"{x.dtype}[{', '.join(map(str, x.shape))}]"
 
 
-def _origin(masking: MaskSpec) -> str:
-    if masking.layout is None:
-        return "every block" if masking.mask is None else "from the mask"
-    return "given" if masking.mask is None else "given, intersected with the mask"
+def _origin(args: AttentionArgs) -> str:
+    has_mask = args.mask is not None or args.is_causal or args.window is not None
+    if args.layout is None:
+        return "from the mask" if has_mask else "every block"
+    return "given, intersected with the mask" if has_mask else "given"
 
 
 def _compile_key(

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from xsake.attention.runtime_pruning import prune_blocks
-from xsake.attention.validation import LogitsSpec, MaskSpec, canonicalize_args
 from xsake.errors import UnsupportedError
 from xsake.kernels.block_sparse.api import OP, block_sparse
 from xsake.kernels.block_sparse.types import BlockSparseConfig, BlockSparseInputs
@@ -36,16 +36,19 @@ class MeshSplit(NamedTuple):
 
 
 def attention_on_mesh(
-    mesh: Mesh, q, k, v, masking: MaskSpec, logits: LogitsSpec, implementation: Implementation
-):
-    """Return `(out, lse)`; the batch is sharded over "data" and "fsdp", heads over "tensor".
+    mesh: Mesh,
+    inputs: BlockSparseInputs,
+    config: BlockSparseConfig,
+    implementation: Implementation,
+    sinks: Array | None,
+) -> Any:
+    """Return `(o, lse)`; the batch is sharded over "data" and "fsdp", heads over "tensor".
 
     A block list shared by all heads and batch elements is replicated. Otherwise it is split into
     one list of equal capacity per device.
     """
-    operands, problem, sinks = canonicalize_args(q, k, v, masking, logits)
-    split = split_over_mesh(mesh, operands)
-    return _attention_split(mesh, split, operands, problem, implementation, sinks)
+    split = split_over_mesh(mesh, inputs)
+    return _attention_split(mesh, split, inputs, config, implementation, sinks)
 
 
 def attention_by_sharding(

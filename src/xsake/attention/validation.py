@@ -1,6 +1,7 @@
 """Validate and canonicalize the arguments of an attention call before tracing."""
 
 import dataclasses
+import numbers
 from collections.abc import Callable
 from typing import Any
 
@@ -9,40 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from xsake.attention.boolean_masks import convert_booleans, is_boolean_array
+from xsake.attention.types import DEFAULT_BLOCK, AttentionArgs, AttentionOutput
 from xsake.errors import ArgumentError, LayoutError, ShapeError
 from xsake.kernels.block_sparse.types import BlockSparseConfig, BlockSparseInputs
-from xsake.kernels.validation import check_dtypes, check_sizes, integers, number
+from xsake.kernels.validation import check_dtypes, check_sizes, integers, number, sum_dtype
 from xsake.layout import BlockLayout
 from xsake.layout.identity import cache_live
-from xsake.masks import AbstractMask, Full
+from xsake.masks import AbstractMask, Causal, Full, Window, parse
 from xsake.masks.base import require_mask
-
-DEFAULT_BLOCK = 128
-AnyArray = Array | np.ndarray | jax.ShapeDtypeStruct
-
-
-@dataclasses.dataclass(frozen=True)
-class MaskSpec:
-    """Masking arguments of a call, not yet validated."""
-
-    mask: Any = None  # AbstractMask
-    layout: Any = None  # BlockLayout
-    q_segment_ids: Any = None  # [B, Tq]
-    kv_segment_ids: Any = None  # [B, Tk]
-    q_positions: Any = None  # [Tq] or [B, Tq]
-    kv_positions: Any = None  # [Tk] or [B, Tk]
-    block_q: int = DEFAULT_BLOCK
-    block_kv: int = DEFAULT_BLOCK
-
-
-@dataclasses.dataclass(frozen=True)
-class LogitsSpec:
-    """Logit arguments of a call, not yet validated."""
-
-    scale: Any = None
-    softcap: Any = None
-    bias: Any = None  # [B or 1, Hq or 1, Tq, Tk]
-    sinks: Any = None  # [Hq] or [Hq, S]
 
 
 def no_runtime_typecheck[F: Callable](function: F) -> F:
@@ -52,25 +28,36 @@ def no_runtime_typecheck[F: Callable](function: F) -> F:
 
 
 def canonicalize_args(
-    q, k, v, masking: MaskSpec, logits: LogitsSpec
+    q: Any, k: Any, v: Any, args: AttentionArgs
 ) -> tuple[BlockSparseInputs, BlockSparseConfig, Any]:
-    """Return validated `(operands, problem, sinks [Hq, S])`; abstract arrays stay abstract."""
+    """Return validated `(inputs, config, sinks [Hq, S])`; abstract arrays stay abstract."""
     q, k, v = (_array(x) for x in (q, k, v))
+    if q.ndim == k.ndim == v.ndim == 3:
+        q, k, v = (_reshape(x, 1, *x.shape) for x in (q, k, v))
     check_arrays(q, k, v)
-    problem = BlockSparseConfig(_scale(logits.scale, q.shape[-1]), _softcap(logits.softcap))
-    layout = _layout(q, k, masking)
-    q_positions, kv_positions = _positions(masking, q, k)
-    q_ids, kv_ids = _segments(masking, q, k)
-    bias = _bias(logits.bias, q, k)
-    operands = BlockSparseInputs(q, k, v, layout, bias, q_positions, kv_positions, q_ids, kv_ids)
-    return operands, problem, _sinks(logits.sinks, q.shape[2])
+    q, scale = _scale(q, args.scale)
+    config = BlockSparseConfig(scale, _softcap(args.softcap))
+    args = _resolve_mask(args, q, k)
+    layout = _layout(q, k, args)
+    q_positions, kv_positions = _positions(args, q, k)
+    q_ids, kv_ids = _segments(args, q, k)
+    bias = _bias(args.bias, q, k)
+    inputs = BlockSparseInputs(q, k, v, layout, bias, q_positions, kv_positions, q_ids, kv_ids)
+    return inputs, config, _sinks(args.sinks, q.shape[2])
 
 
-def _array(x) -> Any:
+def make_output(q: Any, o: Array, lse: Array, return_lse: bool) -> Any:
+    """Return the output, without a batch axis if `q` has none, and the log-sum-exp if requested."""
+    if np.ndim(q) == 3:
+        o, lse = o[0], lse[0]
+    return AttentionOutput(o, lse) if return_lse else o
+
+
+def _array(x: Any) -> Any:
     return x if isinstance(x, jax.ShapeDtypeStruct) else jnp.asarray(x)
 
 
-def _reshape(x, *shape: int) -> Any:
+def _reshape(x: Any, *shape: int) -> Any:
     if isinstance(x, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(shape, x.dtype)
     return x.reshape(shape)
@@ -82,10 +69,10 @@ def check_arrays(q, k, v) -> None:
     shapes = f"q {q.shape}, k {k.shape}, v {v.shape}"
     if not q.ndim == k.ndim == v.ndim == 4:
         raise ShapeError(
-            "q, k and v must have 4 axes",
+            "q, k and v must have 4 axes, or 3 without a batch",
             got=shapes,
             expected="q [B, Tq, Hq, D], k [B, Tk, Hk, D], v [B, Tk, Hk, Dv]",
-            fix="add a batch axis with x[None]; heads come after tokens",
+            fix="heads come after tokens",
         )
     if not (q.shape[0] == k.shape[0] == v.shape[0] and k.shape[1:3] == v.shape[1:3]):
         raise ShapeError(
@@ -118,8 +105,22 @@ def check_arrays(q, k, v) -> None:
     check_dtypes(q=q, k=k, v=v)
 
 
-def _scale(scale, dim: int) -> float:
-    return dim**-0.5 if scale is None else number("scale", scale, fix="None is 1 / sqrt(D)")
+def _scale(q: Any, scale: Any) -> tuple[Any, float]:
+    """Return `(q, factor on q.k)`; a traced scale is multiplied with q."""
+    if not isinstance(scale, jax.core.Tracer):
+        fix = "None is 1 / sqrt(D)"
+        return q, q.shape[-1] ** -0.5 if scale is None else number("scale", scale, fix=fix)
+    if scale.shape != () or not jnp.issubdtype(scale.dtype, jnp.floating):
+        raise ShapeError(
+            "a traced scale must be one floating-point number",
+            got=f"{scale.dtype} {scale.shape}",
+            expected="shape ()",
+            fix="multiply q by factors that differ between heads or tokens",
+        )
+    if isinstance(q, jax.ShapeDtypeStruct):
+        return q, 1.0
+    dtype = sum_dtype(q.dtype)
+    return (q.astype(dtype) * scale.astype(dtype)).astype(q.dtype), 1.0
 
 
 def _softcap(softcap) -> float | None:
@@ -136,21 +137,26 @@ def _softcap(softcap) -> float | None:
     return softcap
 
 
-def _bias(bias, q, k) -> Any:
+def _bias(bias: Any, q: Any, k: Any) -> Any:
+    """Return the bias as [B or 1, Hq or 1, Tq, Tk]."""
     if bias is None:
         return None
     bias = _array(bias)
     expected = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
-    fits = bias.ndim == 4 and bias.shape[2:] == expected[2:]
-    fits = fits and all(n in (1, m) for n, m in zip(bias.shape[:2], expected[:2], strict=True))
+    shape = (1,) * (4 - bias.ndim) + bias.shape
+    fits = len(shape) == 4 and all(n in (1, m) for n, m in zip(shape, expected, strict=True))
     if not fits or not jnp.issubdtype(bias.dtype, jnp.floating):
         raise ShapeError(
-            "bias must be floating-point, [B or 1, Hq or 1, Tq, Tk]",
+            "bias must be floating-point and broadcast to the logits",
             got=f"{bias.dtype} {bias.shape}",
-            expected=f"{expected}, the first two may be 1",
-            fix="broadcast the last two axes with jnp.broadcast_to; use a mask for booleans",
+            expected=f"[B, Hq, Tq, Tk] = {expected}, any of them may be 1",
+            fix="pass booleans as `mask`",
         )
-    return bias
+    whole = (*shape[:2], *expected[2:])
+    bias = _reshape(bias, *shape)
+    if isinstance(bias, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(whole, bias.dtype)
+    return jnp.broadcast_to(bias, whole)
 
 
 def _sinks(sinks, heads: int):
@@ -168,14 +174,14 @@ def _sinks(sinks, heads: int):
     return _reshape(sinks, heads, sinks.size // heads)
 
 
-def _positions(masking: MaskSpec, q, k) -> tuple[Any, ...]:
-    pairs = (("q_positions", masking.q_positions, q), ("kv_positions", masking.kv_positions, k))
+def _positions(args: AttentionArgs, q: Any, k: Any) -> tuple[Any, ...]:
+    pairs = (("q_positions", args.q_positions, q), ("kv_positions", args.kv_positions, k))
     return tuple(integers(name, x, y, shared=True, least=0) for name, x, y in pairs)
 
 
-def _segments(masking: MaskSpec, q, k) -> tuple[Any, Any]:
-    q_ids = integers("q_segment_ids", masking.q_segment_ids, q)
-    kv_ids = integers("kv_segment_ids", masking.kv_segment_ids, k)
+def _segments(args: AttentionArgs, q: Any, k: Any) -> tuple[Any, Any]:
+    q_ids = integers("q_segment_ids", args.q_segment_ids, q)
+    kv_ids = integers("kv_segment_ids", args.kv_segment_ids, k)
     if q_ids is not None and kv_ids is None and q.shape[1] == k.shape[1]:
         kv_ids = q_ids
     if (q_ids is None) != (kv_ids is None):
@@ -188,42 +194,85 @@ def _segments(masking: MaskSpec, q, k) -> tuple[Any, Any]:
     return q_ids, kv_ids
 
 
-def _layout(q, k, masking: MaskSpec) -> BlockLayout:
+def _resolve_mask(args: AttentionArgs, q: Any, k: Any) -> AttentionArgs:
+    """Return the arguments with one mask of `xsake.masks` for mask, `is_causal` and `window`."""
+    if is_boolean_array(args.mask):
+        shape = q.shape[0], q.shape[2], q.shape[1], k.shape[1]
+        args = convert_booleans(args, shape, _block_sizes(args, q, k))
+    mask = parse(args.mask) if isinstance(args.mask, str) else args.mask
+    require_mask(mask)
+    if not isinstance(args.is_causal, bool | np.bool):
+        raise ArgumentError(
+            "`is_causal` must be a Python bool",
+            got=repr(args.is_causal)[:80],
+            expected="True or False",
+            fix="it is compiled into the program",
+        )
+    rules = [Causal()] if args.is_causal else []
+    rules += [] if args.window is None else [_window(args.window)]
+    for rule in rules:
+        mask = rule if mask is None else mask & rule
+    return dataclasses.replace(args, mask=mask)
+
+
+def _window(window: Any) -> Window:
+    """Return the mask of `window=`: tokens on both sides, or (left, right)."""
+    sides: Any = (window, window) if isinstance(window, numbers.Integral) else window
+    if not isinstance(sides, tuple | list) or len(sides) != 2:
+        raise ArgumentError(
+            "`window` must be one or two numbers of tokens",
+            got=repr(window)[:80],
+            expected="(left, right), or one number for both; None for no limit",
+            fix="window=(1023, 0) attends to 1024 keys that end with the query's own",
+        )
+    return Window(*sides)
+
+
+def _block_sizes(args: AttentionArgs, q: Any, k: Any) -> tuple[int, int]:
+    """Return the block sizes (q, kv) of a layout made for the call."""
+    size = DEFAULT_BLOCK if args.block_size is None else args.block_size
+    sizes = size if isinstance(size, tuple | list) and len(size) == 2 else (size, size)
+    for name, each in zip(("block_q", "block_kv"), sizes, strict=True):
+        check_block_size(name, each)
+    return min(sizes[0], q.shape[1]), min(sizes[1], k.shape[1])
+
+
+def _layout(q: Any, k: Any, args: AttentionArgs) -> BlockLayout:
     """Return the layout of the call, before run-time pruning by segments and positions.
 
     With explicit positions, blocks are pruned at run time; the layout then has the mask but still
     lists every block.
     """
-    sizes = {"q_tokens": q.shape[1], "kv_tokens": k.shape[1]}
-    has_positions = masking.q_positions is not None or masking.kv_positions is not None
-    mask = masking.mask
-    require_mask(mask)
-    if masking.layout is None:
-        sizes["block_q"] = min(masking.block_q, q.shape[1])
-        sizes["block_kv"] = min(masking.block_kv, k.shape[1])
-        layout = BlockLayout.from_mask(Full() if has_positions or mask is None else mask, **sizes)
-        layout = _replace_mask(layout, mask) if has_positions and mask is not None else layout
+    mask, layout = args.mask, args.layout
+    if layout is None:
+        block_q, block_kv = _block_sizes(args, q, k)
+        layout = BlockLayout.from_mask(
+            Full() if args.has_positions or mask is None else mask,
+            q_tokens=q.shape[1], kv_tokens=k.shape[1], block_q=block_q, block_kv=block_kv,
+        )  # fmt: skip
+        layout = _replace_mask(layout, mask) if args.has_positions and mask is not None else layout
     else:
-        layout = masking.layout
-        _check_layout(layout, q, k)
-        if has_positions:
+        _check_layout(layout, q, k, args.block_size)
+        if args.has_positions:
             _check_positions(layout)
         if mask is not None:
             combined = mask if layout.mask is None else layout.mask & mask
             layout = (
-                _replace_mask(layout, combined) if has_positions else _intersect_mask(layout, mask)
+                _replace_mask(layout, combined)
+                if args.has_positions
+                else _intersect_mask(layout, mask)
             )
     _check_heads(layout, q, k)
     return layout
 
 
-def check_block_size(name: str, size: int) -> None:
-    """Raise ArgumentError for block sizes below 1."""
-    if size < 1:
+def check_block_size(name: str, size: Any) -> None:
+    """Raise ArgumentError unless a block size is a positive number of tokens."""
+    if not isinstance(size, numbers.Integral) or size < 1:
         raise ArgumentError(
-            f"{name} must be positive",
-            got=size,
-            expected="1 or more, e.g. 128",
+            f"{name} must be a positive number of tokens",
+            got=repr(size)[:80],
+            expected="1 or more, e.g. 128; block_size=(q, kv) for two sizes",
             fix="a size above the number of tokens gives one block",
         )
 
@@ -244,13 +293,20 @@ def _intersect_mask_static(layout: BlockLayout, mask: AbstractMask) -> BlockLayo
     return layout.with_mask(mask)
 
 
-def _check_layout(layout: Any, q, k) -> None:
+def _check_layout(layout: Any, q: Any, k: Any, block_size: Any) -> None:
     if not isinstance(layout, BlockLayout):
         raise LayoutError(
             "`layout` has an unsupported type",
             got=f"{type(layout).__name__} {layout!r}"[:80],
             expected="xsake.BlockLayout, or None",
             fix="build one with BlockLayout.from_block_mask(grid, block_q=..., block_kv=...)",
+        )
+    if block_size is not None:
+        raise ArgumentError(
+            "`block_size` and `layout` exclude each other",
+            got=f"{block_size=}, and a layout of {layout.block_q} x {layout.block_kv} tokens",
+            expected="one of them",
+            fix="a layout has its own block sizes",
         )
     sizes, tokens = (layout.q_tokens, layout.kv_tokens), (q.shape[1], k.shape[1])
     if sizes != tokens:

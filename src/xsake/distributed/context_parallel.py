@@ -6,15 +6,12 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh, PartitionSpec
-from jaxtyping import Array, Float
 
-from xsake.attention import AttentionOutput, BlockSparseAttention
+from xsake.attention import BlockSparseAttention
 from xsake.attention.runtime_pruning import prune_blocks, pruning_sources
 from xsake.attention.sharded import (
     MeshSplit,
-    attention_on_mesh,
     build_layout,
     is_shared,
     num_parts,
@@ -22,7 +19,6 @@ from xsake.attention.sharded import (
     split_layout,
     split_over_mesh,
 )
-from xsake.attention.validation import LogitsSpec, MaskSpec, canonicalize_args, no_runtime_typecheck
 from xsake.distributed.load_balancing import EMPTY, Assignment, assign_zigzag, check_num_blocks
 from xsake.distributed.ring import Ring, RingInputs, ring_attention
 from xsake.distributed.shard_schedule import (
@@ -35,7 +31,6 @@ from xsake.errors import ArgumentError, UnsupportedError
 from xsake.kernels.block_sparse.api import block_sparse
 from xsake.kernels.block_sparse.types import BlockSparseConfig, BlockSparseInputs
 from xsake.kernels.online_softmax import add_sinks
-from xsake.layout import BlockLayout
 from xsake.layout.csr import Items
 from xsake.layout.grid import BlockGrid
 from xsake.masks import AbstractMask
@@ -68,7 +63,7 @@ class ContextParallel(BlockSparseAttention):
         >>> mesh = make_mesh(MeshShape(), jax.devices()[:1])
         >>> attend = ContextParallel(mesh=mesh, exchange="ring", block_q=64, block_kv=64)
         >>> q = k = v = jax.random.normal(jax.random.key(0), (1, 300, 4, 32))
-        >>> attend(q, k, v, mask=Causal()).out.shape
+        >>> attend(q, k, v, mask=Causal()).shape
         (1, 300, 4, 32)
     """
 
@@ -91,59 +86,30 @@ class ContextParallel(BlockSparseAttention):
                 fix="use make_mesh(MeshShape(context=...))",
             )
 
-    @no_runtime_typecheck
-    def __call__(
-        self,
-        q: Float[Array | np.ndarray, "B T Hq D"],
-        k: Float[Array | np.ndarray, "B T Hk D"],
-        v: Float[Array | np.ndarray, "B T Hk Dv"],
-        *,
-        mask: AbstractMask | None = None,
-        layout: BlockLayout | None = None,
-        bias=None,
-        sinks: Float[Array | np.ndarray, "Hq *S"] | None = None,
-        softcap: float | None = None,
-        q_segment_ids=None,
-        kv_segment_ids=None,
-        q_positions=None,
-        kv_positions=None,
-    ) -> AttentionOutput:
-        """Compute attention; arguments as for `xsake.attention`, without bias.
-
-        Returns:
-            `AttentionOutput(out, lse)`: [B, T, Hq, Dv] and [B, T, Hq].
-        """
-        _check_self_attention(q, k, bias)
-        sizes = self.block_q, self.block_kv
-        ids = q_segment_ids, kv_segment_ids
-        masking = MaskSpec(mask, layout, *ids, q_positions, kv_positions, *sizes)
-        logits = LogitsSpec(self.scale, softcap, None, sinks)
-        if self.dtype is not None:
-            q, k, v = (jnp.asarray(x).astype(self.dtype) for x in (q, k, v))
+    def _attend(self, inputs: BlockSparseInputs, config: BlockSparseConfig, sinks: Any) -> Any:
+        _check_self_attention(inputs)
         mesh = self.mesh
         assert mesh is not None, "checked at construction"
         if mesh.shape[CONTEXT_AXIS] == 1:
-            return AttentionOutput(
-                *attention_on_mesh(mesh, q, k, v, masking, logits, self.implementation)
-            )
-        operands, problem, sinks = canonicalize_args(q, k, v, masking, logits)
-        return AttentionOutput(*_attention(self, mesh, operands, problem, sinks))
+            return super()._attend(inputs, config, sinks)
+        return _attention(self, mesh, inputs, config, sinks)
 
 
-def _check_self_attention(q, k, bias) -> None:
-    if q.ndim == k.ndim == 4 and q.shape[1] != k.shape[1]:
+def _check_self_attention(inputs: BlockSparseInputs) -> None:
+    q_tokens, kv_tokens = inputs.q.shape[1], inputs.k.shape[1]
+    if q_tokens != kv_tokens:
         raise UnsupportedError(
             "context parallelism supports only self-attention",
-            got=f"{q.shape[1]} queries, {k.shape[1]} keys",
+            got=f"{q_tokens} queries, {kv_tokens} keys",
             expected="as many queries as keys",
             fix="use BlockSparseAttention for decoding",
         )
-    if bias is not None:
+    if inputs.bias is not None:
         raise UnsupportedError(
             "context parallelism does not support a bias",
-            got=f"bias {bias.shape}",
+            got=f"bias {inputs.bias.shape}, or booleans that are traced or differ within the batch",
             expected="None: a bias needs O(T^2) memory",
-            fix="use a mask, or BlockSparseAttention",
+            fix="use a mask of xsake.masks, or BlockSparseAttention",
         )
 
 

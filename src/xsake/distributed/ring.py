@@ -16,6 +16,7 @@ from xsake.distributed.load_balancing import zigzag_block, zigzag_shard
 from xsake.kernels import online_softmax
 from xsake.kernels.block_sparse.api import block_sparse, block_sparse_backward
 from xsake.kernels.block_sparse.types import BlockSparseConfig, BlockSparseInputs
+from xsake.kernels.dispatch import Implementation
 from xsake.layout import BlockLayout
 from xsake.layout.csr import Items, compact, used_entries
 from xsake.layout.grid import BlockGrid
@@ -38,7 +39,7 @@ class Ring:
     axis: str
     shards: int
     problem: BlockSparseConfig
-    implementation: str | None
+    implementation: Implementation
     grid: BlockGrid
     mask: AbstractMask | None
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +9,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from xsake.attention import BlockSparseAttention
+from xsake.attention.layer_call import LayerCall
 from xsake.errors import ArgumentError, UnsupportedError
 from xsake.hads.audit import audited_choice
 from xsake.hads.budget import visible_blocks
@@ -41,8 +41,8 @@ class PlanAttention:
     scope: BudgetScope | None = None
     operator: BlockSparseAttention = BlockSparseAttention()
 
-    def __call__(self, q, k, v, call: Any):
-        """Compute the attention of one layer; `call` is a `xsake.model.LayerCall`."""
+    def __call__(self, q, k, v, call: LayerCall):
+        """Compute the attention of one layer."""
         model = self.plan.model
         if (q.shape[2], k.shape[2], k.shape[3]) != (model.q_heads, model.kv_heads, model.head_dim):
             raise ArgumentError(
@@ -55,7 +55,7 @@ class PlanAttention:
             return call.apply(self.operator, q, k, v)
         return call.apply(self.operator, q, k, v, self.layout(q, k, call))
 
-    def layout(self, q, k, call: Any) -> BlockLayout:
+    def layout(self, q, k, call: LayerCall) -> BlockLayout:
         """Return the block layout of one layer for this input."""
         tokens, block = q.shape[1], self.plan.block
         chosen = self.chosen(q, k, call)
@@ -70,7 +70,7 @@ class PlanAttention:
         )  # fmt: skip
 
     def chosen(
-        self, q: Float[Array, "B T Hq D"], k: Float[Array, "B T Hk D"], call: Any
+        self, q: Float[Array, "B T Hq D"], k: Float[Array, "B T Hk D"], call: LayerCall
     ) -> Bool[Array, "B Hq Nq Nk"]:
         """Return True for the blocks that one layer computes."""
         tables = self._tables(blocks_of(q.shape[1], self.plan.block))
@@ -87,7 +87,7 @@ class PlanAttention:
         policy = self.plan.policy
         return float(policy.settings["eps"]) if policy.name == "bounded" else None
 
-    def _enforce_eps(self, q, k, chosen, call: Any, eps: float) -> Bool[Array, "B Hq Nq Nk"]:
+    def _enforce_eps(self, q, k, chosen, call: LayerCall, eps: float) -> Bool[Array, "B Hq Nq Nk"]:
         """Add blocks until no query drops more than `eps` of its attention mass."""
         if call.segment_ids is not None or call.mask != Causal():
             raise UnsupportedError(
@@ -99,7 +99,9 @@ class PlanAttention:
             q, k, chosen, eps, block=self.plan.block, scale=call.scale, softcap=call.softcap
         )
 
-    def choice(self, masses: Float[Array, "B Hq Nq Nk"], call: Any) -> Bool[Array, "B Hq Nq Nk"]:
+    def choice(
+        self, masses: Float[Array, "B Hq Nq Nk"], call: LayerCall
+    ) -> Bool[Array, "B Hq Nq Nk"]:
         """Select the plan's number of blocks by their estimated masses."""
         counts = jnp.asarray(self.counts(masses.shape[-1]))[call.layer]
         scope = self.plan.scope if self.scope is None else self.scope
@@ -109,7 +111,7 @@ class PlanAttention:
         """Return the blocks of each row of a sequence of `n` blocks."""
         return self._tables(n).counts
 
-    def masses(self, q, k, call: Any) -> Float[Array, "B Hq Nq Nk"]:
+    def masses(self, q, k, call: LayerCall) -> Float[Array, "B Hq Nq Nk"]:
         """Estimate block masses with the plan's selector and its per-head correction."""
         spec, tables = self.plan.selector, self._tables(blocks_of(q.shape[1], self.plan.block))
         if spec.name == "random":

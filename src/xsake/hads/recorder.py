@@ -8,21 +8,11 @@ import jax
 import jax.numpy as jnp
 
 from xsake.attention import BlockSparseAttention
+from xsake.attention.layer_call import LayerCall
 from xsake.errors import ArgumentError
 from xsake.hads.effect import BackwardHook
 from xsake.hads.measure import ForwardHook
 from xsake.masks import AbstractMask, Causal
-
-
-@dataclasses.dataclass(frozen=True)
-class RecordedCall:
-    """Arguments of one recorded attention call."""
-
-    layer: int
-    scale: float
-    mask: AbstractMask
-    softcap: float | None = None
-    segment_ids: None = None
 
 
 class AttentionRecorder:
@@ -53,10 +43,10 @@ class AttentionRecorder:
 
     def __call__(self, q, k, v, *, scale: float | None = None, softcap: float | None = None):
         scale = q.shape[-1] ** -0.5 if scale is None else scale
-        call = RecordedCall(len(self.outputs), scale, self._mask, softcap)
+        call = LayerCall(len(self.outputs), self._mask, scale, softcap)
         self.outputs.append(self._hook(q, k, v, call))
         operator = dataclasses.replace(self._operator, scale=scale)
-        out = operator(q, k, v, mask=self._mask, softcap=softcap).out
+        out = operator(q, k, v, mask=self._mask, softcap=softcap)
         if self._backward_hook is None:
             return out
         return self._backward_hook(out, q, k, v, call, self._perturbation)

@@ -71,7 +71,8 @@ def integers(
 
     Args:
         name: of the argument.
-        values: integers [B, T], or [T] if `shared`; abstract ones stay abstract; None stays None.
+        values: integers [B, T], or [T] if `shared` or B is 1; abstract ones stay abstract; None
+            stays None.
         like: the array [B, T, ...] that they belong to.
         shared: whether one row for all batch elements will do.
         least: smallest value that makes sense; None: any.
@@ -80,6 +81,7 @@ def integers(
         return None
     values = values if hasattr(values, "dtype") else np.asarray(values)
     batch, tokens = like.shape[:2]
+    shared = shared or batch == 1
     fits = values.ndim == 2 and values.shape[0] in ((1, batch) if shared else (batch,))
     fits = (fits or (shared and values.ndim == 1)) and values.shape[-1] == tokens
     if not fits or not jnp.issubdtype(values.dtype, jnp.integer):

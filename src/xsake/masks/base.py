@@ -237,7 +237,6 @@ def require_mask(mask: Any) -> None:
     raise MaskError(
         "`mask` has an unsupported type",
         got=received if shape is not None else f"{received} {mask!r}"[:80],
-        expected="a mask of xsake.masks, such as Causal(), or None",
-        fix="wrap booleans [Tq, Tk] or [H, Tq, Tk] in xsake.masks.Explicit(numpy_array); "
-        "use q_segment_ids for padding",
+        expected="a mask of xsake.masks, such as Causal(), an array of booleans, or None",
+        fix="pass numbers to add as `bias`, and padding as `q_segment_ids`",
     )

@@ -1,12 +1,7 @@
 """Decoder language models (Flax NNX) on XSAKE attention, and their checkpoints."""
 
-from xsake.model.attend import (
-    AttentionFn,
-    DenseAttention,
-    LayerCall,
-    LayoutAttention,
-    MaskedAttention,
-)
+from xsake.attention.layer_call import AttentionFn, LayerCall
+from xsake.model.attend import DenseAttention, LayoutAttention, MaskedAttention
 from xsake.model.cache import KVCache
 from xsake.model.config import DecoderConfig, LayerKind, NativeSparseSizes, Rope
 from xsake.model.decoder import Decoder

@@ -12,9 +12,10 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from xsake.attention import Branches
+from xsake.attention.layer_call import AttentionFn, LayerCall
 from xsake.errors import ArgumentError
 from xsake.kernels.validation import is_known
-from xsake.model.attend import AttentionFn, DenseAttention, LayerCall, check_dense
+from xsake.model.attend import DenseAttention, check_dense
 from xsake.model.cache import AnyCache, KVCache
 from xsake.model.config import DecoderConfig
 from xsake.model.layers import Attention, Layer, Norm, init_param

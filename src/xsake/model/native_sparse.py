@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from xsake.attention import Blocks, Branches, Gates, attention, native_sparse_attention
+from xsake.attention.layer_call import LayerCall
 from xsake.attention.native_blocks import Compress
 from xsake.errors import UnsupportedError
 from xsake.kernels.compressed import compressed_attention
@@ -20,7 +21,6 @@ from xsake.kernels.compressed.summaries import runs
 from xsake.kernels.selected import selected_attention
 from xsake.kernels.selected import types as selecting
 from xsake.masks import Causal, Window
-from xsake.model.attend import LayerCall
 from xsake.model.config import DecoderConfig
 from xsake.model.layers import Norm, init_param, named_param
 from xsake.model.native_cache import NativeState

@@ -2,14 +2,12 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
-from xsake.attention.adapters.boolean_masks import attention_kwargs
 from xsake.attention.operator import BlockSparseAttention
 from xsake.errors import ShapeError
 from xsake.layout import BlockLayout
@@ -141,12 +139,7 @@ class MultiheadAttention(eqx.Module):
         heads = tuple(_split(jax.vmap(f)(x), number) for f, x, number in projections)
         if process_heads is not None:
             heads = process_heads(*heads)
-        q, k, v = (x[None] for x in heads)
-        arguments: dict[str, Any] = {"mask": mask}
-        if mask is not None and not isinstance(mask, AbstractMask):
-            shape = (1, self.num_heads, query.shape[0], key_.shape[0])
-            arguments = attention_kwargs(mask, shape, None)
-        out = self.attend(q, k, v, layout=layout, **arguments).out[0]
+        out = self.attend(*heads, mask=mask, layout=layout)
         return jax.vmap(self.output_proj)(jnp.reshape(out, (query.shape[0], -1)))
 
 

@@ -4,18 +4,20 @@ flax is not imported: its layers pass plain arrays.
 """
 
 import dataclasses
+import functools
 import math
+import operator
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from xsake.attention.adapters.boolean_masks import attention_kwargs
+from xsake.attention.boolean_masks import convert_booleans
 from xsake.attention.operator import BlockSparseAttention
+from xsake.attention.types import AttentionArgs
 from xsake.errors import ShapeError, UnsupportedError
 from xsake.layout import BlockLayout
-from xsake.masks import AbstractMask, Causal, Full
+from xsake.masks import AbstractMask, Full
 
 _PRECISIONS = (None, "default", "high", "highest", *jax.lax.Precision)
 
@@ -103,15 +105,18 @@ class _AttentionFn:
                 raise _unsupported_error(argument, type(setting).__name__, "None")
         query, key, value = _promote(query, key, value, dtype)
         _check_position(self.rule, self.layout, query, key)
-        arguments = _convert_arrays(query, key, bias, mask, self.softcap)
-        rules = [self.rule, arguments.pop("mask", None), Causal() if is_causal else None]
+        args = _convert_arrays(query, key, bias, mask, self)
+        rules = [rule for rule in (self.rule, args.mask) if rule is not None]
         out = self.operator(
             *(_flatten_batch(x) for x in (query, key, value)),
-            mask=_intersect(rules),
-            layout=self.layout,
+            mask=functools.reduce(operator.and_, rules) if rules else None,
+            is_causal=is_causal,
+            layout=args.layout,
+            bias=args.bias,
             softcap=self.softcap,
-            **arguments,
-        ).out
+            q_segment_ids=args.q_segment_ids,
+            kv_segment_ids=args.kv_segment_ids,
+        )
         return out.reshape(*query.shape[:-1], value.shape[-1])
 
 
@@ -126,18 +131,17 @@ def _flatten_batch(x):
     return x.reshape(math.prod(x.shape[:-3]), *x.shape[-3:])
 
 
-def _convert_arrays(query, key, bias, mask, softcap: float | None) -> dict[str, Any]:
+def _convert_arrays(query, key, bias, mask, attend: _AttentionFn) -> AttentionArgs:
     """Convert the layer's arrays to arguments of `xsake.attention`."""
     shape = (*query.shape[:-3], query.shape[-2], query.shape[-3], key.shape[-3])
-    flat = (math.prod(shape[:-3]), *shape[-3:])
-    arguments: dict[str, Any] = {}
-    if mask is not None:
-        arguments = attention_kwargs(_flat_logits("mask", mask, shape), flat, softcap)
-    if bias is not None:
-        bias = _flat_logits("bias", bias, shape)
-        bias = jnp.broadcast_to(bias, (*bias.shape[:2], *flat[2:]))
-        arguments["bias"] = bias + arguments.get("bias", jnp.zeros((), bias.dtype))
-    return arguments
+    bias = None if bias is None else _flat_logits("bias", bias, shape)
+    args = AttentionArgs(bias=bias, layout=attend.layout, softcap=attend.softcap)
+    if mask is None:
+        return args
+    mask = _flat_logits("mask", mask, shape).astype(bool)
+    blocks = min(attend.operator.block_q, shape[-2]), min(attend.operator.block_kv, shape[-1])
+    flat = math.prod(shape[:-3]), *shape[-3:]
+    return convert_booleans(dataclasses.replace(args, mask=mask), flat, blocks)
 
 
 def _flat_logits(name: str, x, shape: tuple[int, ...]):
@@ -148,14 +152,6 @@ def _flat_logits(name: str, x, shape: tuple[int, ...]):
     if math.prod(x.shape[:-3]) > 1 and x.shape[:-3] != shape[:-3]:
         x = jnp.broadcast_to(x, (*shape[:-3], *x.shape[-3:]))
     return _flatten_batch(x)
-
-
-def _intersect(rules: list[AbstractMask | None]) -> AbstractMask | None:
-    combined = None
-    for rule in rules:
-        if rule is not None:
-            combined = rule if combined is None else combined & rule
-    return combined
 
 
 def _check_position(rule: AbstractMask | None, layout: BlockLayout | None, query, key) -> None:

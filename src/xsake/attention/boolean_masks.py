@@ -1,0 +1,99 @@
+"""Boolean mask arrays as other arguments of a call: segment ids, `Explicit`, or a bias."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from xsake.attention.types import AttentionArgs
+from xsake.errors import ShapeError, UnsupportedError
+from xsake.layout import BlockLayout
+from xsake.layout.csr import is_concrete
+from xsake.masks import Explicit
+
+
+def is_boolean_array(mask: Any) -> bool:
+    """Whether a mask is an array of booleans; it may be traced or abstract."""
+    return hasattr(mask, "shape") and getattr(mask, "dtype", None) == np.dtype(bool)
+
+
+def convert_booleans(
+    args: AttentionArgs, shape: tuple[int, int, int, int], blocks: tuple[int, int]
+) -> AttentionArgs:
+    """Replace a boolean `mask` by equivalent arguments.
+
+    Booleans on keys alone become segment ids. Concrete booleans that the batch shares become
+    `Explicit`. All others become a bias of -inf and a list of the blocks with an allowed pair.
+
+    Args:
+        args: `mask` is True where a query may attend to a key, and broadcasts to `shape`.
+        shape: [B, Hq, Tq, Tk] of the call.
+        blocks: block sizes (q, kv) of the list.
+    """
+    allowed = args.mask
+    sizes = (1,) * (4 - allowed.ndim) + tuple(allowed.shape)
+    if len(sizes) > 4 or any(n not in (1, m) for n, m in zip(sizes, shape, strict=True)):
+        raise ShapeError(
+            "the boolean mask does not broadcast to the logits",
+            got=allowed.shape,
+            expected=f"[B, Hq, Tq, Tk] = {shape}, any of them may be 1",
+            fix="mask[..., i, j] is True where query i may attend to key j",
+        )
+    # NumPy, because operations on a constant are traced inside `jit`.
+    allowed = _reshape(np.asarray(allowed) if is_concrete(allowed) else allowed, sizes)
+    if sizes[1:3] == (1, 1):
+        return _mask_keys(args, allowed, shape)
+    if isinstance(allowed, np.ndarray) and not args.has_positions:
+        array = np.broadcast_to(allowed, (*sizes[:2], *shape[2:]))
+        if (array == array[:1]).all():
+            return dataclasses.replace(args, mask=Explicit(array[0, 0 if sizes[1] == 1 else ...]))
+    if args.softcap is not None:
+        raise UnsupportedError(
+            "softcap is not supported with booleans that are traced or differ within the batch",
+            got=f"boolean mask {allowed.shape}, softcap={args.softcap}",
+            expected="booleans on keys, concrete booleans, or a mask of xsake.masks",
+            fix="express the mask by xsake.masks, segment ids and positions",
+        )
+    layout = args.layout
+    if layout is None:
+        layout = _call(lambda x: _list_blocks(x, shape, blocks), allowed)
+    bias = jnp.float32(0) if args.bias is None else args.bias
+    mask = lambda x, bias: jnp.where(x, bias.reshape((1,) * (4 - bias.ndim) + bias.shape), -jnp.inf)
+    bias = _call(mask, allowed, bias)
+    return dataclasses.replace(args, mask=None, bias=bias, layout=layout, block_size=None)
+
+
+def _mask_keys(args: AttentionArgs, allowed: Any, shape: tuple[int, int, int, int]):
+    """Give masked keys a negative segment id."""
+    batch, _, q_tokens, kv_tokens = shape
+    q_ids, kv_ids = args.q_segment_ids, args.kv_segment_ids
+    if q_ids is None and kv_ids is None:
+        q_ids, kv_ids = (np.zeros((batch, n), np.int32) for n in (q_tokens, kv_tokens))
+    kv_ids = q_ids if kv_ids is None else kv_ids
+    kv_ids = _call(lambda x, ids: jnp.where(x[:, 0, 0], ids, -1), allowed, kv_ids)
+    return dataclasses.replace(args, mask=None, q_segment_ids=q_ids, kv_segment_ids=kv_ids)
+
+
+def _list_blocks(allowed: Array, shape: tuple[int, ...], blocks: tuple[int, int]) -> BlockLayout:
+    """The blocks with at least one allowed pair."""
+    (q_tokens, kv_tokens), (block_q, block_kv) = shape[2:], blocks
+    allowed = jnp.broadcast_to(allowed, (*allowed.shape[:2], q_tokens, kv_tokens))
+    padding = (0, 0), (0, 0), (0, -q_tokens % block_q), (0, -kv_tokens % block_kv)
+    tiles = jnp.pad(allowed, padding)
+    tiles = tiles.reshape(*tiles.shape[:2], -1, block_q, tiles.shape[3] // block_kv, block_kv)
+    sizes = {"q_tokens": q_tokens, "kv_tokens": kv_tokens, "block_q": block_q, "block_kv": block_kv}
+    return BlockLayout.from_block_mask(tiles.any((3, 5)), **sizes)
+
+
+def _call(function: Any, *arrays: Any) -> Any:
+    """The result of a function; its shape if an array is abstract."""
+    is_abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in arrays)
+    return jax.eval_shape(function, *arrays) if is_abstract else function(*map(jnp.asarray, arrays))
+
+
+def _reshape(x: Any, shape: tuple[int, ...]) -> Any:
+    is_abstract = isinstance(x, jax.ShapeDtypeStruct)
+    return jax.ShapeDtypeStruct(shape, x.dtype) if is_abstract else x.reshape(shape)

@@ -1,0 +1,46 @@
+"""Arguments and results of an attention call."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import Array, Bool, Float
+
+from xsake.masks import AbstractMask
+
+DEFAULT_BLOCK = 128
+AnyArray = Array | np.ndarray | jax.ShapeDtypeStruct
+
+type Mask = AbstractMask | Bool[Array | np.ndarray, "..."] | str | None
+
+
+class AttentionOutput(NamedTuple):
+    """Output and log-sum-exp of attention."""
+
+    out: Float[Array, "*B Tq Hq Dv"]
+    lse: Float[Array, "*B Tq Hq"]
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionArgs:
+    """Keyword arguments of `xsake.attention`, not yet validated."""
+
+    mask: Any = None
+    is_causal: bool = False
+    window: Any = None
+    layout: Any = None
+    block_size: Any = None
+    bias: Any = None
+    sinks: Any = None
+    softcap: Any = None
+    scale: Any = None
+    q_segment_ids: Any = None
+    kv_segment_ids: Any = None
+    q_positions: Any = None
+    kv_positions: Any = None
+
+    @property
+    def has_positions(self) -> bool:
+        """Whether the mask is evaluated at given positions."""
+        return self.q_positions is not None or self.kv_positions is not None
