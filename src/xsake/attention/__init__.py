@@ -2,19 +2,12 @@
 
 from xsake.attention.block_sparse import attention
 from xsake.attention.explain import Explanation, explain
-from xsake.attention.native_blocks import Blocks, Branches, Gates
-from xsake.attention.native_sparse import apply_native_sparse_attention, native_sparse_attention
 from xsake.attention.operator import AttentionOutput, BlockSparseAttention
 
 __all__ = [
     "AttentionOutput",
     "BlockSparseAttention",
-    "Blocks",
-    "Branches",
     "Explanation",
-    "Gates",
-    "apply_native_sparse_attention",
     "attention",
     "explain",
-    "native_sparse_attention",
 ]
