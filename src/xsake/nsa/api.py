@@ -134,11 +134,11 @@ def selected_attention(
         q: queries [B, T, Hq, D].
         k: keys [B, T, Hk, D].
         v: values [B, T, Hk, Dv].
-        block_indices: selected blocks per token and kv head.
+        block_indices: selected blocks per token and kv head, as in `attention`.
         block_counts: number of used slots; None: all.
         block_size: tokens per block.
-        scale: as in `attention`, like `cu_seqlens` and details of `block_indices`.
-        cu_seqlens: cumulative lengths of packed sequences.
+        scale: factor on q.k; None is 1 / sqrt(D).
+        cu_seqlens: cumulative lengths of packed sequences, as in `attention`.
         implementation: "mosaic_gpu", "mosaic_tpu", "xla" or "reference"; None selects
             one for the platform. A named one is used or raises.
 
