@@ -22,7 +22,7 @@ import numpy as np
 
 import xsake
 from benchmarks.experiment import Outcome, Settings, command, limit_claim, plain_row
-from xsake import Blocks, Branches, Gates
+from xsake import nsa
 from xsake._format import format_bytes
 from xsake.bench import BenchmarkRow, Claim, Shape, Verdict
 from xsake.bench.rows import Ratio, TimingStats
@@ -42,28 +42,28 @@ def drawn(tokens: int, seed: int) -> Arrays:
     """Queries, keys and values by branch, and gates."""
     rng = np.random.default_rng(seed)
     draw = lambda *rest: jnp.asarray(rng.standard_normal((1, tokens, *rest), np.float32))
-    keys, values = (Branches(*(draw(KV_HEADS, DIM) for _ in range(3))) for _ in range(2))
-    gates = Gates.sigmoid(draw(Q_HEADS, 3))
+    keys, values = (nsa.KV(*(draw(KV_HEADS, DIM) for _ in range(3))) for _ in range(2))
+    gates = nsa.Gates.sigmoid(draw(Q_HEADS, 3))
     return {"q": draw(Q_HEADS, DIM), "k": keys, "v": values, "gates": gates}
 
 
-def dense(q, k: Branches, v: Branches, gates: Gates, implementation=None):
+def dense(q, k: nsa.KV, v: nsa.KV, gates: nsa.Gates, implementation=None):
     """Causal attention over the keys of one branch."""
     del gates
     mask = xsake.masks.Causal()
     return xsake.attention(q, k.selected, v.selected, mask=mask, implementation=implementation)
 
 
-def native(q, k: Branches, v: Branches, gates: Gates, implementation=None, only=None):
+def native(q, k: nsa.KV, v: nsa.KV, gates: nsa.Gates, implementation=None, only=None):
     """All branches, or one of them."""
     if only is not None:
-        gates = Gates(None, None, None)._replace(**{only: getattr(gates, only)})
-    call = functools.partial(xsake.native_sparse_attention, blocks=Blocks())
+        gates = nsa.Gates(None, None, None)._replace(**{only: getattr(gates, only)})
+    call = functools.partial(nsa.attention, config=nsa.Config())
     return call(q, k, v, gates, implementation=implementation)
 
 
 CALLS: dict[str, Callable] = {"dense": dense, "native": native}
-CALLS |= {name: functools.partial(native, only=name) for name in Gates._fields}
+CALLS |= {name: functools.partial(native, only=name) for name in nsa.Gates._fields}
 
 
 def compiled(call: Callable, x: Arrays, direction: str):

@@ -8,22 +8,30 @@
 masks -> layout -> kernels -> attention: data flows right, imports go left.
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from xsake import masks
 from xsake.attention import (
     AttentionOutput,
-    Blocks,
     BlockSparseAttention,
-    Branches,
     Explanation,
-    Gates,
-    apply_native_sparse_attention,
     attention,
     dot_product_attention,
     explain,
-    native_sparse_attention,
 )
 from xsake.errors import XsakeError
 from xsake.layout import BlockLayout
+
+if TYPE_CHECKING:
+    from xsake import distributed, hads, nsa
+    from xsake.nsa.aliases import (
+        Blocks,
+        Branches,
+        Gates,
+        apply_native_sparse_attention,
+        native_sparse_attention,
+    )
 
 __version__ = "0.1.1"
 
@@ -38,8 +46,28 @@ __all__ = [
     "XsakeError",
     "apply_native_sparse_attention",
     "attention",
+    "distributed",
     "dot_product_attention",
     "explain",
+    "hads",
     "masks",
     "native_sparse_attention",
+    "nsa",
 ]
+
+_PACKAGES = ("distributed", "hads", "nsa")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+if not TYPE_CHECKING:  # static checkers know the names above, and reject others
+
+    def __getattr__(name: str) -> Any:
+        """Import packages, and the names that stand for contents of `xsake.nsa`, on first use."""
+        if name in _PACKAGES:
+            return importlib.import_module(f"xsake.{name}")
+        if name in __all__:
+            return getattr(importlib.import_module("xsake.nsa.aliases"), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -7,7 +7,7 @@ from tests.distributed.devices import run_on_eight_devices
 ARRAYS = """
 import xsake
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from xsake import BlockLayout, Blocks, Gates
+from xsake import BlockLayout, nsa
 from xsake.errors import UnsupportedError
 from xsake.kernels.statistics import block_statistics
 from xsake.masks import Causal, Full, PerHead
@@ -20,7 +20,7 @@ ids = jnp.asarray(np.sort(rng.integers(0, 3, (4, 40)), 1), jnp.int32)
 spec = P("a", None, "b")
 grid = np.tril(np.ones((3, 3), bool))
 layout = BlockLayout.from_block_mask(grid, q_tokens=40, kv_tokens=40, block_q=16, block_kv=16)
-sizes = Blocks(length=8, stride=4, size=8, count=4, window=10)
+sizes = nsa.Config(length=8, stride=4, size=8, count=4, window=10)
 
 def attend(q, k, v, bias, sinks, ids):
     return xsake.attention(
@@ -29,8 +29,8 @@ def attend(q, k, v, bias, sinks, ids):
     )
 
 def native(q, k, v):
-    gates = Gates(*[jnp.full_like(q[..., 0], gate) for gate in (0.5, 1.0, 2.0)])
-    return xsake.native_sparse_attention(q, k, v, gates, blocks=sizes)
+    gates = nsa.Gates(*[jnp.full_like(q[..., 0], gate) for gate in (0.5, 1.0, 2.0)])
+    return nsa.attention(q, k, v, gates, config=sizes)
 
 def results(function, differentiable):
     # Results and every gradient of a loss of them.
@@ -135,7 +135,7 @@ from xsake.kernels.block_sparse.mosaic_gpu import ops
 ops.capability = lambda: (9, 0)
 run = lambda q, k, v: xsake.attention(q, k, v, mask=Causal())
 own = (jnp.arange(256) // 64)[None, :, None, None]
-listed = lambda q, k, v: xsake.apply_native_sparse_attention(
+listed = lambda q, k, v: nsa.selected_attention(
     q, k, v, jnp.broadcast_to(own, (1, 256, k.shape[2], 1)), block_size=64)
 q, k = (jax.ShapeDtypeStruct((4, 256, heads, 64), jnp.bfloat16) for heads in (4, 2))
 for function in (run, listed):

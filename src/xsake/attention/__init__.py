@@ -3,21 +3,14 @@
 from xsake.attention.block_sparse import attention
 from xsake.attention.dot_product import dot_product_attention
 from xsake.attention.explain import Explanation, explain
-from xsake.attention.native_blocks import Blocks, Branches, Gates
-from xsake.attention.native_sparse import apply_native_sparse_attention, native_sparse_attention
 from xsake.attention.operator import BlockSparseAttention
 from xsake.attention.types import AttentionOutput
 
 __all__ = [
     "AttentionOutput",
     "BlockSparseAttention",
-    "Blocks",
-    "Branches",
     "Explanation",
-    "Gates",
-    "apply_native_sparse_attention",
     "attention",
     "dot_product_attention",
     "explain",
-    "native_sparse_attention",
 ]

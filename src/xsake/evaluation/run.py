@@ -31,7 +31,7 @@ from xsake.model import Decoder
 # Sources that determine the results; their digest is part of cache keys.
 SOURCES = (
     "attention", "evaluation/score.py", "hads/attend.py", "hads/budget.py", "hads/choose.py",
-    "hads/plan.py", "hads/selectors", "kernels", "layout", "masks", "model",
+    "hads/plan.py", "hads/selectors", "kernels", "layout", "masks", "model", "nsa",
 )  # fmt: skip
 
 

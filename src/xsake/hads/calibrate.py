@@ -29,7 +29,9 @@ from xsake.hads.shelf import DocumentMasses, MassCache
 from xsake.layout.grid import blocks_of
 
 # Sources that determine the measurements; their digest is part of cache keys.
-SOURCES = ("hads/measure.py", "hads/selectors", "attention", "kernels", "layout", "masks", "model")
+SOURCES = (
+    "hads/measure.py", "hads/selectors", "attention", "kernels", "layout", "masks", "model", "nsa",
+)  # fmt: skip
 MOMENT_TOKENS = 1024  # tokens per document for the component moments
 COPY_DIVISOR = 8  # a copy has 1 / COPY_DIVISOR of the document's tokens
 

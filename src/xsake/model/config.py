@@ -5,8 +5,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from xsake import nsa
 from xsake._schema import Frozen
-from xsake.attention import Blocks
 from xsake.masks import AbstractMask, Causal, Window
 
 Size = Annotated[int, Field(ge=1, le=2**24)]
@@ -79,7 +79,7 @@ class LayerKind(Frozen):
 
 
 class NativeSparseSizes(Frozen):
-    """Sizes of native sparse attention, with the fields of `xsake.Blocks`."""
+    """Sizes of native sparse attention, with the fields of `xsake.nsa.Config`."""
 
     length: Size = 32
     stride: Size = 16
@@ -91,7 +91,7 @@ class NativeSparseSizes(Frozen):
 
     @model_validator(mode="after")
     def _check_consistency(self) -> "NativeSparseSizes":
-        Blocks(**self.model_dump())
+        nsa.Config(**self.model_dump())
         return self
 
 

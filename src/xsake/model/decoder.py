@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from xsake.attention import Branches
+from xsake import nsa
 from xsake.attention.layer_call import AttentionFn, LayerCall
 from xsake.errors import ArgumentError
 from xsake.kernels.validation import is_known
@@ -324,9 +324,9 @@ def _token_positions(tokens) -> Array:
 
 def _rotate_keys(k, tables):
     """Rotate keys; those of the compressed branch are rotated after compression."""
-    if not isinstance(k, Branches):
+    if not isinstance(k, nsa.KV):
         return rotate(k, tables)
-    return Branches(k.compressed, rotate(k.selected, tables), rotate(k.window, tables))
+    return nsa.KV(k.compressed, rotate(k.selected, tables), rotate(k.window, tables))
 
 
 def _switch_kind(config: DecoderConfig, kind, layer, layer_attention, arguments):

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from xsake.attention import Blocks, Branches
+from xsake import nsa
 from xsake.kernels.compressed.summaries import num_summaries
 from xsake.layout.pytree import register_layout
 
@@ -37,7 +37,7 @@ class NativeState:
 
     @classmethod
     def from_prefill(
-        cls, k: Branches, v: Branches, summaries: tuple[Array, Array], lengths, blocks: Blocks,
+        cls, k: nsa.KV, v: nsa.KV, summaries: tuple[Array, Array], lengths, config: nsa.Config,
         capacity: int,
     ) -> "NativeState":  # fmt: skip
         """Create a state for `capacity` tokens from the keys and values of a prefill."""
@@ -49,32 +49,32 @@ class NativeState:
             slot = _ring_positions(lengths - 1, size)
             return jnp.take_along_axis(x, jnp.maximum(slot, 0)[:, :, None, None], axis=1)
 
-        number = num_summaries(capacity, blocks.length, blocks.stride)
+        number = num_summaries(capacity, config.length, config.stride)
         return cls(
             pad(k.selected, capacity),
             pad(v.selected, capacity),
-            ring(k.window, blocks.window),
-            ring(v.window, blocks.window),
+            ring(k.window, config.window),
+            ring(v.window, config.window),
             pad(summaries[0], number),
             pad(summaries[1], number),
-            ring(k.compressed, blocks.length),
-            ring(v.compressed, blocks.length),
+            ring(k.compressed, config.length),
+            ring(v.compressed, config.length),
         )
 
-    def append(self, k: Branches, v: Branches, position: Int[Array, " B"], blocks: Blocks,
+    def append(self, k: nsa.KV, v: nsa.KV, position: Int[Array, " B"], config: nsa.Config,
                    compress: tuple) -> "NativeState":  # fmt: skip
         """Append a token to every row; add a summary when its run is complete."""
         rows = jnp.arange(position.shape[0])
         write = lambda old, slot, new: old.at[rows, slot].set(new[:, 0], mode="drop")
-        length, window = blocks.length, position % blocks.window
+        length, window = config.length, position % config.window
         run = [
             write(old, position % length, new)
             for old, new in ((self.run_keys, k.compressed), (self.run_values, v.compressed))
         ]
         order = (position[:, None] + 1 + jnp.arange(length)[None]) % length  # oldest first
         begin = position + 1 - length
-        is_complete = (begin >= 0) & (begin % blocks.stride == 0)
-        slot = jnp.where(is_complete, begin // blocks.stride, self.summary_keys.shape[1])
+        is_complete = (begin >= 0) & (begin % config.stride == 0)
+        slot = jnp.where(is_complete, begin // config.stride, self.summary_keys.shape[1])
         summaries = [
             function(
                 jnp.take_along_axis(x, order[:, :, None, None], axis=1)[:, None], begin[:, None]

@@ -11,9 +11,9 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from xsake.attention import Blocks, Branches, Gates, attention, native_sparse_attention
+from xsake import nsa
+from xsake.attention import attention
 from xsake.attention.layer_call import LayerCall
-from xsake.attention.native_blocks import Compress
 from xsake.errors import UnsupportedError
 from xsake.kernels.compressed import compressed_attention
 from xsake.kernels.compressed import types as pooling
@@ -31,70 +31,70 @@ class NativeSparseCall:
     """Native sparse attention of one layer call.
 
     Args:
-        blocks: sizes.
+        config: block sizes.
         gates: of the query tokens.
         compress: compression of runs of keys and of values, rotation included.
     """
 
-    blocks: Blocks
-    gates: Gates
-    compress: tuple[Compress, Compress]
+    config: nsa.Config
+    gates: nsa.Gates
+    compress: tuple[nsa.Compress, nsa.Compress]
 
-    def __call__(self, q, k: Branches, v: Branches, call: LayerCall, mesh: Mesh | None = None):
+    def __call__(self, q, k: nsa.KV, v: nsa.KV, call: LayerCall, mesh: Mesh | None = None):
         """Compute attention for sequences that start at position 0."""
         if call.segment_ids is not None or call.q_positions is not None:
             raise UnsupportedError(
                 "native sparse attention in a model requires sequences from position 0",
                 got="positions or segment_ids",
                 expected="neither",
-                fix="use one row per sequence; for packed ones: xsake.native_sparse_attention",
+                fix="use one row per sequence; for packed ones: xsake.nsa.attention",
             )
-        return native_sparse_attention(
+        return nsa.attention(
             q, k, v, self.gates,
-            blocks=self.blocks,
+            config=self.config,
             compress=self.compress,
             scale=call.scale,
             mesh=mesh,
         )  # fmt: skip
 
     def make_state(
-        self, k: Branches, v: Branches, lengths: Int[Array, " B"], capacity: int
+        self, k: nsa.KV, v: nsa.KV, lengths: Int[Array, " B"], capacity: int
     ) -> NativeState:
         """Return the decoding state after a prefill."""
-        sizes = self.blocks.length, self.blocks.stride
-        begins = lambda x: (jnp.arange(x.shape[1], dtype=jnp.int32) * self.blocks.stride)[None]
+        sizes = self.config.length, self.config.stride
+        begins = lambda x: (jnp.arange(x.shape[1], dtype=jnp.int32) * self.config.stride)[None]
         summaries = []
         for x, compress in zip((k.compressed, v.compressed), self.compress, strict=True):
             cut = runs(x, *sizes)
             summaries.append(compress(cut, begins(cut)))
         return NativeState.from_prefill(
-            k, v, (summaries[0], summaries[1]), lengths, self.blocks, capacity
+            k, v, (summaries[0], summaries[1]), lengths, self.config, capacity
         )
 
     def step(
-        self, q, k: Branches, v: Branches, state: NativeState, position: Int[Array, " B"], *,
+        self, q, k: nsa.KV, v: nsa.KV, state: NativeState, position: Int[Array, " B"], *,
         scale: float,
     ):  # fmt: skip
         """Append a token to each row; return (attention output, state)."""
-        state = state.append(k, v, position, self.blocks, self.compress)
-        blocks, at = self.blocks, position[:, None]
-        number = -(-state.keys.shape[1] // blocks.size)
+        state = state.append(k, v, position, self.config, self.compress)
+        config, at = self.config, position[:, None]
+        number = -(-state.keys.shape[1] // config.size)
         choosing = pooling.BlockSelection(
-            blocks.size, number, blocks.count, blocks.first, blocks.local
+            config.size, number, config.count, config.first, config.local
         )
-        problem = pooling.CompressedConfig(blocks.length, blocks.stride, scale, choosing)
+        problem = pooling.CompressedConfig(config.length, config.stride, scale, choosing)
         summaries = state.summary_keys, state.summary_values
         compressed, _, chosen = compressed_attention(
             pooling.CompressedInputs(q, *summaries, at), problem
         )
         assert chosen is not None
         operands = selecting.SelectedInputs(q, state.keys, state.values, chosen, at)
-        selected_out, _ = selected_attention(operands, selecting.SelectedConfig(blocks.size, scale))
+        selected_out, _ = selected_attention(operands, selecting.SelectedConfig(config.size, scale))
         window: Any = attention(
             q,
             state.window_keys,
             state.window_values,
-            mask=Causal() & Window(left=blocks.window - 1, right=0),
+            mask=Causal() & Window(left=config.window - 1, right=0),
             scale=scale,
             q_positions=at,
             kv_positions=state.window_positions(position),
@@ -130,7 +130,7 @@ class NativeSparse(nnx.Module):
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, dtype):
         assert config.native_sparse is not None
-        self.blocks = Blocks(**config.native_sparse.model_dump())
+        self.nsa_config = nsa.Config(**config.native_sparse.model_dump())
         width, dim, heads = config.width, config.head_dim, config.q_heads
         draw = functools.partial(init_param, rngs, dtype=dtype, fan_in=width)
         self.query = draw(("embed", "q_heads", "head_dim"), (width, heads, dim))
@@ -141,7 +141,7 @@ class NativeSparse(nnx.Module):
         self.gate_bias = named_param(jnp.zeros((heads, 3), dtype), ("q_heads", "branch"))
         out = ("q_heads", "head_dim", "embed")
         self.out = init_param(rngs, out, (heads, dim, width), dtype, fan_in=heads * dim)
-        make = lambda: RunCompressor(config, self.blocks.length, rngs, dtype)
+        make = lambda: RunCompressor(config, self.nsa_config.length, rngs, dtype)
         self.key_summary, self.value_summary = make(), make()
         norm = lambda: Norm(config, dim, "head_dim", dtype) if config.has_qk_norm else None
         self.query_norm, self.key_norm = norm(), norm()
@@ -159,10 +159,12 @@ class NativeSparse(nnx.Module):
             q, k = self.query_norm(q), self.key_norm(k)
         logits = jnp.einsum("bte,ehc->bthc", x, self.gate[...].astype(x.dtype))
         logits = logits + self.gate_bias[...].astype(x.dtype)[None, None]
-        out, aux = attention_fn(q, Branches(*k), Branches(*v), (self, Gates.sigmoid(logits)))
+        out, aux = attention_fn(q, nsa.KV(*k), nsa.KV(*v), (self, nsa.Gates.sigmoid(logits)))
         return jnp.einsum("bthd,hde->bte", out, self.out[...].astype(x.dtype)), aux
 
-    def make_call(self, gates: Gates, rotate: Callable[[Array, Array], Array]) -> NativeSparseCall:
+    def make_call(
+        self, gates: nsa.Gates, rotate: Callable[[Array, Array], Array]
+    ) -> NativeSparseCall:
         """Return the attention of a call; `rotate(x, positions)` rotates compressed keys."""
 
         def keys(run, positions):
@@ -171,4 +173,4 @@ class NativeSparse(nnx.Module):
         def values(run, positions):
             return self.value_summary(run)
 
-        return NativeSparseCall(self.blocks, gates, (keys, values))
+        return NativeSparseCall(self.nsa_config, gates, (keys, values))

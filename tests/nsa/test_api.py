@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 import xsake
-from xsake import Blocks, Branches, Gates
+from xsake import nsa
 from xsake.errors import ArgumentError, ShapeError
 
-SIZES = Blocks(length=8, stride=4, size=8, count=4, window=10)
+SIZES = nsa.Config(length=8, stride=4, size=8, count=4, window=10)
 TOKENS = 45
 
 
@@ -17,13 +17,13 @@ def drawn(tokens=TOKENS, q_heads=6, kv_heads=2, *, seed=0, dtype=np.float32):
     """q, keys and values of every branch, gates."""
     rng = np.random.default_rng(seed)
     draw = lambda *shape: jnp.asarray(rng.normal(size=(1, tokens, *shape)).astype(dtype))
-    k, v = (Branches(*(draw(kv_heads, 8) for _ in range(3))) for _ in range(2))
-    return draw(q_heads, 8), k, v, Gates.sigmoid(draw(q_heads, 3))
+    k, v = (nsa.KV(*(draw(kv_heads, 8) for _ in range(3))) for _ in range(2))
+    return draw(q_heads, 8), k, v, nsa.Gates.sigmoid(draw(q_heads, 3))
 
 
 def only(branch, q):
     """A gate of one for one branch; the others are not computed."""
-    return Gates(None, None, None)._replace(**{branch: jnp.ones(q.shape[:3])})
+    return nsa.Gates(None, None, None)._replace(**{branch: jnp.ones(q.shape[:3])})
 
 
 def softmax(q, k, v, seen, xp):
@@ -83,9 +83,7 @@ def chosen(weight, begins, sizes):
 def test_outputs_choices_and_gradients_are_those_of_the_definition_in_float64():
     with jax.enable_x64(True):
         call = drawn(dtype=np.float64)
-        run = jax.jit(
-            lambda *x: xsake.native_sparse_attention(*x, blocks=SIZES, return_blocks=True)
-        )
+        run = jax.jit(lambda *x: nsa.attention(*x, config=SIZES, return_blocks=True))
         out, blocks = run(*call)
         right, listed = definition(*call, SIZES)
         sets = [[{int(b) for b in x if b >= 0} for x in token] for token in np.asarray(blocks[0])]
@@ -105,16 +103,16 @@ def test_float32_and_the_reference_agree_with_float64():
     call = drawn()
     right, _ = definition(*call, SIZES)
     for implementation in (None, "reference"):
-        out = xsake.native_sparse_attention(*call, blocks=SIZES, implementation=implementation)
+        out = nsa.attention(*call, config=SIZES, implementation=implementation)
         np.testing.assert_allclose(out[0], right, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("branch", ["selected", "window"])
 def test_everything_selected_or_in_the_window_is_dense_attention(branch):
     q, k, v, _ = drawn()
-    sizes = Blocks(8, 4, 8, count=20, window=TOKENS)  # more slots than there are blocks
+    sizes = nsa.Config(8, 4, 8, count=20, window=TOKENS)  # more slots than there are blocks
     gates = only(branch, q)
-    out = xsake.native_sparse_attention(q, k, v, gates, blocks=sizes)
+    out = nsa.attention(q, k, v, gates, config=sizes)
     keys, values = getattr(k, branch), getattr(v, branch)
     right = xsake.attention(q, keys, values, mask=xsake.masks.Causal())
     np.testing.assert_allclose(out, right, rtol=1e-4, atol=1e-5)
@@ -122,18 +120,18 @@ def test_everything_selected_or_in_the_window_is_dense_attention(branch):
 
 def test_a_text_shorter_than_a_summary_uses_the_other_branches():
     q, k, v, gates = drawn(5)
-    sizes = Blocks(length=8, stride=4, size=8, count=4, window=10)
-    out = xsake.native_sparse_attention(q, k, v, gates, blocks=sizes)
-    rest = xsake.native_sparse_attention(q, k, v, gates._replace(compressed=None), blocks=sizes)
+    sizes = nsa.Config(length=8, stride=4, size=8, count=4, window=10)
+    out = nsa.attention(q, k, v, gates, config=sizes)
+    rest = nsa.attention(q, k, v, gates._replace(compressed=None), config=sizes)
     np.testing.assert_array_equal(out, rest)
-    nothing = xsake.native_sparse_attention(q, k, v, only("compressed", q), blocks=sizes)
+    nothing = nsa.attention(q, k, v, only("compressed", q), config=sizes)
     assert (nothing == 0).all()
 
 
-@pytest.mark.parametrize("branch", Gates._fields)
+@pytest.mark.parametrize("branch", nsa.Gates._fields)
 def test_the_future_changes_no_bit_of_the_past(branch):
     q, k, v, _ = drawn()
-    run = lambda q, k, v: xsake.native_sparse_attention(q, k, v, only(branch, q), blocks=SIZES)
+    run = lambda q, k, v: nsa.attention(q, k, v, only(branch, q), config=SIZES)
     past = 29
     later = lambda x: x.at[:, past:].set(jnp.nan)
     after = run(*jax.tree.map(later, (q, k, v)))
@@ -144,30 +142,26 @@ def test_repeated_later_and_negative_blocks_select_nothing_more():
     q, k, v, _ = drawn()
     k, v = k.selected, v.selected
     lists = np.random.default_rng(1).integers(-2, 7, (1, TOKENS, 2, 5)).astype(np.int32)
-    out = xsake.apply_native_sparse_attention(q, k, v, lists, block_size=8)
+    out = nsa.selected_attention(q, k, v, lists, block_size=8)
     own = np.arange(TOKENS) // 8
     listed = [
         [{int(b) for b in lists[0, t, h] if 0 <= b <= own[t]} for h in range(2)]
         for t in range(TOKENS)
     ]
-    every = Branches(k, k, k), Branches(v, v, v)
-    gates = Gates(*(jnp.full(q.shape[:3], x) for x in (0.0, 1.0, 0.0)))
+    every = nsa.KV(k, k, k), nsa.KV(v, v, v)
+    gates = nsa.Gates(*(jnp.full(q.shape[:3], x) for x in (0.0, 1.0, 0.0)))
     right, _ = definition(q, *every, gates, SIZES, listed)
     np.testing.assert_allclose(out[0], right, rtol=1e-4, atol=1e-5)
     counts = np.full((1, TOKENS, 2), 2)
-    by_array = xsake.apply_native_sparse_attention(
-        q, k, v, lists, block_counts=counts, block_size=8
-    )
-    by_number = xsake.apply_native_sparse_attention(q, k, v, lists, block_counts=2, block_size=8)
+    by_array = nsa.selected_attention(q, k, v, lists, block_counts=counts, block_size=8)
+    by_number = nsa.selected_attention(q, k, v, lists, block_counts=2, block_size=8)
     np.testing.assert_allclose(by_array, by_number, rtol=1e-5, atol=1e-6)
 
 
 def test_counts_per_token_keep_the_best_blocks():
     q, k, v, gates = drawn()
     counts = jnp.asarray(np.random.default_rng(0).integers(0, 6, (1, TOKENS, 2)))
-    run = lambda **more: xsake.native_sparse_attention(
-        q, k, v, gates, blocks=SIZES, return_blocks=True, **more
-    )[1]
+    run = lambda **more: nsa.attention(q, k, v, gates, config=SIZES, return_blocks=True, **more)[1]
     slot = jnp.arange(4)[None, None, None]
     right = jnp.where(slot < counts[..., None], run(), -1)
     np.testing.assert_array_equal(run(block_counts=counts), right)
@@ -176,11 +170,7 @@ def test_counts_per_token_keep_the_best_blocks():
 def test_packed_sequences_are_as_if_each_were_alone():
     q, k, v, gates = drawn(64)
     cuts = [0, 21, 21, 47, 60]  # one of them is empty, and four tokens belong to none
-    run = jax.jit(
-        lambda cu, *x: xsake.native_sparse_attention(
-            *x, blocks=SIZES, cu_seqlens=cu, return_blocks=True
-        )
-    )
+    run = jax.jit(lambda cu, *x: nsa.attention(*x, config=SIZES, cu_seqlens=cu, return_blocks=True))
     out, blocks = run(jnp.asarray(cuts), q, k, v, gates)
     assert (out[:, 60:] == 0).all()
     for start, end in ((0, 21), (21, 47), (47, 60)):
@@ -190,7 +180,7 @@ def test_packed_sequences_are_as_if_each_were_alone():
         lists = np.asarray(blocks[0, start:end])
         assert [[{int(b) for b in x if b >= 0} for x in token] for token in lists] == listed
     lists = jnp.where(blocks == 0, 0, -1)  # the first block of each sequence, given
-    some = xsake.apply_native_sparse_attention(
+    some = nsa.selected_attention(
         q, k.selected, v.selected, lists, block_size=8, cu_seqlens=jnp.asarray(cuts)
     )
     np.testing.assert_allclose(some[:, 21], v.selected[:, 21].repeat(3, 1), rtol=1e-5)
@@ -199,7 +189,7 @@ def test_packed_sequences_are_as_if_each_were_alone():
 
 def test_heads_may_be_renamed():
     q, k, v, gates = drawn()
-    run = lambda *x: xsake.native_sparse_attention(*x, blocks=SIZES)
+    run = lambda *x: nsa.attention(*x, config=SIZES)
     swap = lambda x: None if x is None else jnp.concatenate(jnp.split(x, 2, axis=2)[::-1], axis=2)
     moved = run(*jax.tree.map(swap, (q, k, v, gates)))
     np.testing.assert_allclose(swap(moved), run(q, k, v, gates), rtol=1e-5, atol=1e-6)
@@ -213,9 +203,9 @@ def test_a_learned_summary_sees_runs_and_their_positions():
         seen["shapes"] = runs.shape, positions.shape
         return runs.mean(2)
 
-    out = xsake.native_sparse_attention(q, k, v, gates, blocks=SIZES, compress=(compress, compress))
+    out = nsa.attention(q, k, v, gates, config=SIZES, compress=(compress, compress))
     np.testing.assert_allclose(
-        out, xsake.native_sparse_attention(q, k, v, gates, blocks=SIZES), rtol=1e-5, atol=1e-6
+        out, nsa.attention(q, k, v, gates, config=SIZES), rtol=1e-5, atol=1e-6
     )
     assert seen["shapes"] == ((1, 10, 8, 2, 8), (1, 10))
 
@@ -223,20 +213,20 @@ def test_a_learned_summary_sees_runs_and_their_positions():
 def test_wrong_calls_are_refused():
     q, k, v, gates = drawn(16)
     with pytest.raises(ArgumentError, match="stride must divide"):
-        Blocks(length=10, stride=4)
+        nsa.Config(length=10, stride=4)
     with pytest.raises(ArgumentError, match="more forced blocks"):
-        Blocks(count=2)
+        nsa.Config(count=2)
     with pytest.raises(ArgumentError, match="must be positive"):
-        Blocks(window=0)
+        nsa.Config(window=0)
     with pytest.raises(ArgumentError, match="all branches are disabled"):
-        xsake.native_sparse_attention(q, k, v, Gates(None, None, None))
+        nsa.attention(q, k, v, nsa.Gates(None, None, None))
     with pytest.raises(ShapeError, match="gate 'window'"):
-        xsake.native_sparse_attention(q, k, v, gates._replace(window=jnp.ones((1, 16, 2))))
+        nsa.attention(q, k, v, gates._replace(window=jnp.ones((1, 16, 2))))
     with pytest.raises(ShapeError, match="as many keys"):
-        xsake.native_sparse_attention(q[:, :9], k, v, gates)
+        nsa.attention(q[:, :9], k, v, gates)
     with pytest.raises(ShapeError, match="batch size 1"):
         twice = jax.tree.map(lambda x: x.repeat(2, 0), (q, k, v, gates))
-        xsake.native_sparse_attention(*twice, cu_seqlens=jnp.asarray([0, 16]))
+        nsa.attention(*twice, cu_seqlens=jnp.asarray([0, 16]))
 
 
 def test_lists_of_another_shape_are_refused():
@@ -254,7 +244,7 @@ def test_lists_of_another_shape_are_refused():
         own[..., 0],
         own * 1.0,
     ]
-    run = lambda listed, **more: xsake.apply_native_sparse_attention(
+    run = lambda listed, **more: nsa.selected_attention(
         q, k, v, jnp.asarray(listed), block_size=8, **more
     )
     for listed in wrong:
@@ -273,8 +263,8 @@ def test_every_first_block_is_forced_however_many():
     tokens, first = 256, 110
     q = 3 * jax.random.normal(jax.random.key(0), (1, tokens, 1, 8))
     k = v = jax.random.normal(jax.random.key(1), (1, tokens, 1, 8))
-    sizes = Blocks(2, 2, 2, count=first + 1, first=first, local=1, window=4)
-    gates = Gates(*[jnp.ones((1, tokens, 1))] * 2, None)
-    _, found = xsake.native_sparse_attention(q, k, v, gates, blocks=sizes, return_blocks=True)
+    sizes = nsa.Config(2, 2, 2, count=first + 1, first=first, local=1, window=4)
+    gates = nsa.Gates(*[jnp.ones((1, tokens, 1))] * 2, None)
+    _, found = nsa.attention(q, k, v, gates, config=sizes, return_blocks=True)
     own = tokens // 2 - 1
     assert found[0, -1, 0].tolist() == [own, *range(first)]

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 from jaxtyping import Array, Float, Int
@@ -11,7 +11,7 @@ from xsake.errors import ArgumentError
 
 
 @dataclasses.dataclass(frozen=True)
-class Blocks:
+class Config:
     """Block sizes of native sparse attention; the defaults are the paper's.
 
     Args:
@@ -24,8 +24,8 @@ class Blocks:
         window: most recent tokens of the window branch, the query included (w).
 
     Example:
-        >>> import xsake
-        >>> xsake.Blocks(size=32, count=8).window
+        >>> from xsake import nsa
+        >>> nsa.Config(size=32, count=8).window
         512
     """
 
@@ -45,7 +45,7 @@ class Blocks:
                 "block sizes must be positive",
                 got=", ".join(wrong),
                 expected="1 or more; `first` may be 0",
-                fix="the paper uses Blocks(32, 16, 64, 16, 1, 2, 512)",
+                fix="the paper uses nsa.Config(32, 16, 64, 16, 1, 2, 512)",
             )
         if self.length % self.stride or self.size % self.stride:
             raise ArgumentError(
@@ -75,20 +75,21 @@ class Gates(NamedTuple):
         """Return independent sigmoid gates, as in the paper.
 
         Example:
-            >>> import jax.numpy as jnp, xsake
-            >>> xsake.Gates.sigmoid(jnp.zeros((1, 5, 4, 3))).window.shape
+            >>> import jax.numpy as jnp
+            >>> from xsake import nsa
+            >>> nsa.Gates.sigmoid(jnp.zeros((1, 5, 4, 3))).window.shape
             (1, 5, 4)
         """
         gates = jax.nn.sigmoid(logits)
         return cls(*(gates[..., i] for i in range(3)))
 
 
-class Branches(NamedTuple):
+class KV(NamedTuple):
     """Keys or values of each branch, [B, T, Hk, D]."""
 
-    compressed: Any
-    selected: Any
-    window: Any
+    compressed: Float[Array, "B Tk Hk D"]
+    selected: Float[Array, "B Tk Hk D"]
+    window: Float[Array, "B Tk Hk D"]
 
 
 Compress = Callable[
@@ -96,8 +97,3 @@ Compress = Callable[
 ]
 """Compresses blocks of keys (or values), given the position of the first token of each block in its
 sequence."""
-
-
-def as_branches(x) -> Branches:
-    """Return `Branches`; a single array is used for all branches."""
-    return x if isinstance(x, Branches) else Branches(x, x, x)

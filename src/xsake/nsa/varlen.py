@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
 from xsake.errors import ShapeError
 
@@ -19,14 +19,23 @@ class PackedSequences(NamedTuple):
     sequence: Int[Array, " Tk"]  # sequence of each aligned token
     start: Int[Array, " Tk"]  # aligned start of the sequence of each aligned token
     position: Int[Array, " Tq"]  # position of each packed token in its sequence
-    is_valid: Array  # bool [Tq]: the packed token belongs to a sequence
+    is_valid: Bool[Array, " Tq"]  # the packed token belongs to a sequence
 
-    def align(self, x):
+    @property
+    def is_padding(self) -> Bool[Array, " Tk"]:
+        """Whether an aligned token is padding."""
+        return self.source == self.position.shape[0]
+
+    def first_block(self, size: int) -> Int[Array, "1 Tk 1 1"]:
+        """Return the block at which the sequence of each aligned token starts."""
+        return (self.start // size)[None, :, None, None]
+
+    def align(self, x: Array) -> Array:
         """Reorder [1, T, ...] to aligned order, with zeros between sequences."""
         x = jnp.pad(x, ((0, 0), (0, 1), *((0, 0),) * (x.ndim - 2)))
         return jnp.take(x, self.source, axis=1, mode="clip")
 
-    def unalign(self, x):
+    def unalign(self, x: Array) -> Array:
         """Invert `align`; tokens without a sequence are zero."""
         values = jnp.take(x, self.aligned_index, axis=1, mode="clip")
         shape = (1, self.is_valid.shape[0]) + (1,) * (x.ndim - 2)
