@@ -42,8 +42,9 @@ def convert_booleans(
             expected=f"[B, Hq, Tq, Tk] = {shape}, any of them may be 1",
             fix="mask[..., i, j] is True where query i may attend to key j",
         )
-    # NumPy, because operations on a constant are traced inside `jit`.
-    allowed = _reshape(np.asarray(allowed) if is_concrete(allowed) else allowed, sizes)
+    if not isinstance(allowed, jax.ShapeDtypeStruct) and is_concrete(allowed):
+        allowed = np.asarray(allowed)  # inside `jit`, operations of jnp would be traced
+    allowed = _reshape(allowed, sizes)
     if sizes[1:3] == (1, 1):
         return _mask_keys(args, allowed, shape)
     if isinstance(allowed, np.ndarray) and not args.has_positions:

@@ -27,7 +27,7 @@ class AttentionArgs:
     """Keyword arguments of `xsake.attention`, not yet validated."""
 
     mask: Any = None
-    is_causal: bool = False
+    is_causal: Any = False
     window: Any = None
     layout: Any = None
     block_size: Any = None

@@ -115,4 +115,5 @@ def _source(node: ast.expr, text: str) -> str:
 
 
 def _parse_error(what: str, got: str, expected: str = _GRAMMAR) -> MaskError:
-    return MaskError(what, got=got if len(got) <= 200 else f"{got[:200]}...", expected=expected)
+    got = got if len(got) <= 200 else f"{got[:200]}..."
+    return MaskError(what, got=got, expected=expected, fix="see xsake.masks for names and numbers")
