@@ -18,9 +18,9 @@ from xsake.layout.csr import (
     check_capacity,
     freeze,
     is_concrete,
+    item_rows,
     namespace,
     pad_or_truncate,
-    row_of_item,
 )
 from xsake.layout.draw import ascii_plane, draw_png
 from xsake.layout.grid import BlockCounts, BlockGrid
@@ -275,7 +275,7 @@ class BlockLayout(ComparableLayout, BlockCounts):
         """Return the listed blocks as booleans [batch, heads, q_blocks, kv_blocks]."""
         values = self._values()
         listed = np.zeros((self.rows, self.kv_blocks), bool)
-        row = row_of_item(np, values.row_starts, self.capacity)[: values.row_starts[-1]]
+        row = item_rows(np, values.row_starts, self.capacity)[: values.row_starts[-1]]
         listed[row, values.kv_block[: row.size]] = True
         return listed.reshape(self.batch, self.heads, self.q_blocks, self.kv_blocks)
 

@@ -6,8 +6,8 @@ import numpy as np
 
 from xsake.errors import LayoutError
 from xsake.layout.coverage import CHUNK_BLOCKS, cover_items, resolve
-from xsake.layout.csr import Items, compact, namespace, starts_of
-from xsake.layout.grid import BlockGrid, blocks_of, check_int32_count
+from xsake.layout.csr import Items, compact, counts_to_starts, namespace
+from xsake.layout.grid import BlockGrid, check_int32_count, count_blocks
 from xsake.masks import AbstractMask, Coverage
 from xsake.masks.base import require_mask
 
@@ -160,11 +160,11 @@ def infer_grid(
 
 def check_num_blocks(axis: str, blocks: int, tokens: int, block: int) -> None:
     """Raise if the number of blocks contradicts the lengths."""
-    if blocks != blocks_of(tokens, block):
+    if blocks != count_blocks(tokens, block):
         raise LayoutError(
             f"the number of {axis} blocks contradicts the lengths",
             got=f"{blocks} blocks, {tokens} tokens in blocks of {block}",
-            expected=f"{blocks_of(tokens, block)} blocks",
+            expected=f"{count_blocks(tokens, block)} blocks",
             fix="pass the block sizes of the arrays",
         )
 
@@ -195,7 +195,7 @@ def _pack(codes: np.ndarray, grid: BlockGrid) -> Items:
     listed = codes != Coverage.NONE
     kv_block = np.nonzero(listed)[1].astype(np.int32)
     is_partial = (codes[listed] != Coverage.ALL) | grid.overhangs(kv_block)
-    return Items(starts_of(np, np.count_nonzero(listed, axis=-1)), kv_block, is_partial)
+    return Items(counts_to_starts(np, np.count_nonzero(listed, axis=-1)), kv_block, is_partial)
 
 
 def _concatenate(parts: list[Items]) -> Items:
@@ -203,7 +203,7 @@ def _concatenate(parts: list[Items]) -> Items:
         return parts[0]
     check_int32_count(sum(part.kv_block.size for part in parts))
     return Items(
-        starts_of(np, np.concatenate([np.diff(part.row_starts) for part in parts])),
+        counts_to_starts(np, np.concatenate([np.diff(part.row_starts) for part in parts])),
         np.concatenate([part.kv_block for part in parts]),
         np.concatenate([part.is_partial for part in parts]),
     )

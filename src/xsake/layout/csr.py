@@ -57,13 +57,13 @@ def capacity_bucket(items: int) -> int:
     return -(-items // step) * step
 
 
-def starts_of(xp, counts):
+def counts_to_starts(xp, counts):
     """Return row starts from row lengths."""
     ends = xp.cumsum(counts, dtype=xp.int32)
     return xp.concatenate([xp.zeros(1, xp.int32), ends])
 
 
-def row_of_item(xp, row_starts, capacity: int):
+def item_rows(xp, row_starts, capacity: int):
     """Return the row of each entry; the number of rows for unused entries."""
     rows = row_starts.shape[0] - 1
     if xp is np:
@@ -147,8 +147,8 @@ def gather_rows(xp, items: Items, row_index, capacity: int) -> Items:
     """Return a list whose row `r` is a copy of row `row_index[r]`."""
     row_index = xp.asarray(row_index)
     lengths = (items.row_starts[1:] - items.row_starts[:-1])[row_index]
-    row_starts = starts_of(xp, lengths)
-    row = row_of_item(xp, row_starts, capacity)
+    row_starts = counts_to_starts(xp, lengths)
+    row = item_rows(xp, row_starts, capacity)
     owned = row < row_index.shape[0]
     row = xp.minimum(row, row_index.shape[0] - 1)
     offset = xp.arange(capacity, dtype=xp.int32) - row_starts[row]
@@ -168,7 +168,7 @@ def partial_first(row_starts, is_partial):
     """
     xp = namespace(row_starts, is_partial)
     capacity, rows = is_partial.shape[0], row_starts.shape[0] - 1
-    row = row_of_item(xp, row_starts, capacity)
+    row = item_rows(xp, row_starts, capacity)
     is_counted = is_partial & (row < rows)
     before = xp.concatenate([xp.zeros(1, xp.int32), xp.cumsum(is_counted, dtype=xp.int32)])
     num_partial = before[row_starts[1:]] - before[row_starts[:-1]]

@@ -21,7 +21,7 @@ class Spans(NamedTuple):
     kv_last: np.ndarray
 
 
-def blocks_of(tokens: int, block: int) -> int:
+def count_blocks(tokens: int, block: int) -> int:
     """Return the number of blocks that cover `tokens` tokens."""
     return -(-tokens // block)
 
@@ -43,12 +43,12 @@ class BlockCounts:
     @property
     def q_blocks(self: Any) -> int:
         """Number of query blocks; the last one may overhang."""
-        return blocks_of(self.q_tokens, self.block_q)
+        return count_blocks(self.q_tokens, self.block_q)
 
     @property
     def kv_blocks(self: Any) -> int:
         """Number of kv blocks; the last one may overhang."""
-        return blocks_of(self.kv_tokens, self.block_kv)
+        return count_blocks(self.kv_tokens, self.block_kv)
 
 
 @dataclasses.dataclass(frozen=True)

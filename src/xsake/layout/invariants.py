@@ -3,7 +3,7 @@
 import numpy as np
 
 from xsake.errors import LayoutError
-from xsake.layout.csr import Items, row_of_item
+from xsake.layout.csr import Items, item_rows
 from xsake.layout.grid import MAX_ITEMS, BlockGrid
 from xsake.masks import AbstractMask, Coverage
 
@@ -74,7 +74,7 @@ def check_values(items: Items, grid: BlockGrid) -> None:
 
 def check_full_blocks(items: Items, grid: BlockGrid, mask: AbstractMask) -> None:
     """Check that the mask allows every pair of blocks listed as full, where it is known."""
-    row = row_of_item(np, items.row_starts, items.kv_block.size)
+    row = item_rows(np, items.row_starts, items.kv_block.size)
     full = np.flatnonzero(~items.is_partial[: items.row_starts[-1]])
     for first in range(0, full.size, CHUNK_ITEMS):
         part = full[first : first + CHUNK_ITEMS]

@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from xsake.layout.block_layout import BlockLayout
-from xsake.layout.csr import namespace, row_of_item, starts_of
+from xsake.layout.csr import counts_to_starts, item_rows, namespace
 from xsake.layout.transposed import TransposedLayout
 from xsake.masks import AbstractMask
 
@@ -146,7 +146,7 @@ def remainder(x, by: int):
 def items_by_query(layout: BlockLayout, grid: RaggedGrid) -> FlatItems:
     """The list of query blocks; items are numbers of kv blocks of the list."""
     xp = namespace(layout.row_starts)
-    row = row_of_item(xp, layout.row_starts, layout.capacity)
+    row = item_rows(xp, layout.row_starts, layout.capacity)
     plane = xp.minimum(row, layout.rows - 1) // layout.q_blocks
     batch, head = plane // layout.heads, plane % layout.heads
     # With one list per query head, heads of a group share a kv head.
@@ -160,14 +160,14 @@ def items_by_key(layout: TransposedLayout, grid: RaggedGrid) -> FlatItems:
     """The list of kv blocks; a list that query heads share is written out for each of them."""
     xp = namespace(layout.row_starts)
     repeats = grid.group // layout.group
-    row = row_of_item(xp, layout.row_starts, layout.capacity)
+    row = item_rows(xp, layout.row_starts, layout.capacity)
     plane = xp.minimum(row, layout.rows - 1) // layout.kv_blocks
     batch, head = plane // layout.heads, plane % layout.heads
     member = xp.clip(layout.q_head, 0, grid.group - 1)
     column = xp.clip(layout.q_block, 0, layout.q_blocks - 1)
     number = (batch * grid.q_heads + head * grid.group + member) * layout.q_blocks + column
     number = number[:, None] + xp.arange(repeats, dtype=xp.int32)[None] * layout.q_blocks
-    starts = starts_of(xp, (layout.row_starts[1:] - layout.row_starts[:-1]) * repeats)
+    starts = counts_to_starts(xp, (layout.row_starts[1:] - layout.row_starts[:-1]) * repeats)
     partial = xp.repeat(layout.is_partial, repeats)
     return FlatItems(starts, number.reshape(-1).astype(xp.int32), partial)
 
@@ -194,7 +194,7 @@ def build_mask_blocks(
     Returns:
         `(tiles int8 [P, ...], tile of each item int32 [W])`; full items have tile 0.
     """
-    row = row_of_item(np, items.row_starts, items.number.shape[0])
+    row = item_rows(np, items.row_starts, items.number.shape[0])
     used = np.flatnonzero(items.is_partial & (row < items.row_starts.shape[0] - 1))
     row, number = row[used], items.number[used]
     if grid.is_kv_major:

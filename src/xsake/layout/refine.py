@@ -5,7 +5,7 @@ import numpy as np
 
 from xsake.errors import LayoutError
 from xsake.layout.coverage import cover_items
-from xsake.layout.csr import Items, compact, gather_rows, namespace, row_of_item, used_entries
+from xsake.layout.csr import Items, compact, gather_rows, item_rows, namespace, used_entries
 from xsake.layout.grid import BlockGrid, check_int32_count
 from xsake.masks import AbstractMask, Coverage
 
@@ -26,7 +26,7 @@ def refine_items(xp, items: Items, codes, grid: BlockGrid) -> tuple[Items, Block
         )
     items = Items(*(xp.asarray(array) for array in items))
     if grid.batch > 1 and codes.shape[0] > 1:
-        owner = grid.row_to_batch(row_of_item(xp, items.row_starts, capacity))
+        owner = grid.row_to_batch(item_rows(xp, items.row_starts, capacity))
         owner = xp.minimum(owner, grid.batch - 1)
         codes = xp.take_along_axis(codes, owner[None, :], axis=0)
     copies = codes.shape[0]
@@ -62,7 +62,7 @@ def expand_items(items: Items, grid: BlockGrid, batch: int, heads: int) -> tuple
 def coverage_codes(xp, items: Items, mask: AbstractMask, grid: BlockGrid):
     """Return the coverage of each item, [1, W]: exact in NumPy, may be UNKNOWN if traced."""
     capacity = items.kv_block.shape[0]
-    row = xp.minimum(row_of_item(xp, items.row_starts, capacity), grid.rows - 1)
+    row = xp.minimum(item_rows(xp, items.row_starts, capacity), grid.rows - 1)
     head = None if mask.heads is None else grid.row_to_head(row)
     if xp is np:
         kv_block = np.asarray(items.kv_block)

@@ -4,7 +4,7 @@ import numpy as np
 
 from xsake.errors import LayoutError
 from xsake.layout.coverage import CHUNK_BLOCKS, cover_items
-from xsake.layout.csr import Items, compact, gather_rows, namespace, row_of_item, starts_of
+from xsake.layout.csr import Items, compact, counts_to_starts, gather_rows, item_rows, namespace
 from xsake.layout.explicit_blocks import ListedBlocks
 from xsake.layout.grid import BlockGrid, check_int32_count
 from xsake.layout.refine import coverage_codes
@@ -67,7 +67,7 @@ def merge_items(
 ) -> tuple[Items, AbstractMask | None]:
     """Merge items of `grid` into items of `coarse`, whose block sizes are multiples."""
     tall, wide = coarse.block_q // grid.block_q, coarse.block_kv // grid.block_kv
-    row = row_of_item(np, items.row_starts, items.kv_block.size)[: items.row_starts[-1]]
+    row = item_rows(np, items.row_starts, items.kv_block.size)[: items.row_starts[-1]]
     kv_block, is_partial = items.kv_block[: row.size], items.is_partial[: row.size]
     coarse_row = (row // grid.q_blocks) * coarse.q_blocks + grid.row_to_q_block(row) // tall
     key = coarse_row.astype(np.int64) * coarse.kv_blocks + kv_block // wide
@@ -80,7 +80,7 @@ def merge_items(
     existing = height * width
     partial = (full < existing) | coarse.overhangs(merged)
     counts = np.bincount(row_of_key, minlength=coarse.rows)
-    coarse_items = Items(starts_of(np, counts), merged, partial)
+    coarse_items = Items(counts_to_starts(np, counts), merged, partial)
     incomplete = np.flatnonzero(listed < existing)
     listed_key = row.astype(np.int64) * grid.kv_blocks + kv_block
     if not _lacks_pairs(key[incomplete], listed_key, (grid, coarse), mask):

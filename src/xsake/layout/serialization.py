@@ -8,7 +8,7 @@ import numpy as np
 
 from xsake import masks
 from xsake.errors import LayoutError, MaskError
-from xsake.layout.csr import Items, row_of_item, starts_of
+from xsake.layout.csr import Items, counts_to_starts, item_rows
 from xsake.layout.grid import BlockGrid
 
 FORMAT = "xsake.block_layout"
@@ -21,7 +21,7 @@ def encode(items: Items, grid: BlockGrid, mask: masks.AbstractMask | None) -> st
     """Encode a layout, one line per row: flat triples (first kv block, length, 1 if partial)."""
     mask_dict = None if mask is None else describe_mask(mask)
     listed = int(items.row_starts[-1])
-    row = row_of_item(np, items.row_starts, items.kv_block.size)[:listed]
+    row = item_rows(np, items.row_starts, items.kv_block.size)[:listed]
     kv_block, is_partial = items.kv_block[:listed], items.is_partial[:listed]
     begins = np.ones(listed, bool)
     begins[1:] = (
@@ -76,7 +76,7 @@ def decode(text: str, *, max_items: int) -> tuple[Items, BlockGrid, masks.Abstra
     np.add.at(counts, run_rows, lengths)
     step = np.arange(listed) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     kv_block = (np.repeat(first, lengths) + step).astype(np.int32)
-    items = Items(starts_of(np, counts), kv_block, np.repeat(partial, lengths).astype(bool))
+    items = Items(counts_to_starts(np, counts), kv_block, np.repeat(partial, lengths).astype(bool))
     return items, grid, None if mask_dict is None else masks.from_dict(mask_dict)
 
 

@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 
-from xsake.layout.csr import Items, row_of_item
+from xsake.layout.csr import Items, item_rows
 from xsake.layout.grid import BlockGrid
 
 
@@ -55,7 +55,7 @@ def compute_stats(items: Items, grid: BlockGrid) -> LayoutStats:
     """Return statistics of NumPy items."""
     listed = int(items.row_starts[-1])
     lengths = np.diff(items.row_starts)
-    row = row_of_item(np, items.row_starts, items.kv_block.size)[:listed]
+    row = item_rows(np, items.row_starts, items.kv_block.size)[:listed]
     spans = grid.spans(np, grid.row_to_q_block(row), items.kv_block[:listed])
     is_causal = not (spans.kv_first > spans.q_last).any()
     per_head = lengths.reshape(grid.batch, grid.heads, -1).sum(axis=(0, 2), dtype=np.int64)

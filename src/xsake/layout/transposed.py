@@ -8,7 +8,7 @@ from jax import Array
 from jaxtyping import Bool, Int32
 
 from xsake.errors import LayoutError
-from xsake.layout.csr import Items, freeze, is_concrete, namespace, row_of_item
+from xsake.layout.csr import Items, freeze, is_concrete, item_rows, namespace
 from xsake.layout.grid import BlockCounts, BlockGrid
 from xsake.layout.pytree import register_layout
 from xsake.masks import AbstractMask
@@ -127,7 +127,7 @@ def _transpose(xp, items: Items, grid: BlockGrid, heads: int, group: int) -> Tra
     """Transpose by a stable sort by target row; items are sorted by (batch, head, query block)."""
     capacity = items.kv_block.shape[0]
     rows = grid.batch * heads * grid.kv_blocks
-    row = row_of_item(xp, items.row_starts, capacity)
+    row = item_rows(xp, items.row_starts, capacity)
     owned = row < grid.rows
     head = grid.row_to_head(row)
     target = (grid.row_to_batch(row) * heads + head // group) * grid.kv_blocks + items.kv_block

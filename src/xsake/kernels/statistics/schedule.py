@@ -10,7 +10,7 @@ from xsake.kernels.statistics.tiles import StatisticsSizes
 from xsake.kernels.statistics.types import StatisticsConfig, StatisticsInputs
 from xsake.layout.coverage import resolve
 from xsake.layout.csr import namespace
-from xsake.layout.grid import Spans, blocks_of
+from xsake.layout.grid import Spans, count_blocks
 from xsake.masks import AbstractMask, Coverage
 
 NONE, SOME, ALL, UNKNOWN = (np.int8(code) for code in Coverage)
@@ -94,7 +94,7 @@ def _rectangles(q_ends, kv_ends):
 def _ends(values, tokens: int, size: int) -> Any:
     """Least and greatest value of each piece, [B or 1, pieces]; of token indices if None."""
     if values is None:
-        first = np.arange(blocks_of(tokens, size), dtype=np.int32)[None] * size
+        first = np.arange(count_blocks(tokens, size), dtype=np.int32)[None] * size
         return first, np.minimum(first + (size - 1), tokens - 1)
     values = jnp.pad(values, ((0, 0), (0, -tokens % size)), mode="edge")
     values = values.reshape(values.shape[0], -1, size)
