@@ -2,20 +2,27 @@
 
 import dataclasses
 import functools
+import hashlib
 import os
 import textwrap
+import weakref
+from collections.abc import Callable
+from typing import Any, cast
 
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, export
 from jaxtyping import Bool, Int8, Int32, Integer
 
 from xsake.errors import LayoutError
-from xsake.layout import build, invariants, serialization
+from xsake.layout import build, serialization
 from xsake.layout.csr import (
     Items,
     capacity_bucket,
     check_capacity,
+    check_full_blocks,
+    check_shapes,
+    check_values,
     freeze,
     is_concrete,
     item_rows,
@@ -23,11 +30,8 @@ from xsake.layout.csr import (
     pad_or_truncate,
 )
 from xsake.layout.draw import ascii_plane, draw_png
-from xsake.layout.grid import BlockCounts, BlockGrid
-from xsake.layout.identity import ComparableLayout, cache_live
-from xsake.layout.pytree import register_layout
-from xsake.layout.refine import coverage_codes, expand_items, refine_items
-from xsake.layout.resize import resize_items
+from xsake.layout.grid import BlockCounts, BlockGrid, register_layout
+from xsake.layout.refine import coverage_codes, expand_items, refine_items, resize_items
 from xsake.layout.stats import LayoutStats, compute_stats
 from xsake.layout.transposed import TransposedLayout, transpose_items, transposed_heads
 from xsake.masks import AbstractMask
@@ -37,7 +41,7 @@ _SIZES = ("q_tokens", "kv_tokens", "block_q", "block_kv", "batch", "heads")
 
 @register_layout(leaves=("row_starts", "kv_block", "is_partial"), static=(*_SIZES, "mask"))
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class BlockLayout(ComparableLayout, BlockCounts):
+class BlockLayout(BlockCounts):
     """CSR lists of kv blocks per (batch, head, query block).
 
     Row `r = (b * heads + h) * q_blocks + i` lists `kv_block[row_starts[r] : row_starts[r + 1]]`.
@@ -77,9 +81,9 @@ class BlockLayout(ComparableLayout, BlockCounts):
     mask: AbstractMask | None = None
 
     def __post_init__(self):
-        invariants.check_shapes(self._items, self.grid, self.mask)
+        check_shapes(self._items, self.grid, self.mask)
         if self.is_static:
-            invariants.check_values(self._items, self.grid)
+            check_values(self._items, self.grid)
             freeze(self, Items._fields)
 
     @classmethod
@@ -233,6 +237,27 @@ class BlockLayout(ComparableLayout, BlockCounts):
             )
         return Items(*(np.asarray(array) for array in self._items))
 
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if type(other) is not type(self) or not (self.is_static and other.is_static):
+            return False
+        return self._identity == other._identity
+
+    def __hash__(self) -> int:
+        return self._hash if self.is_static else object.__hash__(self)
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash(self._identity)
+
+    @functools.cached_property
+    def _identity(self) -> tuple[object, ...]:
+        digest = hashlib.sha256()
+        for array in self._items:
+            digest.update(np.ascontiguousarray(array))
+        return digest.digest(), self.capacity, self.grid, self.mask
+
     def validate(self) -> "BlockLayout":
         """Check every invariant, including full blocks against the mask; return the layout.
 
@@ -243,9 +268,9 @@ class BlockLayout(ComparableLayout, BlockCounts):
             >>> layout = BlockLayout.from_mask(Causal(), q_tokens=512).traced().validate()
         """
         values = self._values()
-        invariants.check_values(values, self.grid)
+        check_values(values, self.grid)
         if self.mask is not None:
-            invariants.check_full_blocks(values, self.grid, self.mask)
+            check_full_blocks(values, self.grid, self.mask)
         return self
 
     def with_capacity(self, capacity: int) -> "BlockLayout":
@@ -392,6 +417,36 @@ class BlockLayout(ComparableLayout, BlockCounts):
         if not is_concrete(*self._items):
             return repr(self)
         return f"{self!r}\n{self.stats()}\n{self.to_ascii(width=32)}\nhead 0 of {self.heads}"
+
+
+export.register_pytree_node_serialization(
+    BlockLayout,
+    serialized_name="xsake.BlockLayout",
+    serialize_auxdata=serialization.encode_static,
+    deserialize_auxdata=serialization.decode_static,
+)
+
+
+def cache_live[F: Callable](build: F) -> F:
+    """Cache results of `build` while they are referenced elsewhere.
+
+    JAX holds the layout of every cached program, so these take no extra memory. The last 16
+    results are always held.
+
+    Args:
+        build: a function of hashable positional arguments.
+    """
+    live: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()
+
+    @functools.lru_cache(maxsize=16)
+    @functools.wraps(build)
+    def reuse(*arguments):
+        result = live.get(arguments)
+        if result is None:
+            result = live[arguments] = build(*arguments)
+        return result
+
+    return cast(F, reuse)
 
 
 @cache_live

@@ -5,11 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from xsake.errors import LayoutError
-from xsake.layout.coverage import CHUNK_BLOCKS, cover_items, resolve
 from xsake.layout.csr import Items, compact, counts_to_starts, namespace
 from xsake.layout.grid import BlockGrid, check_int32_count, count_blocks
 from xsake.masks import AbstractMask, Coverage
-from xsake.masks.base import require_mask
+from xsake.masks.base import require_mask, resolve_coverage
+
+# A bound on memory. Build time is constant from 2^16 to 2^20 blocks (131,072 tokens and 16 heads
+# on an x86 core: 0.8 s of CPU); 2^14 blocks take up to 1.5x.
+CHUNK_BLOCKS = 2**18
 
 
 def cover_mask(mask: AbstractMask, grid: BlockGrid) -> Items:
@@ -169,13 +172,33 @@ def check_num_blocks(axis: str, blocks: int, tokens: int, block: int) -> None:
         )
 
 
+def cover_items(
+    mask: AbstractMask | None, grid: BlockGrid, q_block: np.ndarray, kv_block: np.ndarray, head=None
+) -> np.ndarray:
+    """Return exact coverage codes (NONE, SOME, ALL) of blocks, in bounded memory.
+
+    Args:
+        mask: None allows every pair.
+        q_block, kv_block: int [n].
+        head: int [n], required if and only if the mask has heads.
+    """
+    codes = np.full(q_block.shape, Coverage.ALL, np.int8)
+    if mask is None:
+        return codes
+    for first in range(0, q_block.size, CHUNK_BLOCKS):
+        part = slice(first, first + CHUNK_BLOCKS)
+        spans = grid.spans(np, q_block[part], kv_block[part])
+        codes[part] = resolve_coverage(mask, spans, None if head is None else head[part])
+    return codes
+
+
 def _cover_head(rule: AbstractMask, grid: BlockGrid) -> Items:
     parts = []
     rows = max(1, CHUNK_BLOCKS // grid.kv_blocks)
     kv = np.arange(grid.kv_blocks, dtype=np.int32)[None, :]
     for first in range(0, grid.q_blocks, rows):
         q = np.arange(first, min(first + rows, grid.q_blocks), dtype=np.int32)[:, None]
-        parts.append(_pack(resolve(rule, grid.spans(np, q, kv)), grid))
+        parts.append(_pack(resolve_coverage(rule, grid.spans(np, q, kv)), grid))
     return _concatenate(parts)
 
 

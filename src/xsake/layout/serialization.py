@@ -1,4 +1,4 @@
-"""Layout serialization to JSON; sizes are validated before allocation."""
+"""Layout serialization to JSON and for `jax.export`; sizes are validated before allocation."""
 
 import itertools
 import json
@@ -91,6 +91,29 @@ def describe_mask(mask: masks.AbstractMask) -> dict[str, Any]:
             expected="masks of xsake.masks other than FromFunction",
             fix="save the arguments of the mask and rebuild the layout, or resize back",
         ) from error
+
+
+def encode_static(static: tuple[Any, ...]) -> bytes:
+    """Encode the sizes and the mask of a layout for `jax.export`; its arrays are inputs."""
+    *sizes, mask = static
+    mask_dict = None if mask is None else describe_mask(mask)
+    return json.dumps({"sizes": sizes, "mask": mask_dict}).encode()
+
+
+def decode_static(data: bytes) -> tuple[Any, ...]:
+    """Decode the sizes and the mask of an exported layout."""
+    try:
+        document = json.loads(bytes(data))
+        sizes, mask_dict = document["sizes"], document["mask"]
+        grid = BlockGrid(**dict(zip(SIZES, sizes, strict=True)))
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise LayoutError(
+            "invalid BlockLayout in an exported function",
+            got=str(error)[:200],
+            expected="data that jax.export wrote for xsake.BlockLayout",
+        ) from error
+    mask = None if mask_dict is None else masks.from_dict(mask_dict)
+    return *(getattr(grid, name) for name in SIZES), mask
 
 
 def _parse(text: str) -> dict[str, Any]:

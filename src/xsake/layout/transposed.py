@@ -9,8 +9,7 @@ from jaxtyping import Bool, Int32
 
 from xsake.errors import LayoutError
 from xsake.layout.csr import Items, freeze, is_concrete, item_rows, namespace
-from xsake.layout.grid import BlockCounts, BlockGrid
-from xsake.layout.pytree import register_layout
+from xsake.layout.grid import BlockCounts, BlockGrid, register_layout
 from xsake.masks import AbstractMask
 
 

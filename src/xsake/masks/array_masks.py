@@ -1,4 +1,4 @@
-"""Masks backed by arrays: Segments and Explicit."""
+"""Masks backed by arrays: Segments, Explicit and ListedBlocks."""
 
 import dataclasses
 import functools
@@ -9,13 +9,22 @@ from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Array, Bool, Integer
+from jaxtyping import Array, Bool, Int, Integer
 
-from xsake.errors import MaskError
-from xsake.masks.arrays import Answer, Codes, look_up
+from xsake.errors import LayoutError, MaskError
 from xsake.masks.base import AbstractMask
-from xsake.masks.coverage import UNKNOWN, Rectangles
-from xsake.masks.segment_index import SegmentIndex
+from xsake.masks.coverage import (
+    ALL,
+    NONE,
+    SOME,
+    UNBOUNDED,
+    UNKNOWN,
+    Answer,
+    Codes,
+    Rectangles,
+    look_up,
+    quotient,
+)
 
 
 class AbstractArrayMask(AbstractMask):
@@ -106,7 +115,7 @@ class Segments(AbstractArrayMask):
         return np.asarray(self.q_ids), np.asarray(self.kv_ids)
 
     @functools.cached_property
-    def _index(self) -> SegmentIndex:
+    def _index(self) -> "SegmentIndex":
         return SegmentIndex.from_ids(*self._arrays())
 
     def _allows(self, xp: ModuleType, q: Any, kv: Any, head: Any) -> Answer:
@@ -114,9 +123,6 @@ class Segments(AbstractArrayMask):
 
     def _coverage(self, xp: ModuleType, area: Rectangles, head: Any) -> Codes:
         return self._index.coverage(xp, area)
-
-    def _extent(self) -> int:
-        return max(1, *(array.size for array in self._arrays()))
 
     def __repr__(self) -> str:
         q_ids, kv_ids = self._arrays()
@@ -182,10 +188,177 @@ class Explicit(AbstractArrayMask):
     def _coverage(self, xp: ModuleType, area: Rectangles, head: Any) -> Codes:
         return UNKNOWN
 
-    def _extent(self) -> int:
-        return max(1, *self.array.shape[-2:])
-
     def __repr__(self) -> str:
         shape = "x".join(map(str, self.array.shape))
         share = float(np.mean(self.array)) if self.array.size else 0.0
         return f"Explicit(<{shape}, {share:.1%} allowed, {self.digest[:8]}>)"
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class ListedBlocks(AbstractArrayMask):
+    """Pairs of selected blocks; the mask of layouts that were merged into larger blocks.
+
+    Args:
+        chosen: bool [heads, Nq, Nk]; one head is shared by all heads.
+        block_q, block_kv: block sizes in tokens.
+
+    Example:
+        >>> mask = ListedBlocks(np.array([[[True, False], [True, True]]]), block_q=4, block_kv=4)
+        >>> mask.allows(np.array([3, 3, 4]), np.array([3, 4, 4])).tolist()
+        [True, False, True]
+    """
+
+    chosen: Bool[np.ndarray, "H Nq Nk"]
+    block_q: int
+    block_kv: int
+
+    def __post_init__(self):
+        if self.chosen.ndim != 3 or self.chosen.dtype != bool or 0 in self.chosen.shape:
+            raise LayoutError(
+                "`chosen` must be a boolean grid",
+                got=f"shape {self.chosen.shape}, dtype {self.chosen.dtype}",
+                expected="bool [heads, Nq, Nk], no axis empty",
+            )
+        # The mask is hashed by content, so it needs a private copy.
+        copy = self.chosen.copy()
+        copy.flags.writeable = False
+        object.__setattr__(self, "chosen", copy)
+
+    @property
+    def heads(self) -> int | None:
+        return None if self.chosen.shape[0] == 1 else self.chosen.shape[0]
+
+    def for_head(self, head: int) -> AbstractMask:
+        self._check_head(head)
+        if self.heads is None:
+            return self
+        return ListedBlocks(self.chosen[head : head + 1], self.block_q, self.block_kv)
+
+    def _arrays(self) -> tuple[np.ndarray, ...]:
+        return self.chosen, np.array([self.block_q, self.block_kv])
+
+    def __repr__(self) -> str:
+        listed = int(np.count_nonzero(self.chosen))
+        return (
+            f"ListedBlocks({listed} of {self.chosen.size}, "
+            f"block_q={self.block_q}, block_kv={self.block_kv})"
+        )
+
+    def _allows(self, xp: ModuleType, q: Any, kv: Any, head: Any) -> Answer:
+        return self._is_chosen(
+            xp, quotient(xp, q, self.block_q), quotient(xp, kv, self.block_kv), head
+        )
+
+    def _is_chosen(self, xp: ModuleType, q_block: Any, kv_block: Any, head: Any) -> Answer:
+        heads, q_blocks, kv_blocks = self.chosen.shape
+        inside = (q_block < q_blocks) & (kv_block < kv_blocks)
+        q_block = xp.minimum(q_block, q_blocks - 1)
+        kv_block = xp.minimum(kv_block, kv_blocks - 1)
+        which = xp.zeros_like(q_block) if heads == 1 else head
+        return inside & look_up(xp, self.chosen, which, q_block, kv_block)
+
+    def _coverage(self, xp: ModuleType, area: Rectangles, head: Any) -> Codes:
+        """Return exact codes inside one block; UNKNOWN for rectangles over several blocks."""
+        q_block = quotient(xp, area.q_first, self.block_q)
+        kv_block = quotient(xp, area.kv_first, self.block_kv)
+        one_block = (q_block == quotient(xp, area.q_last, self.block_q)) & (
+            kv_block == quotient(xp, area.kv_last, self.block_kv)
+        )
+        chosen = self._is_chosen(xp, q_block, kv_block, head)
+        code = xp.where(chosen, ALL, NONE)
+        return xp.where(one_block, code, UNKNOWN)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SegmentTable:
+    """Tables of one array of ids, with an extra entry for positions past its end.
+
+    A segment is *shared* if its id occurs on both sides; ranks number the shared segments in
+    order of appearance.
+    """
+
+    ids: Int[np.ndarray, " n"]  # padding replaced by an id absent from the other side
+    run_last: Int[np.ndarray, " n"]  # last position of the run of equal ids around a position
+    next_shared: Int[np.ndarray, " n"]  # nearest position of a shared segment, at or after
+    rank_from: Int[np.ndarray, " n"]  # rank at that position
+    rank_until: Int[np.ndarray, " n"]  # rank at the nearest such position, at or before
+    is_ordered: bool  # ranks are non-decreasing
+
+    @classmethod
+    def from_ids(cls, ids: np.ndarray, ranks: np.ndarray, padding: int) -> "SegmentTable":
+        """Build tables from ids and ranks, -1 where a position has no shared segment."""
+        ids = np.append(np.where(ids < 0, padding, ids), padding).astype(np.int32)
+        ranks = np.append(ranks, -1)
+        positions = np.arange(ids.size)
+        ends = np.append(np.flatnonzero(np.diff(ids)), UNBOUNDED)
+        is_shared = ranks >= 0
+        shared_at = np.where(is_shared, positions, UNBOUNDED)
+        next_shared = np.minimum.accumulate(shared_at[::-1])[::-1]
+        previous = np.maximum.accumulate(np.where(is_shared, positions, -1))
+        return cls(
+            ids=ids,
+            run_last=ends[np.searchsorted(ends, positions)].astype(np.int32),
+            next_shared=next_shared.astype(np.int32),
+            rank_from=ranks[np.minimum(next_shared, ids.size - 1)].astype(np.int32),
+            rank_until=np.where(previous < 0, -1, ranks[previous]).astype(np.int32),
+            is_ordered=bool(np.all(np.diff(ranks[is_shared]) >= 0)),
+        )
+
+    def id_at(self, xp: ModuleType, positions: Any) -> Any:
+        """Return the ids of positions; positions past the end are padding."""
+        return look_up(xp, self.ids, self.index(xp, positions))
+
+    def index(self, xp: ModuleType, positions: Any) -> Any:
+        """Return table indices of positions."""
+        return xp.minimum(positions, self.ids.size - 1)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SegmentIndex:
+    """Tables of queries and keys."""
+
+    q: SegmentTable
+    kv: SegmentTable
+
+    @classmethod
+    def from_ids(cls, q_ids: np.ndarray, kv_ids: np.ndarray) -> "SegmentIndex":
+        """Build tables from segment ids per query and key position."""
+        shared = np.intersect1d(q_ids[q_ids >= 0], kv_ids)
+        # Ranks follow the order of appearance; ids need not be ascending.
+        unique_ids, first_seen = np.unique(q_ids, return_index=True)
+        appearance = first_seen[np.searchsorted(unique_ids, shared)]
+        rank_of = np.empty(shared.size, np.int64)
+        rank_of[np.argsort(appearance)] = np.arange(shared.size)
+
+        def ranks(ids: np.ndarray) -> np.ndarray:
+            if not shared.size:
+                return np.full(ids.size, -1)
+            slot = np.minimum(np.searchsorted(shared, ids), shared.size - 1)
+            return np.where(shared[slot] == ids, rank_of[slot], -1)
+
+        return cls(
+            q=SegmentTable.from_ids(q_ids, ranks(q_ids), -1),
+            kv=SegmentTable.from_ids(kv_ids, ranks(kv_ids), -2),
+        )
+
+    def coverage(self, xp: ModuleType, area: Rectangles) -> Codes:
+        """Return codes; UNKNOWN only if shared segments interleave or differ in order."""
+        q_start, q_stop = self.q.index(xp, area.q_first), self.q.index(xp, area.q_last)
+        kv_start, kv_stop = self.kv.index(xp, area.kv_first), self.kv.index(xp, area.kv_last)
+        full = (
+            (look_up(xp, self.q.ids, q_start) == look_up(xp, self.kv.ids, kv_start))
+            & (look_up(xp, self.q.run_last, q_start) >= area.q_last)
+            & (look_up(xp, self.kv.run_last, kv_start) >= area.kv_last)
+        )
+        empty = (look_up(xp, self.q.next_shared, q_start) > area.q_last) | (
+            look_up(xp, self.kv.next_shared, kv_start) > area.kv_last
+        )
+        is_ordered = self.q.is_ordered and self.kv.is_ordered
+        if is_ordered:
+            # A range then contains every rank between its first and last.
+            q_ranks = look_up(xp, self.q.rank_from, q_start), look_up(xp, self.q.rank_until, q_stop)
+            kv_from = look_up(xp, self.kv.rank_from, kv_start)
+            kv_until = look_up(xp, self.kv.rank_until, kv_stop)
+            empty = empty | (q_ranks[0] > kv_until) | (kv_from > q_ranks[1])
+        between = SOME if is_ordered else UNKNOWN
+        return xp.where(full, ALL, xp.where(empty, NONE, between))

@@ -9,12 +9,14 @@ import numpy as np
 from jaxtyping import Int8
 
 from xsake.errors import ArgumentError, MissingExtraError
-from xsake.masks.base import AbstractMask
-from xsake.masks.coverage import UNKNOWN, to_codes
+from xsake.masks.algebra import AbstractCombination, Not, PerHead
+from xsake.masks.array_masks import Explicit, Segments
+from xsake.masks.base import AbstractMask, resolve_coverage
+from xsake.masks.coverage import UNBOUNDED, Rectangles
+from xsake.masks.patterns import BigBird, Chunked, Longformer, Random, Sinks, Strided, Window
 
 SYMBOLS = np.array([".", "+", "#"])  # indexed by Coverage code
 PAPER, INK, TEXT = "#eceae4", "#1f4e79", "#333333"
-MAX_CHUNK_PAIRS = 2**20
 PNG_CELLS = 512
 GRID_TOKENS = 40  # grid lines are drawn up to this number of tokens
 MAX_PANELS = 64
@@ -43,7 +45,7 @@ def ascii_picture(
 
 def summary(mask: AbstractMask) -> str:
     """Return the text of `print(mask)`: the repr and a small picture."""
-    tokens = mask._extent()
+    tokens = min(_num_tokens(mask), UNBOUNDED)
     head = None if mask.heads is None else 0
     picture = ascii_picture(mask, tokens, width=32, head=head)
     of_head = "" if mask.heads is None else f", head 0 of {mask.heads}"
@@ -51,35 +53,36 @@ def summary(mask: AbstractMask) -> str:
     return f"{mask!r}\n{picture}\n{note}; # all, + some, . none"
 
 
+def _num_tokens(mask: AbstractMask) -> int:
+    """Return the number of tokens to draw so that the pattern is visible."""
+    match mask:
+        case AbstractCombination(parts=parts) | PerHead(members=parts):
+            return max(map(_num_tokens, parts))
+        case Not(part=part):
+            return _num_tokens(part)
+        case Window(left=left, right=right):
+            return max(16, 4 * max(left or 0, right or 0))
+        case Chunked(size=size):
+            return 4 * size
+        case Sinks(count=size) | Strided(stride=size):
+            return max(16, 4 * size)
+        case Longformer(window=window, global_tokens=size):
+            return max(16, 4 * window, 4 * size)
+        case Random(cell=cell):
+            return 16 * cell
+        case BigBird(window=window, global_tokens=size, cell=cell):
+            return max(4 * window, 4 * size, 16 * cell)
+        case Segments() | Explicit():
+            return max(1, *(size for array in mask._arrays() for size in array.shape[-2:]))
+    return 16
+
+
 def coverage_cells(
     mask: AbstractMask, q_tokens: int, kv_tokens: int, *, rows: int, columns: int
 ) -> Int8[np.ndarray, "rows columns"]:
     """Return exact `Coverage` codes of a grid of at most `rows` x `columns` equal cells."""
-    q_first, q_last = _cells(q_tokens, rows)
-    kv_first, kv_last = _cells(kv_tokens, columns)
-    codes = np.array(mask.coverage(q_first[:, None], q_last[:, None], kv_first, kv_last))
-    for i in np.flatnonzero((codes == UNKNOWN).any(axis=1)):
-        columns_left = np.flatnonzero(codes[i] == UNKNOWN)
-        ends = kv_first[columns_left], kv_last[columns_left]
-        codes[i, columns_left] = _evaluate_cells(mask, (q_first[i], q_last[i]), ends)
-    return codes
-
-
-def _evaluate_cells(
-    mask: AbstractMask, q_ends: tuple[Any, Any], kv_ends: tuple[np.ndarray, np.ndarray]
-) -> Int8[np.ndarray, " cells"]:
-    """Return exact codes of one row of cells by evaluating tokens in chunks of query rows."""
-    kv = np.concatenate([np.arange(first, last + 1) for first, last in zip(*kv_ends, strict=True)])
-    starts = np.cumsum(kv_ends[1] - kv_ends[0] + 1) - (kv_ends[1] - kv_ends[0] + 1)
-    step = max(1, MAX_CHUNK_PAIRS // kv.size)
-    empty = np.ones(starts.size, bool)
-    full = np.ones(starts.size, bool)
-    for start in range(q_ends[0], q_ends[1] + 1, step):
-        q = np.arange(start, min(start + step, q_ends[1] + 1))
-        allowed = mask.allows(q[:, None], kv)
-        empty &= ~np.logical_or.reduceat(allowed.any(axis=0), starts)
-        full &= np.logical_and.reduceat(allowed.all(axis=0), starts)
-    return to_codes(empty, full)
+    q_first, q_last = (ends[:, None] for ends in _cells(q_tokens, rows))
+    return resolve_coverage(mask, Rectangles(q_first, q_last, *_cells(kv_tokens, columns)))
 
 
 def _cells(tokens: int, limit: int) -> tuple[np.ndarray, np.ndarray]:

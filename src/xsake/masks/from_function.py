@@ -6,10 +6,8 @@ from types import ModuleType
 from typing import Any
 
 from xsake.errors import MaskError
-from xsake.masks.arrays import Answer, Codes
-from xsake.masks.base import AbstractMask
-from xsake.masks.coverage import UNKNOWN, Rectangles
-from xsake.masks.parametric import store_int
+from xsake.masks.base import AbstractMask, store_int
+from xsake.masks.coverage import UNKNOWN, Answer, Codes, Rectangles
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)

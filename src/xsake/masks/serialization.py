@@ -9,15 +9,22 @@ from typing import Any
 import numpy as np
 
 from xsake.errors import MaskError
-from xsake.masks.algebra import And, Not, Or
+from xsake.masks.algebra import And, Not, Or, PerHead
 from xsake.masks.array_masks import Explicit, Segments
 from xsake.masks.base import AbstractMask
-from xsake.masks.local import Causal, Full, Window
-from xsake.masks.patterns import Chunked, Longformer, Sinks, Strided
-from xsake.masks.per_head import PerHead
-from xsake.masks.random_blocks import BigBird, Random
+from xsake.masks.patterns import (
+    BigBird,
+    Causal,
+    Chunked,
+    Full,
+    Longformer,
+    Random,
+    Sinks,
+    Strided,
+    Window,
+)
 
-_PARAMETRIC = {
+PARAMETRIC = {
     mask_type.__name__: mask_type
     for mask_type in (
         BigBird, Causal, Chunked, Full, Longformer, Random, Sinks, Strided, Window
@@ -49,7 +56,7 @@ def _encode(mask: AbstractMask, depth: int) -> dict[str, Any]:
     mask_name = type(mask).__name__
     if depth > MAX_DEPTH:
         raise MaskError("the mask is nested too deeply", expected=f"<= {MAX_DEPTH}")
-    if (mask_type := _PARAMETRIC.get(mask_name)) is type(mask):
+    if (mask_type := PARAMETRIC.get(mask_name)) is type(mask):
         names = [field.name for field in dataclasses.fields(mask_type)]
         return {"mask": mask_name} | {name: getattr(mask, name) for name in names}
     match mask:
@@ -105,10 +112,10 @@ def _decode(description: Any, depth: int) -> AbstractMask:
     if not isinstance(description, Mapping) or not isinstance(description.get("mask"), str):
         raise _format_error(description, "an object with a mask name under 'mask'")
     mask_name = description["mask"]
-    if mask_name in _PARAMETRIC:
-        names = [field.name for field in dataclasses.fields(_PARAMETRIC[mask_name])]
+    if mask_name in PARAMETRIC:
+        names = [field.name for field in dataclasses.fields(PARAMETRIC[mask_name])]
         values = _entries(description, *names)
-        return _PARAMETRIC[mask_name](*map(_check_param, names, values))
+        return PARAMETRIC[mask_name](*map(_check_param, names, values))
     if mask_name in _COMBINATIONS:
         (parts,) = _entries(description, "parts")
         return _COMBINATIONS[mask_name](_decode_list(parts, depth, min_length=2))
