@@ -30,16 +30,14 @@ from xsake.layout.csr import (
     pad_or_truncate,
 )
 from xsake.layout.draw import ascii_plane, draw_png
-from xsake.layout.grid import BlockCounts, BlockGrid, register_layout
+from xsake.layout.grid import SIZES, BlockCounts, BlockGrid, register_layout
 from xsake.layout.refine import coverage_codes, expand_items, refine_items, resize_items
 from xsake.layout.stats import LayoutStats, compute_stats
 from xsake.layout.transposed import TransposedLayout, transpose_items, transposed_heads
 from xsake.masks import AbstractMask
 
-_SIZES = ("q_tokens", "kv_tokens", "block_q", "block_kv", "batch", "heads")
 
-
-@register_layout(leaves=("row_starts", "kv_block", "is_partial"), static=(*_SIZES, "mask"))
+@register_layout(leaves=("row_starts", "kv_block", "is_partial"), static=(*SIZES, "mask"))
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class BlockLayout(BlockCounts):
     """CSR lists of kv blocks per (batch, head, query block).
@@ -146,7 +144,7 @@ class BlockLayout(BlockCounts):
         sizes = build.infer_grid(chosen.shape[:3], q_tokens, kv_tokens, block_q, block_kv)
         build.check_num_blocks("kv", chosen.shape[-1], kv_tokens, block_kv)
         if isinstance(chosen, np.ndarray):
-            layout = cls._build(build.cover_grid(chosen, mask, sizes), sizes, mask)
+            layout = cls._build(build.cover_blocks(mask, sizes, chosen), sizes, mask)
             return layout if capacity is None else layout.with_capacity(capacity)
         capacity = chosen.size if capacity is None else capacity
         return cls._build(build.list_grid(chosen, capacity, sizes), sizes, None)._restrict(mask)
@@ -195,21 +193,16 @@ class BlockLayout(BlockCounts):
 
     @classmethod
     def _build(cls, items: Items, grid: BlockGrid, mask: AbstractMask | None) -> "BlockLayout":
-        return cls(*items, **{name: getattr(grid, name) for name in _SIZES}, mask=mask)
+        return cls(*items, **vars(grid), mask=mask)
 
     @property
     def grid(self) -> BlockGrid:
         """Sizes without the lists."""
-        return BlockGrid(*(getattr(self, name) for name in _SIZES))
+        return BlockGrid(*(getattr(self, name) for name in SIZES))
 
     @property
     def _items(self) -> Items:
         return Items(self.row_starts, self.kv_block, self.is_partial)
-
-    @property
-    def rows(self) -> int:
-        """Number of rows: batch * heads * q_blocks."""
-        return self.batch * self.heads * self.q_blocks
 
     @property
     def capacity(self) -> int:
@@ -280,7 +273,7 @@ class BlockLayout(BlockCounts):
         truncated instead, and `jax.experimental.checkify` reports it.
         """
         xp = namespace(*self._items)
-        check_capacity(self.row_starts[-1], capacity, is_concrete(self.row_starts))
+        check_capacity(self.row_starts[-1], capacity)
         row_starts = xp.minimum(self.row_starts, np.int32(capacity))
         kv_block, is_partial = (pad_or_truncate(xp, array, capacity) for array in self._items[1:])
         return self._build(Items(row_starts, kv_block, is_partial), self.grid, self.mask)
@@ -363,7 +356,7 @@ class BlockLayout(BlockCounts):
 
     def _transpose(self, heads: int, group: int) -> TransposedLayout:
         arrays = transpose_items(self._items, self.grid, heads, group)
-        sizes = {name: getattr(self, name) for name in _SIZES} | {"heads": heads}
+        sizes = vars(self.grid) | {"heads": heads}
         return TransposedLayout(*arrays, **sizes, group=group, mask=self.mask)
 
     def resize(self, block_q: int, block_kv: int) -> "BlockLayout":
@@ -451,4 +444,4 @@ def cache_live[F: Callable](build: F) -> F:
 
 @cache_live
 def _from_mask(cls: type[BlockLayout], mask: AbstractMask, grid: BlockGrid) -> BlockLayout:
-    return cls._build(build.cover_mask(mask, grid), grid, mask)
+    return cls._build(build.cover_blocks(mask, grid), grid, mask)

@@ -83,7 +83,7 @@ def used_entries(xp, row_starts, capacity: int):
     return xp.arange(capacity, dtype=xp.int32) < row_starts[-1]
 
 
-def check_capacity(items, capacity: int, concrete: bool) -> None:
+def check_capacity(items, capacity: int) -> None:
     """Raise if items exceed the capacity; traced items are checked through `checkify`."""
     if not isinstance(capacity, int | np.integer) or capacity < 0:
         raise LayoutError(
@@ -92,18 +92,16 @@ def check_capacity(items, capacity: int, concrete: bool) -> None:
             expected="an int of at least 0",
             fix="use capacity_bucket(items)",
         )
-    if concrete:
-        if int(items) > capacity:
-            raise LayoutError(
-                "the layout exceeds its capacity",
-                got=f"{int(items)} work items, capacity {capacity}",
-                expected="capacity >= items",
-                fix=f"use capacity={capacity_bucket(int(items))}",
-            )
-        return
-    checkify.debug_check(
-        items <= capacity, "XSK-301: {items} work items exceed the layout's capacity", items=items
-    )
+    if not is_concrete(items):
+        message = "XSK-301: {items} work items exceed the layout's capacity"
+        checkify.debug_check(items <= capacity, message, items=items)
+    elif int(items) > capacity:
+        raise LayoutError(
+            "the layout exceeds its capacity",
+            got=f"{int(items)} work items, capacity {capacity}",
+            expected="capacity >= items",
+            fix=f"use capacity={capacity_bucket(int(items))}",
+        )
 
 
 def compact(xp, keep, starts, capacity: int | None, *arrays):
@@ -124,11 +122,11 @@ def compact(xp, keep, starts, capacity: int | None, *arrays):
         kept = np.flatnonzero(keep)
         gathered = [array[kept] for array in arrays]
         if capacity is not None:
-            check_capacity(row_starts[-1], capacity, True)
+            check_capacity(row_starts[-1], capacity)
             gathered = [pad_or_truncate(np, array, capacity) for array in gathered]
         return row_starts, *gathered
     capacity = keep.shape[0] if capacity is None else capacity
-    check_capacity(row_starts[-1], capacity, is_concrete(row_starts))
+    check_capacity(row_starts[-1], capacity)
     # Without checkify the list is truncated, so that the layout stays consistent.
     row_starts = jnp.minimum(row_starts, capacity)
     target = jnp.where(keep, total - 1, capacity)
@@ -263,8 +261,8 @@ def check_full_blocks(items: Items, grid: BlockGrid, mask: AbstractMask) -> None
     for first in range(0, full.size, CHUNK_ITEMS):
         part = full[first : first + CHUNK_ITEMS]
         spans = grid.spans(np, grid.row_to_q_block(row[part]), items.kv_block[part])
-        head = {} if mask.heads is None else {"head": grid.row_to_head(row[part])}
-        codes = np.asarray(mask.coverage(*spans, **head))
+        head = None if mask.heads is None else grid.row_to_head(row[part])
+        codes = np.asarray(mask.coverage(*spans, head))
         if ((codes == Coverage.NONE) | (codes == Coverage.SOME)).any():
             raise LayoutError(
                 "a block is listed as full but the mask excludes some of its pairs",

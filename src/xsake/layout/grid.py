@@ -31,7 +31,7 @@ def check_int32_count(items: int) -> None:
 
 
 class BlockCounts:
-    """Mixin: block counts from lengths and block sizes."""
+    """Mixin: numbers of blocks and rows from lengths and block sizes."""
 
     @property
     def q_blocks(self: Any) -> int:
@@ -42,6 +42,11 @@ class BlockCounts:
     def kv_blocks(self: Any) -> int:
         """Number of kv blocks; the last one may overhang."""
         return count_blocks(self.kv_tokens, self.block_kv)
+
+    @property
+    def rows(self: Any) -> int:
+        """Number of rows: batch * heads * q_blocks."""
+        return self.batch * self.heads * self.q_blocks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,10 +81,6 @@ class BlockGrid(BlockCounts):
                 fix="use larger query blocks or one layout per batch element",
             )
 
-    @property
-    def rows(self) -> int:
-        return self.batch * self.heads * self.q_blocks
-
     def replace(self, **changes: int) -> "BlockGrid":
         return dataclasses.replace(self, **changes)
 
@@ -106,6 +107,9 @@ class BlockGrid(BlockCounts):
     def overhangs(self, kv_block):
         """Return whether a kv block extends past `kv_tokens`."""
         return (kv_block >= self.kv_blocks - 1) & (self.kv_tokens % self.block_kv != 0)
+
+
+SIZES = tuple(field.name for field in dataclasses.fields(BlockGrid))
 
 
 def register_layout[T](

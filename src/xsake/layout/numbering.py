@@ -51,23 +51,10 @@ class RaggedGrid:
         q_shape: tuple[int, ...],
         kv_shape: tuple[int, ...],
     ) -> "RaggedGrid":
-        """Sizes of a call.
-
-        Args:
-            layout: the list; a transposed one has rows of kv blocks.
-            q_shape: [B, Tq, Hq, D].
-            kv_shape: [B, Tk, Hk, D].
-        """
-        return cls(
-            isinstance(layout, TransposedLayout),
-            q_shape[0],
-            q_shape[2],
-            kv_shape[2],
-            layout.q_blocks,
-            layout.kv_blocks,
-            layout.batch,
-            layout.heads,
-        )
+        """Return the sizes of a call with q [B, Tq, Hq, D] and k [B, Tk, Hk, D]."""
+        heads, blocks = (q_shape[2], kv_shape[2]), (layout.q_blocks, layout.kv_blocks)
+        is_kv_major = isinstance(layout, TransposedLayout)
+        return cls(is_kv_major, q_shape[0], *heads, *blocks, layout.batch, layout.heads)
 
     @property
     def group(self) -> int:
@@ -182,17 +169,13 @@ def build_mask_blocks(
     blocks: tuple[int, int],
     keys_first: bool,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The different element masks of a static list's partial blocks.
+    """Return the different element masks of a static list's partial blocks.
 
-    Args:
-        mask: tokens are at positions 0, 1, 2, ...
-        items: the list.
-        grid: numbering of the blocks.
-        blocks: (block_q, block_kv).
-        keys_first: tiles are [block_kv, block_q], else [block_q, block_kv].
+    Tokens are at positions 0, 1, 2, ... Blocks are (block_q, block_kv).
 
     Returns:
-        `(tiles int8 [P, ...], tile of each item int32 [W])`; full items have tile 0.
+        `(tiles int8 [P, block_q, block_kv], tile of each item int32 [W])`; tiles are transposed if
+        `keys_first`. Full items have tile 0.
     """
     row = item_rows(np, items.row_starts, items.number.shape[0])
     used = np.flatnonzero(items.is_partial & (row < items.row_starts.shape[0] - 1))
@@ -209,7 +192,8 @@ def build_mask_blocks(
     index: dict[bytes, int] = {}
     tiles, of_key = [], np.zeros(len(keys), np.int32)
     for first in range(0, len(keys), _CHUNK):
-        for at, tile in enumerate(_evaluate(mask, keys[first : first + _CHUNK], blocks), first):
+        chunk = keys[first : first + _CHUNK]
+        for at, tile in enumerate(_evaluate_blocks(mask, chunk, blocks), first):
             tile = np.ascontiguousarray(tile.T if keys_first else tile)
             of_key[at] = index.setdefault(tile.tobytes(), len(tiles))
             if of_key[at] == len(tiles):
@@ -220,7 +204,7 @@ def build_mask_blocks(
     return np.array(tiles or [np.zeros(shape, bool)], np.int8), numbers
 
 
-def _evaluate(mask: AbstractMask, keys: np.ndarray, blocks: tuple[int, int]) -> np.ndarray:
+def _evaluate_blocks(mask: AbstractMask, keys: np.ndarray, blocks: tuple[int, int]) -> np.ndarray:
     """[keys, block_q, block_kv] booleans."""
     head, q_block, kv_block = (x[:, None, None] for x in keys.T)
     q = q_block * blocks[0] + np.arange(blocks[0])[None, :, None]

@@ -77,7 +77,7 @@ def coverage_codes(xp, items: Items, mask: AbstractMask, grid: BlockGrid):
         kv_block = np.asarray(items.kv_block)
         return cover_items(mask, grid, grid.row_to_q_block(row), kv_block, head)[None, :]
     spans = grid.spans(xp, grid.row_to_q_block(row), items.kv_block)
-    codes = mask.coverage(*spans, **({} if head is None else {"head": head}))
+    codes = mask.coverage(*spans, head)
     return jnp.broadcast_to(codes, (capacity,))[None, :]
 
 

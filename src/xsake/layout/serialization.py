@@ -9,11 +9,10 @@ import numpy as np
 from xsake import masks
 from xsake.errors import LayoutError, MaskError
 from xsake.layout.csr import Items, counts_to_starts, item_rows
-from xsake.layout.grid import BlockGrid
+from xsake.layout.grid import SIZES, BlockGrid
 
 FORMAT = "xsake.block_layout"
 VERSION = 1
-SIZES = ("q_tokens", "kv_tokens", "block_q", "block_kv", "batch", "heads")
 KEYS = {"format", "version", *SIZES, "mask", "rows"}
 
 
@@ -35,14 +34,19 @@ def encode(items: Items, grid: BlockGrid, mask: masks.AbstractMask | None) -> st
     ends = (3 * np.cumsum(np.bincount(row[first], minlength=grid.rows))).tolist()
     rows = (runs[start:end] for start, end in itertools.pairwise([0, *ends]))
     head = {"format": FORMAT, "version": VERSION}
-    head |= {name: getattr(grid, name) for name in SIZES} | {"mask": mask_dict}
+    head |= vars(grid) | {"mask": mask_dict}
     lines = ",\n  ".join(json.dumps(part, separators=(",", ":")) for part in rows)
     return json.dumps(head)[:-1] + f', "rows": [\n  {lines}\n]}}\n'
 
 
 def decode(text: str, *, max_items: int) -> tuple[Items, BlockGrid, masks.AbstractMask | None]:
     """Decode a layout; every size is validated against the text before it is used."""
-    document = _parse(text)
+    try:
+        document = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise _format_error("not JSON", str(error)[:200], "the output of to_json()") from error
+    if not isinstance(document, dict):
+        raise _format_error("not a JSON object", type(document).__name__, "an object")
     if set(document) != KEYS or document["format"] != FORMAT:
         raise _format_error("wrong keys or format", f"keys {sorted(document)[:12]}", sorted(KEYS))
     if type(document["version"]) is not int or document["version"] != VERSION:
@@ -113,17 +117,7 @@ def decode_static(data: bytes) -> tuple[Any, ...]:
             expected="data that jax.export wrote for xsake.BlockLayout",
         ) from error
     mask = None if mask_dict is None else masks.from_dict(mask_dict)
-    return *(getattr(grid, name) for name in SIZES), mask
-
-
-def _parse(text: str) -> dict[str, Any]:
-    try:
-        document = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise _format_error("not JSON", str(error)[:200], "the output of to_json()") from error
-    if not isinstance(document, dict):
-        raise _format_error("not a JSON object", type(document).__name__, "an object")
-    return document
+    return *vars(grid).values(), mask
 
 
 def _format_error(what: str, got: object, expected: object) -> LayoutError:

@@ -53,7 +53,7 @@ class AbstractArrayMask(AbstractMask):
 
 
 def _copy_array(values: Any, name: str, dtype: type) -> np.ndarray:
-    """Return a read-only NumPy copy of `values`."""
+    """Return a read-only NumPy copy of `values`, which are hashed by content."""
     if isinstance(values, jax.core.Tracer):
         raise MaskError(
             f"`{name}` must be concrete",
@@ -115,14 +115,51 @@ class Segments(AbstractArrayMask):
         return np.asarray(self.q_ids), np.asarray(self.kv_ids)
 
     @functools.cached_property
-    def _index(self) -> "SegmentIndex":
-        return SegmentIndex.from_ids(*self._arrays())
+    def _tables(self) -> "tuple[SegmentTable, SegmentTable]":
+        """Tables of queries and keys, which give coverage in constant time."""
+        q_ids, kv_ids = self._arrays()
+        shared = np.intersect1d(q_ids[q_ids >= 0], kv_ids)
+        # Ranks follow the order of appearance; ids need not be ascending.
+        unique_ids, first_seen = np.unique(q_ids, return_index=True)
+        appearance = first_seen[np.searchsorted(unique_ids, shared)]
+        rank_of = np.empty(shared.size, np.int64)
+        rank_of[np.argsort(appearance)] = np.arange(shared.size)
+
+        def ranks(ids: np.ndarray) -> np.ndarray:
+            if not shared.size:
+                return np.full(ids.size, -1)
+            slot = np.minimum(np.searchsorted(shared, ids), shared.size - 1)
+            return np.where(shared[slot] == ids, rank_of[slot], -1)
+
+        return (
+            SegmentTable.from_ids(q_ids, ranks(q_ids), -1),
+            SegmentTable.from_ids(kv_ids, ranks(kv_ids), -2),
+        )
 
     def _allows(self, xp: ModuleType, q: Any, kv: Any, head: Any) -> Answer:
-        return self._index.q.id_at(xp, q) == self._index.kv.id_at(xp, kv)
+        q_table, kv_table = self._tables
+        q_ids = look_up(xp, q_table.ids, q_table.index(xp, q))
+        return q_ids == look_up(xp, kv_table.ids, kv_table.index(xp, kv))
 
     def _coverage(self, xp: ModuleType, area: Rectangles, head: Any) -> Codes:
-        return self._index.coverage(xp, area)
+        q, kv = self._tables
+        q_start, q_stop = q.index(xp, area.q_first), q.index(xp, area.q_last)
+        kv_start, kv_stop = kv.index(xp, area.kv_first), kv.index(xp, area.kv_last)
+        full = (
+            (look_up(xp, q.ids, q_start) == look_up(xp, kv.ids, kv_start))
+            & (look_up(xp, q.run_last, q_start) >= area.q_last)
+            & (look_up(xp, kv.run_last, kv_start) >= area.kv_last)
+        )
+        empty = (look_up(xp, q.next_shared, q_start) > area.q_last) | (
+            look_up(xp, kv.next_shared, kv_start) > area.kv_last
+        )
+        if not (q.is_ordered and kv.is_ordered):
+            return xp.where(full, ALL, xp.where(empty, NONE, UNKNOWN))
+        # A range then contains every rank between its first and last.
+        q_from, q_until = look_up(xp, q.rank_from, q_start), look_up(xp, q.rank_until, q_stop)
+        kv_from, kv_until = look_up(xp, kv.rank_from, kv_start), look_up(xp, kv.rank_until, kv_stop)
+        empty = empty | (q_from > kv_until) | (kv_from > q_until)
+        return xp.where(full, ALL, xp.where(empty, NONE, SOME))
 
     def __repr__(self) -> str:
         q_ids, kv_ids = self._arrays()
@@ -219,10 +256,7 @@ class ListedBlocks(AbstractArrayMask):
                 got=f"shape {self.chosen.shape}, dtype {self.chosen.dtype}",
                 expected="bool [heads, Nq, Nk], no axis empty",
             )
-        # The mask is hashed by content, so it needs a private copy.
-        copy = self.chosen.copy()
-        copy.flags.writeable = False
-        object.__setattr__(self, "chosen", copy)
+        object.__setattr__(self, "chosen", _copy_array(self.chosen, "chosen", bool))
 
     @property
     def heads(self) -> int | None:
@@ -239,15 +273,12 @@ class ListedBlocks(AbstractArrayMask):
 
     def __repr__(self) -> str:
         listed = int(np.count_nonzero(self.chosen))
-        return (
-            f"ListedBlocks({listed} of {self.chosen.size}, "
-            f"block_q={self.block_q}, block_kv={self.block_kv})"
-        )
+        sizes = f"block_q={self.block_q}, block_kv={self.block_kv}"
+        return f"ListedBlocks({listed} of {self.chosen.size}, {sizes})"
 
     def _allows(self, xp: ModuleType, q: Any, kv: Any, head: Any) -> Answer:
-        return self._is_chosen(
-            xp, quotient(xp, q, self.block_q), quotient(xp, kv, self.block_kv), head
-        )
+        blocks = quotient(xp, q, self.block_q), quotient(xp, kv, self.block_kv)
+        return self._is_chosen(xp, *blocks, head)
 
     def _is_chosen(self, xp: ModuleType, q_block: Any, kv_block: Any, head: Any) -> Answer:
         heads, q_blocks, kv_blocks = self.chosen.shape
@@ -304,61 +335,6 @@ class SegmentTable:
             is_ordered=bool(np.all(np.diff(ranks[is_shared]) >= 0)),
         )
 
-    def id_at(self, xp: ModuleType, positions: Any) -> Any:
-        """Return the ids of positions; positions past the end are padding."""
-        return look_up(xp, self.ids, self.index(xp, positions))
-
     def index(self, xp: ModuleType, positions: Any) -> Any:
-        """Return table indices of positions."""
+        """Return table indices of positions; positions past the end are padding."""
         return xp.minimum(positions, self.ids.size - 1)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class SegmentIndex:
-    """Tables of queries and keys."""
-
-    q: SegmentTable
-    kv: SegmentTable
-
-    @classmethod
-    def from_ids(cls, q_ids: np.ndarray, kv_ids: np.ndarray) -> "SegmentIndex":
-        """Build tables from segment ids per query and key position."""
-        shared = np.intersect1d(q_ids[q_ids >= 0], kv_ids)
-        # Ranks follow the order of appearance; ids need not be ascending.
-        unique_ids, first_seen = np.unique(q_ids, return_index=True)
-        appearance = first_seen[np.searchsorted(unique_ids, shared)]
-        rank_of = np.empty(shared.size, np.int64)
-        rank_of[np.argsort(appearance)] = np.arange(shared.size)
-
-        def ranks(ids: np.ndarray) -> np.ndarray:
-            if not shared.size:
-                return np.full(ids.size, -1)
-            slot = np.minimum(np.searchsorted(shared, ids), shared.size - 1)
-            return np.where(shared[slot] == ids, rank_of[slot], -1)
-
-        return cls(
-            q=SegmentTable.from_ids(q_ids, ranks(q_ids), -1),
-            kv=SegmentTable.from_ids(kv_ids, ranks(kv_ids), -2),
-        )
-
-    def coverage(self, xp: ModuleType, area: Rectangles) -> Codes:
-        """Return codes; UNKNOWN only if shared segments interleave or differ in order."""
-        q_start, q_stop = self.q.index(xp, area.q_first), self.q.index(xp, area.q_last)
-        kv_start, kv_stop = self.kv.index(xp, area.kv_first), self.kv.index(xp, area.kv_last)
-        full = (
-            (look_up(xp, self.q.ids, q_start) == look_up(xp, self.kv.ids, kv_start))
-            & (look_up(xp, self.q.run_last, q_start) >= area.q_last)
-            & (look_up(xp, self.kv.run_last, kv_start) >= area.kv_last)
-        )
-        empty = (look_up(xp, self.q.next_shared, q_start) > area.q_last) | (
-            look_up(xp, self.kv.next_shared, kv_start) > area.kv_last
-        )
-        is_ordered = self.q.is_ordered and self.kv.is_ordered
-        if is_ordered:
-            # A range then contains every rank between its first and last.
-            q_ranks = look_up(xp, self.q.rank_from, q_start), look_up(xp, self.q.rank_until, q_stop)
-            kv_from = look_up(xp, self.kv.rank_from, kv_start)
-            kv_until = look_up(xp, self.kv.rank_until, kv_stop)
-            empty = empty | (q_ranks[0] > kv_until) | (kv_from > q_ranks[1])
-        between = SOME if is_ordered else UNKNOWN
-        return xp.where(full, ALL, xp.where(empty, NONE, between))

@@ -60,12 +60,11 @@ class AbstractMask(abc.ABC):
         """Return whether each query position may attend to each key position.
 
         Args:
-            q_pos: query positions, integers >= 0; NumPy, or JAX under any transformation.
-            kv_pos: key positions, broadcast against `q_pos`.
+            q_pos, kv_pos: integers >= 0 that broadcast; NumPy, or JAX under any transformation.
             head: head indices, broadcast likewise; needed when `heads` is not None.
 
         Returns:
-            Read-only booleans of the broadcast shape of the arguments.
+            Read-only booleans of the broadcast shape.
 
         Example:
             >>> import numpy as np
@@ -87,10 +86,8 @@ class AbstractMask(abc.ABC):
         """Return how much of each rectangle is allowed, without evaluating its tokens.
 
         Args:
-            q_first: first query position of each rectangle.
-            q_last: last query position (inclusive), at least `q_first`.
-            kv_first: first key position.
-            kv_last: last key position (inclusive), at least `kv_first`.
+            q_first, q_last: query positions of each rectangle, inclusive.
+            kv_first, kv_last: key positions, inclusive.
             head: head indices; needed when `heads` is not None.
 
         Returns:
@@ -137,10 +134,7 @@ class AbstractMask(abc.ABC):
             raise MaskError("head index out of range", got=head, expected=f"0..{self.heads - 1}")
 
     def for_head(self, head: int) -> "AbstractMask":
-        """Return the mask of one head, which has no head axis.
-
-        Args:
-            head: head index in 0..heads-1; a mask without heads returns itself.
+        """Return the mask of one head, without a head axis; a mask without heads returns itself.
 
         Example:
             >>> from xsake.masks import Causal, Full, PerHead
@@ -186,16 +180,8 @@ class AbstractMask(abc.ABC):
     ) -> str:
         """Draw the mask in characters: `#` all, `+` some, `.` none of a cell is allowed.
 
-        Rows are queries, columns are keys. Tokens are merged into cells to fit `width`.
-
-        Args:
-            q_tokens: number of queries shown.
-            kv_tokens: number of keys shown; `q_tokens` if None.
-            width: maximum characters per line; there are at most `width // 2` lines.
-            head: head to draw; None draws all heads in sequence.
-
-        Returns:
-            The lines, joined by newlines.
+        Rows are queries, columns are keys. Tokens are merged into cells to fit `width` characters
+        per line and `width // 2` lines. `kv_tokens` defaults to `q_tokens`, `head` to all heads.
 
         Example:
             >>> from xsake.masks import Causal
@@ -206,7 +192,7 @@ class AbstractMask(abc.ABC):
         """
         from xsake.masks.draw import ascii_picture
 
-        return ascii_picture(self, q_tokens, kv_tokens, width=width, head=head)
+        return ascii_picture(self, q_tokens, kv_tokens, width, head)
 
     def draw(
         self,
@@ -218,11 +204,7 @@ class AbstractMask(abc.ABC):
     ) -> None:
         """Write a PNG picture of the mask; needs matplotlib (`pip install xsake[viz]`).
 
-        Args:
-            path: file to write.
-            q_tokens: number of queries shown.
-            kv_tokens: number of keys shown; `q_tokens` if None.
-            head: head to draw; None draws all heads in a grid.
+        `kv_tokens` defaults to `q_tokens`, `head` to all heads in a grid.
 
         Example:
             >>> from xsake.masks import Causal
@@ -230,7 +212,7 @@ class AbstractMask(abc.ABC):
         """
         from xsake.masks.draw import draw_png
 
-        draw_png(self, path, q_tokens, kv_tokens, head=head)
+        draw_png(self, path, q_tokens, kv_tokens, head)
 
 
 class AbstractParametric(AbstractMask):
@@ -262,20 +244,21 @@ class AbstractParametric(AbstractMask):
         return self._cover(xp, area, *self._params())
 
 
-def store_int(mask: AbstractMask, name: str, *, min_value: int, max_value: int = UNBOUNDED) -> None:
-    """Check the range of field `name` of a frozen mask and store it as an int."""
-    value = getattr(mask, name)
-    try:
-        number = None if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        number = None
-    if number is None or not min_value <= number <= max_value:
-        raise MaskError(
-            f"{type(mask).__name__} needs an integer `{name}` in its range",
-            got=f"{name}={value!r}",
-            expected=f"an integer in {min_value}..{max_value}",
-        )
-    object.__setattr__(mask, name, number)
+def store_int(mask: AbstractMask, *names: str, min_value: int, max_value: int = UNBOUNDED) -> None:
+    """Check the range of fields of a frozen mask and store them as ints."""
+    for name in names:
+        value = getattr(mask, name)
+        try:
+            number = None if isinstance(value, bool) else operator.index(value)
+        except TypeError:
+            number = None
+        if number is None or not min_value <= number <= max_value:
+            raise MaskError(
+                f"{type(mask).__name__} needs an integer `{name}` in its range",
+                got=f"{name}={value!r}",
+                expected=f"an integer in {min_value}..{max_value}",
+            )
+        object.__setattr__(mask, name, number)
 
 
 def resolve_coverage(mask: AbstractMask, area: Rectangles, head=None) -> np.ndarray:

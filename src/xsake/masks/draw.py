@@ -23,31 +23,36 @@ MAX_PANELS = 64
 
 
 def ascii_picture(
-    mask: AbstractMask,
-    q_tokens: int,
-    kv_tokens: int | None = None,
-    *,
-    width: int = 64,
-    head: int | None = None,
+    mask: AbstractMask, q_tokens: int, kv_tokens: int | None, width: int, head: int | None
 ) -> str:
     """See `AbstractMask.to_ascii`."""
     kv_tokens = _check_sizes(q_tokens, kv_tokens)
-    if width < 2:
-        raise ArgumentError("`width` is too small for a picture", got=width, expected=">= 2")
     panels = _panels(mask, head)
+    rows, columns = ascii_shape(width)
     pictures = []
     for name, panel in panels:
-        cells = coverage_cells(panel, q_tokens, kv_tokens, rows=max(1, width // 2), columns=width)
-        lines = ["".join(SYMBOLS[row]) for row in cells]
-        pictures.append("\n".join([name, *lines] if len(panels) > 1 else lines))
+        cells = coverage_cells(panel, q_tokens, kv_tokens, rows=rows, columns=columns)
+        pictures += [name, ascii_cells(cells)] if len(panels) > 1 else [ascii_cells(cells)]
     return "\n".join(pictures)
+
+
+def ascii_shape(width: int) -> tuple[int, int]:
+    """Return the maximum lines and characters per line of a picture."""
+    if width < 2:
+        raise ArgumentError("`width` is too small for a picture", got=width, expected=">= 2")
+    return width // 2, width
+
+
+def ascii_cells(cells: Int8[np.ndarray, "rows columns"]) -> str:
+    """Return a picture of codes 0 `.`, 1 `+` and 2 `#`."""
+    return "\n".join("".join(SYMBOLS[row]) for row in cells)
 
 
 def summary(mask: AbstractMask) -> str:
     """Return the text of `print(mask)`: the repr and a small picture."""
     tokens = min(_num_tokens(mask), UNBOUNDED)
     head = None if mask.heads is None else 0
-    picture = ascii_picture(mask, tokens, width=32, head=head)
+    picture = ascii_picture(mask, tokens, tokens, 32, head)
     of_head = "" if mask.heads is None else f", head 0 of {mask.heads}"
     note = f"queries 0..{tokens - 1} down, keys 0..{tokens - 1} across{of_head}"
     return f"{mask!r}\n{picture}\n{note}; # all, + some, . none"
@@ -115,18 +120,11 @@ def draw_png(
     mask: AbstractMask,
     path: str | os.PathLike[str],
     q_tokens: int,
-    kv_tokens: int | None = None,
-    *,
-    head: int | None = None,
+    kv_tokens: int | None,
+    head: int | None,
 ) -> None:
     """See `AbstractMask.draw`."""
     kv_tokens = _check_sizes(q_tokens, kv_tokens)
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingExtraError(
-            "drawing a PNG needs matplotlib", fix="pip install xsake[viz]"
-        ) from error
     panels = _panels(mask, head)
     if len(panels) > MAX_PANELS:
         raise ArgumentError(
@@ -135,23 +133,45 @@ def draw_png(
             expected=f"at most {MAX_PANELS}",
             fix="pass head=...",
         )
-    columns = math.ceil(math.sqrt(len(panels)))
-    rows = math.ceil(len(panels) / columns)
     side = 6.0 if len(panels) == 1 else 3.0
-    height = side * min(2.0, max(0.5, q_tokens / kv_tokens))
-    figure = Figure(figsize=(side * columns + 0.6, height * rows + 0.9), layout="constrained")
-    figure.set_facecolor("white")
-    for index, (name, panel) in enumerate(panels):
-        axes = figure.add_subplot(rows, columns, index + 1)
+    size = side, side * min(2.0, max(0.5, q_tokens / kv_tokens))
+    labels = "query position", "key position"
+    figure, grid, columns = panel_figure(len(panels), size, 0.9, labels, color=TEXT)
+    for (name, panel), axes in zip(panels, grid, strict=True):
         _draw_panel(axes, panel, (q_tokens, kv_tokens), ticks=9 if len(panels) == 1 else 5)
         axes.set_title(name, fontsize=9, color=TEXT)
-        if index % columns == 0:
-            axes.set_ylabel("query position", color=TEXT)
-        if index + columns >= len(panels):
-            axes.set_xlabel("key position", color=TEXT)
     title = textwrap.fill(textwrap.shorten(repr(mask), 240), max(48, 28 * columns))
     figure.suptitle(title, fontsize=11, family="monospace", color=TEXT)
     figure.savefig(path, format="png", dpi=150)
+
+
+def panel_figure(
+    num_panels: int,
+    size: tuple[float, float],
+    title_height: float,
+    labels: tuple[str, str],
+    **label_style: Any,
+) -> tuple[Any, list[Any], int]:
+    """Return a figure, its panels of `size` inches in a square grid, and the number of columns.
+
+    The labels of the vertical and the horizontal axis are on the outer panels.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MissingExtraError(
+            "drawing a PNG needs matplotlib", fix="pip install xsake[viz]"
+        ) from error
+    columns = math.ceil(math.sqrt(num_panels))
+    rows = math.ceil(num_panels / columns)
+    figsize = size[0] * columns + 0.6, size[1] * rows + title_height
+    figure = Figure(figsize=figsize, layout="constrained", facecolor="white")
+    panels = [figure.add_subplot(rows, columns, index + 1) for index in range(num_panels)]
+    for axes in panels[::columns]:
+        axes.set_ylabel(labels[0], **label_style)
+    for axes in panels[-columns:]:
+        axes.set_xlabel(labels[1], **label_style)
+    return figure, panels, columns
 
 
 def _draw_panel(axes: Any, mask: AbstractMask, tokens: tuple[int, int], *, ticks: int) -> None:
@@ -172,7 +192,6 @@ def _draw_panel(axes: Any, mask: AbstractMask, tokens: tuple[int, int], *, ticks
     axes.set_xticks(_ticks(kv_tokens, ticks))
     axes.set_yticks(_ticks(q_tokens, ticks))
     axes.tick_params(labelsize=8, colors=TEXT, length=3)
-    axes.xaxis.set_label_position("bottom")
     if max(q_tokens, kv_tokens) <= GRID_TOKENS:
         axes.set_xticks(np.arange(kv_tokens + 1) - 0.5, minor=True)
         axes.set_yticks(np.arange(q_tokens + 1) - 0.5, minor=True)

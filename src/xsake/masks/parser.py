@@ -6,7 +6,8 @@ import warnings
 
 from xsake.errors import MaskError
 from xsake.masks.base import AbstractMask
-from xsake.masks.serialization import PARAMETRIC, from_dict
+from xsake.masks.patterns import PARAMETRIC
+from xsake.masks.serialization import from_dict
 
 MAX_CHARS, MAX_DEPTH = 2000, 100  # of the text, and of nested expressions
 _GRAMMAR = "masks such as causal, window(left=1023, right=0) or sinks(4), combined by & | ~"

@@ -234,8 +234,7 @@ class Longformer(AbstractParametric):
     global_tokens: int
 
     def __post_init__(self) -> None:
-        store_int(self, "window", min_value=0)
-        store_int(self, "global_tokens", min_value=0)
+        store_int(self, "window", "global_tokens", min_value=0)
 
     @staticmethod
     def _rule(xp: ModuleType, q: Any, kv: Any, window: Any, global_tokens: Any) -> Answer:
@@ -287,17 +286,16 @@ class Random(AbstractParametric):
     cell: int = 128
 
     def __post_init__(self) -> None:
-        _store_fraction(self, "keep")
         store_int(self, "seed", min_value=0)
         store_int(self, "cell", min_value=1)
+        _store_keep(self)
 
     def _params(self) -> tuple[int, ...]:
         return round(self.keep * 2**HASH_BITS), self.seed, self.cell
 
     @staticmethod
     def _rule(xp: ModuleType, q: Any, kv: Any, threshold: Any, seed: Any, cell: Any) -> Answer:
-        row_state = _row_state(xp, seed, quotient(xp, q, cell))
-        return _hash_below(row_state, quotient(xp, kv, cell), threshold)
+        return _is_kept(xp, quotient(xp, q, cell), quotient(xp, kv, cell), threshold, seed)
 
     @staticmethod
     def _cover(xp: ModuleType, area: Rectangles, threshold: Any, seed: Any, cell: Any) -> Codes:
@@ -331,11 +329,9 @@ class BigBird(AbstractParametric):
     cell: int = 128
 
     def __post_init__(self) -> None:
-        store_int(self, "window", min_value=0)
-        store_int(self, "global_tokens", min_value=0)
-        _store_fraction(self, "keep")
-        store_int(self, "seed", min_value=0)
+        store_int(self, "window", "global_tokens", "seed", min_value=0)
         store_int(self, "cell", min_value=1)
+        _store_keep(self)
 
     def _params(self) -> tuple[int, ...]:
         longformer = Longformer(self.window, self.global_tokens)
@@ -351,17 +347,26 @@ class BigBird(AbstractParametric):
         return unite(xp, longformer, Random._cover(xp, area, *params[2:]))
 
 
-def _store_fraction(mask: AbstractParametric, name: str) -> None:
-    """Check that field `name` of a frozen mask is in 0..1 and store it as a float."""
-    value = getattr(mask, name)
-    is_number = isinstance(value, int | float | np.floating) and not isinstance(value, bool)
-    if not is_number or not 0 <= value <= 1:
+# Masks that `parse` and `from_dict` build by name.
+PARAMETRIC = {
+    mask_type.__name__: mask_type
+    for mask_type in (
+        BigBird, Causal, Chunked, Full, Longformer, Random, Sinks, Strided, Window
+    )
+}  # fmt: skip
+
+
+def _store_keep(mask: "Random | BigBird") -> None:
+    """Check that `keep` is a fraction and store it as a float."""
+    keep = mask.keep
+    is_number = isinstance(keep, int | float | np.floating) and not isinstance(keep, bool)
+    if not is_number or not 0 <= keep <= 1:
         raise MaskError(
-            f"{type(mask).__name__} needs a fraction for `{name}`",
-            got=f"{name}={value!r}",
+            f"{type(mask).__name__} needs a fraction for `keep`",
+            got=f"{keep=}",
             expected="a number in 0..1",
         )
-    object.__setattr__(mask, name, float(value))
+    object.__setattr__(mask, "keep", float(keep))
 
 
 def _cover_cells(xp: ModuleType, cells: Rectangles, threshold: Any, seed: Any) -> Codes:
@@ -373,7 +378,7 @@ def _cover_cells(xp: ModuleType, cells: Rectangles, threshold: Any, seed: Any) -
         # Smaller rectangles revisit their last cell; this order of terms cannot overflow.
         row = cells.q_first + xp.minimum(i, cells.q_last - cells.q_first)
         column = cells.kv_first + xp.minimum(j, cells.kv_last - cells.kv_first)
-        selected = _hash_below(_row_state(xp, seed, row), column, threshold)
+        selected = _is_kept(xp, row, column, threshold, seed)
         return empty & ~selected, full & selected
 
     empty, full = visit(0, 0, np.True_, np.True_)
@@ -400,23 +405,18 @@ def _cover_cells(xp: ModuleType, cells: Rectangles, threshold: Any, seed: Any) -
     return to_codes(empty, full)
 
 
+def _is_kept(xp: ModuleType, q_cell: Any, kv_cell: Any, threshold: Any, seed: Any) -> Answer:
+    """Return whether the hash of (seed, query cell, key cell) is below the threshold."""
+    # uint32 arithmetic wraps on purpose; NumPy warns for scalars only.
+    with np.errstate(over="ignore"):
+        word = _fmix32(xp.asarray(seed).astype(np.uint32) + GOLDEN)
+        word = _fmix32(word + q_cell.astype(np.uint32) * GOLDEN)
+        word = _fmix32((word ^ GOLDEN) + kv_cell.astype(np.uint32) * GOLDEN)
+    return (word >> np.uint32(32 - HASH_BITS)).astype(np.int32) < threshold
+
+
 def _fmix32(word: Any) -> Any:
     """Apply the 32-bit finalizer of MurmurHash3."""
     word = (word ^ (word >> np.uint32(16))) * np.uint32(0x85EBCA6B)
     word = (word ^ (word >> np.uint32(13))) * np.uint32(0xC2B2AE35)
     return word ^ (word >> np.uint32(16))
-
-
-def _row_state(xp: ModuleType, seed: Any, q_cell: Any) -> Any:
-    """Return the hash of (seed, query cell), shared by all cells of a row."""
-    # uint32 arithmetic wraps on purpose; NumPy warns for scalars only.
-    with np.errstate(over="ignore"):
-        state = _fmix32(xp.asarray(seed).astype(np.uint32) + GOLDEN)
-        return _fmix32(state + q_cell.astype(np.uint32) * GOLDEN)
-
-
-def _hash_below(row_state: Any, kv_cell: Any, threshold: Any) -> Answer:
-    """Return whether the hash of (seed, query cell, key cell) is below the threshold."""
-    with np.errstate(over="ignore"):
-        word = _fmix32((row_state ^ GOLDEN) + kv_cell.astype(np.uint32) * GOLDEN)
-    return (word >> np.uint32(32 - HASH_BITS)).astype(np.int32) < threshold

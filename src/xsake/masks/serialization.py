@@ -3,6 +3,7 @@
 import base64
 import binascii
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,25 +13,9 @@ from xsake.errors import MaskError
 from xsake.masks.algebra import And, Not, Or, PerHead
 from xsake.masks.array_masks import Explicit, Segments
 from xsake.masks.base import AbstractMask
-from xsake.masks.patterns import (
-    BigBird,
-    Causal,
-    Chunked,
-    Full,
-    Longformer,
-    Random,
-    Sinks,
-    Strided,
-    Window,
-)
+from xsake.masks.patterns import PARAMETRIC
 
-PARAMETRIC = {
-    mask_type.__name__: mask_type
-    for mask_type in (
-        BigBird, Causal, Chunked, Full, Longformer, Random, Sinks, Strided, Window
-    )
-}  # fmt: skip
-_COMBINATIONS = {"And": And, "Or": Or}
+_LISTS = {"And": (And, "parts", 2), "Or": (Or, "parts", 2), "PerHead": (PerHead, "members", 1)}
 MAX_DEPTH = 32
 MAX_TOKENS = 2**24  # of a Segments array, whose run-length encoding is short
 
@@ -60,13 +45,12 @@ def _encode(mask: AbstractMask, depth: int) -> dict[str, Any]:
         names = [field.name for field in dataclasses.fields(mask_type)]
         return {"mask": mask_name} | {name: getattr(mask, name) for name in names}
     match mask:
-        case And() | Or():
-            return {"mask": mask_name, "parts": [_encode(part, depth + 1) for part in mask.parts]}
+        case And() | Or() | PerHead():
+            name = _LISTS[mask_name][1]
+            parts = [_encode(part, depth + 1) for part in getattr(mask, name)]
+            return {"mask": mask_name, name: parts}
         case Not():
             return {"mask": mask_name, "part": _encode(mask.part, depth + 1)}
-        case PerHead():
-            members = [_encode(member, depth + 1) for member in mask.members]
-            return {"mask": mask_name, "members": members}
         case Segments():
             q_ids, kv_ids = (_encode_runs(array) for array in mask._arrays())
             return {"mask": mask_name, "q_ids": q_ids, "kv_ids": kv_ids}
@@ -116,20 +100,18 @@ def _decode(description: Any, depth: int) -> AbstractMask:
         names = [field.name for field in dataclasses.fields(PARAMETRIC[mask_name])]
         values = _entries(description, *names)
         return PARAMETRIC[mask_name](*map(_check_param, names, values))
-    if mask_name in _COMBINATIONS:
-        (parts,) = _entries(description, "parts")
-        return _COMBINATIONS[mask_name](_decode_list(parts, depth, min_length=2))
+    if mask_name in _LISTS:
+        mask_type, name, min_length = _LISTS[mask_name]
+        (parts,) = _entries(description, name)
+        if not isinstance(parts, list) or len(parts) < min_length:
+            raise _format_error(parts, f"a list of at least {min_length} masks")
+        return mask_type(tuple(_decode(part, depth + 1) for part in parts))
     match mask_name:
         case "Not":
             (part,) = _entries(description, "part")
             return Not(_decode(part, depth + 1))
-        case "PerHead":
-            (members,) = _entries(description, "members")
-            return PerHead(_decode_list(members, depth, min_length=1))
         case "Segments":
-            return Segments(
-                *(_decode_runs(runs) for runs in _entries(description, "q_ids", "kv_ids"))
-            )
+            return Segments(*map(_decode_runs, _entries(description, "q_ids", "kv_ids")))
         case "Explicit":
             return _decode_explicit(*_entries(description, "shape", "bits"))
     raise _format_error(mask_name, "the name of a mask of xsake.masks")
@@ -149,12 +131,6 @@ def _check_param(name: str, value: Any) -> Any:
     if type(value) is int or (value is None and name in ("left", "right")):
         return value
     raise _format_error(f"{name}={value!r}", "a number of the parameter's type")
-
-
-def _decode_list(descriptions: Any, depth: int, *, min_length: int) -> tuple[AbstractMask, ...]:
-    if not isinstance(descriptions, list) or len(descriptions) < min_length:
-        raise _format_error(descriptions, f"a list of at least {min_length} masks")
-    return tuple(_decode(description, depth + 1) for description in descriptions)
 
 
 def _decode_runs(runs: Any) -> np.ndarray:
@@ -181,9 +157,7 @@ def _decode_explicit(shape: Any, bits: Any) -> Explicit:
         or not isinstance(bits, str)
     ):
         raise _format_error({"shape": shape, "bits": bits}, "2 or 3 sizes and a base64 string")
-    count = 1
-    for size in shape:
-        count *= size  # Python integers do not overflow
+    count = math.prod(shape)  # Python integers do not overflow
     try:
         packed = base64.b64decode(bits, validate=True)
     except (binascii.Error, ValueError) as error:
