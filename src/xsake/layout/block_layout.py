@@ -15,20 +15,8 @@ from jax import Array, export
 from jaxtyping import Bool, Int8, Int32, Integer
 
 from xsake.errors import LayoutError
-from xsake.layout import build, serialization
-from xsake.layout.csr import (
-    Items,
-    capacity_bucket,
-    check_capacity,
-    check_full_blocks,
-    check_shapes,
-    check_values,
-    freeze,
-    is_concrete,
-    item_rows,
-    namespace,
-    pad_or_truncate,
-)
+from xsake.layout import build, csr, serialization
+from xsake.layout.csr import Items, capacity_bucket, is_concrete, namespace
 from xsake.layout.draw import ascii_plane, draw_png
 from xsake.layout.grid import SIZES, BlockCounts, BlockGrid, register_layout
 from xsake.layout.refine import coverage_codes, expand_items, refine_items, resize_items
@@ -79,10 +67,10 @@ class BlockLayout(BlockCounts):
     mask: AbstractMask | None = None
 
     def __post_init__(self):
-        check_shapes(self._items, self.grid, self.mask)
+        csr.check_shapes(self._items, self.grid, self.mask)
         if self.is_static:
-            check_values(self._items, self.grid)
-            freeze(self, Items._fields)
+            csr.check_values(self._items, self.grid)
+            csr.freeze(self, Items._fields)
 
     @classmethod
     def from_mask(
@@ -98,10 +86,7 @@ class BlockLayout(BlockCounts):
 
         Masks with exact coverage are evaluated per block: O(blocks), not O(tokens^2).
 
-        Args:
-            mask: the layout has `mask.heads` heads, or 1.
-            q_tokens, kv_tokens: lengths; `kv_tokens` defaults to `q_tokens`.
-            block_q, block_kv: block sizes.
+        The layout has `mask.heads` heads, or 1; `kv_tokens` defaults to `q_tokens`.
 
         Example:
             >>> from xsake.masks import Causal, Window
@@ -130,7 +115,6 @@ class BlockLayout(BlockCounts):
             grid: True for selected blocks, [Nq, Nk], [H, Nq, Nk] or [B, H, Nq, Nk]. NumPy gives a
                 static layout, JAX a traced one.
             q_tokens, kv_tokens: lengths; they default to all tokens of the grid.
-            block_q, block_kv: block sizes.
             mask: element mask; fully masked blocks are dropped, partly masked ones are partial.
             capacity: number of items, every block by default; traced lists are truncated to it.
 
@@ -171,7 +155,6 @@ class BlockLayout(BlockCounts):
             indices: kv blocks, [Nq, A], [H, Nq, A] or [B, H, Nq, A].
             counts: number of used slots of each row.
             q_tokens, kv_tokens: lengths; they default to all query blocks and to `q_tokens`.
-            block_q, block_kv: block sizes.
             mask: element mask, as for `from_block_mask`.
             capacity: number of items, every slot by default; traced lists are truncated to it.
 
@@ -261,9 +244,9 @@ class BlockLayout(BlockCounts):
             >>> layout = BlockLayout.from_mask(Causal(), q_tokens=512).traced().validate()
         """
         values = self._values()
-        check_values(values, self.grid)
+        csr.check_values(values, self.grid)
         if self.mask is not None:
-            check_full_blocks(values, self.grid, self.mask)
+            csr.check_full_blocks(values, self.grid, self.mask)
         return self
 
     def with_capacity(self, capacity: int) -> "BlockLayout":
@@ -273,16 +256,17 @@ class BlockLayout(BlockCounts):
         truncated instead, and `jax.experimental.checkify` reports it.
         """
         xp = namespace(*self._items)
-        check_capacity(self.row_starts[-1], capacity)
+        csr.check_capacity(self.row_starts[-1], capacity)
         row_starts = xp.minimum(self.row_starts, np.int32(capacity))
-        kv_block, is_partial = (pad_or_truncate(xp, array, capacity) for array in self._items[1:])
+        kv_block, is_partial = (
+            csr.pad_or_truncate(xp, array, capacity) for array in self._items[1:]
+        )
         return self._build(Items(row_starts, kv_block, is_partial), self.grid, self.mask)
 
     def traced(self, capacity: int | None = None) -> "BlockLayout":
         """Return the layout as JAX arrays, to pass through `jit` as data.
 
-        Args:
-            capacity: number of items; defaults to `capacity_bucket(items)` for a static layout.
+        `capacity` defaults to `capacity_bucket(items)` for a static layout.
         """
         if capacity is None:
             capacity = capacity_bucket(self.items) if self.is_static else self.capacity
@@ -291,10 +275,9 @@ class BlockLayout(BlockCounts):
 
     def to_block_mask(self) -> Bool[np.ndarray, "B H Nq Nk"]:
         """Return the listed blocks as booleans [batch, heads, q_blocks, kv_blocks]."""
-        values = self._values()
         listed = np.zeros((self.rows, self.kv_blocks), bool)
-        row = item_rows(np, values.row_starts, self.capacity)[: values.row_starts[-1]]
-        listed[row, values.kv_block[: row.size]] = True
+        row, kv_block, _ = csr.used_items(self._values())
+        listed[row, kv_block] = True
         return listed.reshape(self.batch, self.heads, self.q_blocks, self.kv_blocks)
 
     def expand(self, *, batch: int | None = None, heads: int | None = None) -> "BlockLayout":
@@ -340,8 +323,7 @@ class BlockLayout(BlockCounts):
     def transpose(self, kv_heads: int, q_heads: int) -> TransposedLayout:
         """Return the kv-major lists for dK and dV; GQA gathers the query heads of a kv head.
 
-        Args:
-            kv_heads, q_heads: heads of the call; the layout has 1, `kv_heads` or `q_heads`.
+        The layout must have 1, `kv_heads` or `q_heads` heads.
         """
         shape = transposed_heads(self.heads, kv_heads, q_heads)
         if not self.is_static:
@@ -424,10 +406,7 @@ def cache_live[F: Callable](build: F) -> F:
     """Cache results of `build` while they are referenced elsewhere.
 
     JAX holds the layout of every cached program, so these take no extra memory. The last 16
-    results are always held.
-
-    Args:
-        build: a function of hashable positional arguments.
+    results are always held. The arguments of `build` are positional and hashable.
     """
     live: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()
 

@@ -1,6 +1,6 @@
 """CSR block lists for NumPy and JAX: row starts, compaction, gathering, capacity, invariants."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -46,9 +46,6 @@ def capacity_bucket(items: int) -> int:
     Buckets are `16 * 2^k * {1, 1.25, 1.5, 1.75}`: above 16 at most 20% is unused, and layouts in
     one bucket have equal shapes and share a compiled program.
 
-    Args:
-        items: number of work items, at least 0.
-
     Example:
         >>> [capacity_bucket(n) for n in (0, 16, 17, 33, 1000)]
         [16, 16, 20, 40, 1024]
@@ -76,6 +73,13 @@ def item_rows(xp, row_starts, capacity: int):
         return owner
     passed = jnp.zeros(capacity + 1, jnp.int32).at[row_starts[1:]].add(1)
     return jnp.cumsum(passed, dtype=jnp.int32)[:capacity]
+
+
+def used_items(items: Items) -> tuple[Any, Any, Any]:
+    """Return row, kv block and `is_partial` of the used entries of NumPy items."""
+    count = int(items.row_starts[-1])
+    row = item_rows(np, items.row_starts, count)
+    return row, items.kv_block[:count], items.is_partial[:count]
 
 
 def used_entries(xp, row_starts, capacity: int):
@@ -256,11 +260,11 @@ def check_values(items: Items, grid: BlockGrid) -> None:
 
 def check_full_blocks(items: Items, grid: BlockGrid, mask: AbstractMask) -> None:
     """Check that the mask allows every pair of blocks listed as full, where it is known."""
-    row = item_rows(np, items.row_starts, items.kv_block.size)
-    full = np.flatnonzero(~items.is_partial[: items.row_starts[-1]])
+    row, kv_block, is_partial = used_items(items)
+    full = np.flatnonzero(~is_partial)
     for first in range(0, full.size, CHUNK_ITEMS):
         part = full[first : first + CHUNK_ITEMS]
-        spans = grid.spans(np, grid.row_to_q_block(row[part]), items.kv_block[part])
+        spans = grid.spans(np, grid.row_to_q_block(row[part]), kv_block[part])
         head = None if mask.heads is None else grid.row_to_head(row[part])
         codes = np.asarray(mask.coverage(*spans, head))
         if ((codes == Coverage.NONE) | (codes == Coverage.SOME)).any():

@@ -13,6 +13,7 @@ from xsake.layout.csr import (
     item_rows,
     namespace,
     used_entries,
+    used_items,
 )
 from xsake.layout.grid import BlockGrid, check_int32_count
 from xsake.masks import AbstractMask, Coverage
@@ -137,8 +138,7 @@ def merge_items(
 ) -> tuple[Items, AbstractMask | None]:
     """Merge items of `grid` into items of `coarse`, whose block sizes are multiples."""
     tall, wide = coarse.block_q // grid.block_q, coarse.block_kv // grid.block_kv
-    row = item_rows(np, items.row_starts, items.kv_block.size)[: items.row_starts[-1]]
-    kv_block, is_partial = items.kv_block[: row.size], items.is_partial[: row.size]
+    row, kv_block, is_partial = used_items(items)
     coarse_row = (row // grid.q_blocks) * coarse.q_blocks + grid.row_to_q_block(row) // tall
     key = coarse_row.astype(np.int64) * coarse.kv_blocks + kv_block // wide
     key, member, listed = np.unique(key, return_inverse=True, return_counts=True)

@@ -8,7 +8,7 @@ import numpy as np
 
 from xsake import masks
 from xsake.errors import LayoutError, MaskError
-from xsake.layout.csr import Items, counts_to_starts, item_rows
+from xsake.layout.csr import Items, counts_to_starts, used_items
 from xsake.layout.grid import SIZES, BlockGrid
 
 FORMAT = "xsake.block_layout"
@@ -19,17 +19,15 @@ KEYS = {"format", "version", *SIZES, "mask", "rows"}
 def encode(items: Items, grid: BlockGrid, mask: masks.AbstractMask | None) -> str:
     """Encode a layout, one line per row: flat triples (first kv block, length, 1 if partial)."""
     mask_dict = None if mask is None else describe_mask(mask)
-    listed = int(items.row_starts[-1])
-    row = item_rows(np, items.row_starts, items.kv_block.size)[:listed]
-    kv_block, is_partial = items.kv_block[:listed], items.is_partial[:listed]
-    begins = np.ones(listed, bool)
+    row, kv_block, is_partial = used_items(items)
+    begins = np.ones(row.size, bool)
     begins[1:] = (
         (row[1:] != row[:-1])
         | (kv_block[1:] != kv_block[:-1] + 1)
         | (is_partial[1:] != is_partial[:-1])
     )
     first = np.flatnonzero(begins)
-    lengths = np.diff(first, append=listed)
+    lengths = np.diff(first, append=row.size)
     runs = np.stack([kv_block[first], lengths, is_partial[first]], axis=-1).reshape(-1).tolist()
     ends = (3 * np.cumsum(np.bincount(row[first], minlength=grid.rows))).tolist()
     rows = (runs[start:end] for start, end in itertools.pairwise([0, *ends]))

@@ -7,7 +7,7 @@ from jax import Array
 from jaxtyping import Bool, Int32
 
 from xsake.errors import LayoutError
-from xsake.layout.csr import Items, freeze, is_concrete, item_rows, namespace
+from xsake.layout.csr import Items, freeze, is_concrete, item_rows, namespace, pad_or_truncate
 from xsake.layout.grid import SIZES, BlockCounts, BlockGrid, register_layout
 from xsake.masks import AbstractMask
 
@@ -95,20 +95,16 @@ def transpose_items(items: Items, grid: BlockGrid, heads: int, group: int) -> tu
         return _transpose(namespace(*items), items, grid, heads, group)
     rows = grid.rows // planes
     plane_grid = grid.replace(batch=1, heads=grid.heads // heads)
-    starts: list = [np.zeros(1, np.int32)]
-    arrays: tuple[list, ...] = [], [], []
+    parts = []
     for first in range(0, grid.rows, rows):
         bounds = items.row_starts[first : first + rows + 1]
         part = slice(bounds[0], bounds[-1])
         plane = Items(bounds - bounds[0], items.kv_block[part], items.is_partial[part])
-        plane_starts, *plane_arrays = _transpose(np, plane, plane_grid, 1, group)
-        starts.append(plane_starts[1:] + bounds[0])
-        for parts, array in zip(arrays, plane_arrays, strict=True):
-            parts.append(array)
-    unused = items.kv_block.size - items.row_starts[-1]
-    for parts in arrays:
-        parts.append(np.zeros(unused, parts[0].dtype))
-    return np.concatenate(starts), *(np.concatenate(parts) for parts in arrays)
+        starts, *arrays = _transpose(np, plane, plane_grid, 1, group)
+        parts.append((starts[1:] + bounds[0], *arrays))
+    ends, *arrays = (np.concatenate(part) for part in zip(*parts, strict=True))
+    padded = (pad_or_truncate(np, array, items.kv_block.size) for array in arrays)
+    return np.concatenate([np.zeros(1, np.int32), ends]), *padded
 
 
 def _transpose(xp, items: Items, grid: BlockGrid, heads: int, group: int) -> tuple:

@@ -118,23 +118,16 @@ class Segments(AbstractArrayMask):
     def _tables(self) -> "tuple[SegmentTable, SegmentTable]":
         """Tables of queries and keys, which give coverage in constant time."""
         q_ids, kv_ids = self._arrays()
-        shared = np.intersect1d(q_ids[q_ids >= 0], kv_ids)
+        unique_ids, index = np.unique(np.concatenate([q_ids, kv_ids]), return_inverse=True)
+        q_index, kv_index = index[: q_ids.size], index[q_ids.size :]
+        shared = np.intersect1d(q_index[q_ids >= 0], kv_index)
         # Ranks follow the order of appearance; ids need not be ascending.
-        unique_ids, first_seen = np.unique(q_ids, return_index=True)
-        appearance = first_seen[np.searchsorted(unique_ids, shared)]
-        rank_of = np.empty(shared.size, np.int64)
-        rank_of[np.argsort(appearance)] = np.arange(shared.size)
-
-        def ranks(ids: np.ndarray) -> np.ndarray:
-            if not shared.size:
-                return np.full(ids.size, -1)
-            slot = np.minimum(np.searchsorted(shared, ids), shared.size - 1)
-            return np.where(shared[slot] == ids, rank_of[slot], -1)
-
-        return (
-            SegmentTable.from_ids(q_ids, ranks(q_ids), -1),
-            SegmentTable.from_ids(kv_ids, ranks(kv_ids), -2),
-        )
+        first_seen = np.zeros(unique_ids.size, np.int64)
+        first_seen[q_index[::-1]] = np.arange(q_ids.size)[::-1]
+        ranks = np.full(unique_ids.size, -1)
+        ranks[shared[np.argsort(first_seen[shared])]] = np.arange(shared.size)
+        q_table = SegmentTable.from_ids(q_ids, ranks[q_index], -1)
+        return q_table, SegmentTable.from_ids(kv_ids, ranks[kv_index], -2)
 
     def _allows(self, xp: ModuleType, q: Any, kv: Any, head: Any) -> Answer:
         q_table, kv_table = self._tables
@@ -258,6 +251,11 @@ class ListedBlocks(AbstractArrayMask):
             )
         object.__setattr__(self, "chosen", _copy_array(self.chosen, "chosen", bool))
 
+    @functools.cached_property
+    def _blocks(self) -> Explicit:
+        """Mask of block indices."""
+        return Explicit(self.chosen if self.heads else self.chosen[0])
+
     @property
     def heads(self) -> int | None:
         return None if self.chosen.shape[0] == 1 else self.chosen.shape[0]
@@ -278,15 +276,7 @@ class ListedBlocks(AbstractArrayMask):
 
     def _allows(self, xp: ModuleType, q: Any, kv: Any, head: Any) -> Answer:
         blocks = quotient(xp, q, self.block_q), quotient(xp, kv, self.block_kv)
-        return self._is_chosen(xp, *blocks, head)
-
-    def _is_chosen(self, xp: ModuleType, q_block: Any, kv_block: Any, head: Any) -> Answer:
-        heads, q_blocks, kv_blocks = self.chosen.shape
-        inside = (q_block < q_blocks) & (kv_block < kv_blocks)
-        q_block = xp.minimum(q_block, q_blocks - 1)
-        kv_block = xp.minimum(kv_block, kv_blocks - 1)
-        which = xp.zeros_like(q_block) if heads == 1 else head
-        return inside & look_up(xp, self.chosen, which, q_block, kv_block)
+        return self._blocks._allows(xp, *blocks, head)
 
     def _coverage(self, xp: ModuleType, area: Rectangles, head: Any) -> Codes:
         """Return exact codes inside one block; UNKNOWN for rectangles over several blocks."""
@@ -295,7 +285,7 @@ class ListedBlocks(AbstractArrayMask):
         one_block = (q_block == quotient(xp, area.q_last, self.block_q)) & (
             kv_block == quotient(xp, area.kv_last, self.block_kv)
         )
-        chosen = self._is_chosen(xp, q_block, kv_block, head)
+        chosen = self._blocks._allows(xp, q_block, kv_block, head)
         code = xp.where(chosen, ALL, NONE)
         return xp.where(one_block, code, UNKNOWN)
 

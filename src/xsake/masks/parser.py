@@ -14,13 +14,10 @@ _GRAMMAR = "masks such as causal, window(left=1023, right=0) or sinks(4), combin
 
 
 def parse(text: str) -> AbstractMask:
-    """Parse a mask expression; invalid text raises MaskError.
+    """Parse a mask expression of one line; invalid text raises MaskError.
 
     Mask names are case-insensitive and take positional or keyword numbers. Operators are `&`, `|`,
     `~` and parentheses with Python's precedence. The repr of a parametric mask can be parsed back.
-
-    Args:
-        text: one line, such as "causal & window(left=1023, right=0) | sinks(4)".
 
     Example:
         >>> from xsake.masks import parse

@@ -307,14 +307,7 @@ class Random(AbstractParametric):
 
 @dataclasses.dataclass(frozen=True)
 class BigBird(AbstractParametric):
-    """BigBird: `Longformer(window, global_tokens) | Random(keep, seed, cell)`.
-
-    Args:
-        window: number of positions on each side of the query.
-        global_tokens: number of leading positions that are global.
-        keep: expected fraction of allowed random cells, 0..1.
-        seed: seed of the pattern.
-        cell: positions per side of a random cell.
+    """Union of a `Longformer(window, global_tokens)` and a `Random(keep, seed, cell)` mask.
 
     Example:
         >>> mask = BigBird(window=64, global_tokens=16, keep=0.05)

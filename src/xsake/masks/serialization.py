@@ -21,13 +21,9 @@ MAX_TOKENS = 2**24  # of a Segments array, whose run-length encoding is short
 
 
 def to_dict(mask: AbstractMask) -> dict[str, Any]:
-    """Serialize a mask to JSON types.
+    """Serialize a mask to JSON types, from which `from_dict` restores an equal mask.
 
-    Args:
-        mask: any mask of this package except FromFunction, whose function cannot be serialized.
-
-    Returns:
-        A dict; `from_dict` restores an equal mask.
+    A FromFunction mask raises MaskError, because its function cannot be serialized.
 
     Example:
         >>> from xsake.masks import Causal, Window, to_dict
@@ -78,9 +74,6 @@ def from_dict(description: Mapping[str, Any]) -> AbstractMask:
     """Restore a mask from `to_dict`; malformed input raises MaskError.
 
     Sizes are validated before allocation; nothing in the description is executed.
-
-    Args:
-        description: output of `to_dict`, or its JSON round trip.
 
     Example:
         >>> from xsake.masks import from_dict
