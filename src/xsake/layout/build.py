@@ -18,11 +18,9 @@ CHUNK_BLOCKS = 2**18
 def cover_blocks(
     mask: AbstractMask | None, grid: BlockGrid, chosen: np.ndarray | None = None
 ) -> Items:
-    """List the blocks in which `mask` allows a pair; equal heads of a mask are built once.
+    """List the blocks, among `chosen` [batch, heads, Nq, Nk], in which `mask` allows a pair.
 
-    Args:
-        mask: None allows every pair.
-        chosen: bool [batch, heads, Nq, Nk]; None for all blocks.
+    Equal heads of a mask are built once if all blocks are chosen.
     """
     mask = Full() if mask is None else mask
     rules = [mask.for_head(head) for head in range(grid.heads)]
@@ -168,12 +166,7 @@ def check_num_blocks(axis: str, blocks: int, tokens: int, block: int) -> None:
 def cover_items(
     mask: AbstractMask, grid: BlockGrid, q_block: np.ndarray, kv_block: np.ndarray, head=None
 ) -> np.ndarray:
-    """Return exact coverage codes (NONE, SOME, ALL) of blocks, in bounded memory.
-
-    Args:
-        q_block, kv_block: int [n].
-        head: int [n], required if and only if the mask has heads.
-    """
+    """Return exact coverage codes of blocks [n] in bounded memory; masks with heads need `head`."""
     codes = np.empty(q_block.shape, np.int8)
     for first in range(0, q_block.size, CHUNK_BLOCKS):
         part = slice(first, first + CHUNK_BLOCKS)

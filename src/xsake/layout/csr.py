@@ -82,11 +82,6 @@ def used_items(items: Items) -> tuple[Any, Any, Any]:
     return row, items.kv_block[:count], items.is_partial[:count]
 
 
-def used_entries(xp, row_starts, capacity: int):
-    """Return a mask of the entries that belong to a row."""
-    return xp.arange(capacity, dtype=xp.int32) < row_starts[-1]
-
-
 def check_capacity(items, capacity: int) -> None:
     """Raise if items exceed the capacity; traced items are checked through `checkify`."""
     if not isinstance(capacity, int | np.integer) or capacity < 0:
@@ -159,11 +154,8 @@ def gather_rows(xp, items: Items, row_index, capacity: int) -> Items:
     row = xp.minimum(row, row_index.shape[0] - 1)
     offset = xp.arange(capacity, dtype=xp.int32) - row_starts[row]
     source = xp.where(owned, items.row_starts[row_index[row]] + offset, 0)
-    if items.kv_block.shape[0] == 0:
-        return Items(row_starts, xp.zeros(capacity, xp.int32), xp.zeros(capacity, bool))
-    return Items(
-        row_starts, xp.where(owned, items.kv_block[source], 0), owned & items.is_partial[source]
-    )
+    kv_block, is_partial = (at_least_one(xp, array)[source] for array in items[1:])
+    return Items(row_starts, xp.where(owned, kv_block, 0), owned & is_partial)
 
 
 def partial_first(row_starts, is_partial):

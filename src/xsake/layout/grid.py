@@ -122,9 +122,8 @@ def register_layout[T](
     """
 
     def flatten(value: T):
-        return tuple(getattr(value, name) for name in leaves), tuple(
-            getattr(value, name) for name in static
-        )
+        arrays = tuple(getattr(value, name) for name in leaves)
+        return arrays, tuple(getattr(value, name) for name in static)
 
     def flatten_with_keys(value: T):
         arrays, rest = flatten(value)

@@ -27,22 +27,16 @@ class FlatItems(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class RaggedGrid:
-    """Sizes of a call and of its list.
+    """Sizes of a call and of its list."""
 
-    Args:
-        is_kv_major: rows are kv blocks, items query blocks; else the other way round.
-        batch, q_heads, kv_heads, q_blocks, kv_blocks: of the call.
-        list_batch, list_heads: of the list: 1 where it is shared.
-    """
-
-    is_kv_major: bool
+    is_kv_major: bool  # rows are kv blocks, items query blocks; else the other way round
     batch: int
     q_heads: int
     kv_heads: int
     q_blocks: int
     kv_blocks: int
-    list_batch: int
-    list_heads: int
+    list_batch: int  # 1 if the list is shared
+    list_heads: int  # likewise
 
     @classmethod
     def of(

@@ -12,7 +12,6 @@ from xsake.layout.csr import (
     gather_rows,
     item_rows,
     namespace,
-    used_entries,
     used_items,
 )
 from xsake.layout.grid import BlockGrid, check_int32_count
@@ -41,7 +40,7 @@ def refine_items(xp, items: Items, codes, grid: BlockGrid) -> tuple[Items, Block
         codes = xp.take_along_axis(codes, owner[None, :], axis=0)
     copies = codes.shape[0]
     check_int32_count(copies * capacity)
-    keep = (codes != Coverage.NONE) & used_entries(xp, items.row_starts, capacity)[None, :]
+    keep = (codes != Coverage.NONE) & (xp.arange(capacity) < items.row_starts[-1])[None, :]
     partial = items.is_partial | grid.overhangs(items.kv_block)
     partial = partial[None, :] | (codes != Coverage.ALL)
     begin = xp.arange(copies, dtype=xp.int32)[:, None] * capacity + items.row_starts[None, :-1]

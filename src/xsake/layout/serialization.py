@@ -18,7 +18,6 @@ KEYS = {"format", "version", *SIZES, "mask", "rows"}
 
 def encode(items: Items, grid: BlockGrid, mask: masks.AbstractMask | None) -> str:
     """Encode a layout, one line per row: flat triples (first kv block, length, 1 if partial)."""
-    mask_dict = None if mask is None else describe_mask(mask)
     row, kv_block, is_partial = used_items(items)
     begins = np.ones(row.size, bool)
     begins[1:] = (
@@ -32,7 +31,7 @@ def encode(items: Items, grid: BlockGrid, mask: masks.AbstractMask | None) -> st
     ends = (3 * np.cumsum(np.bincount(row[first], minlength=grid.rows))).tolist()
     rows = (runs[start:end] for start, end in itertools.pairwise([0, *ends]))
     head = {"format": FORMAT, "version": VERSION}
-    head |= vars(grid) | {"mask": mask_dict}
+    head |= vars(grid) | {"mask": _describe_mask(mask)}
     lines = ",\n  ".join(json.dumps(part, separators=(",", ":")) for part in rows)
     return json.dumps(head)[:-1] + f', "rows": [\n  {lines}\n]}}\n'
 
@@ -82,10 +81,10 @@ def decode(text: str, *, max_items: int) -> tuple[Items, BlockGrid, masks.Abstra
     return items, grid, None if mask_dict is None else masks.from_dict(mask_dict)
 
 
-def describe_mask(mask: masks.AbstractMask) -> dict[str, Any]:
+def _describe_mask(mask: masks.AbstractMask | None) -> dict[str, Any] | None:
     """Serialize a mask to JSON types; raise LayoutError if it has no JSON form."""
     try:
-        return masks.to_dict(mask)
+        return None if mask is None else masks.to_dict(mask)
     except MaskError as error:
         raise LayoutError(
             "the layout's mask cannot be serialized",
@@ -98,8 +97,7 @@ def describe_mask(mask: masks.AbstractMask) -> dict[str, Any]:
 def encode_static(static: tuple[Any, ...]) -> bytes:
     """Encode the sizes and the mask of a layout for `jax.export`; its arrays are inputs."""
     *sizes, mask = static
-    mask_dict = None if mask is None else describe_mask(mask)
-    return json.dumps({"sizes": sizes, "mask": mask_dict}).encode()
+    return json.dumps({"sizes": sizes, "mask": _describe_mask(mask)}).encode()
 
 
 def decode_static(data: bytes) -> tuple[Any, ...]:

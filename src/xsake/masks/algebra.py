@@ -46,13 +46,9 @@ class AbstractCombination(AbstractMask):
     def heads(self) -> int | None:
         return common_heads(self.parts)
 
-    def for_head(self, head: int) -> AbstractMask:
-        if self.heads is None:
-            return self
-        self._check_head(head)
-        return functools.reduce(
-            functools.partial(join, type(self)), (part.for_head(head) for part in self.parts)
-        )
+    def _for_head(self, head: int) -> AbstractMask:
+        parts = (part.for_head(head) for part in self.parts)
+        return functools.reduce(functools.partial(join, type(self)), parts)
 
     @functools.cached_property
     def _fused(self) -> tuple[AbstractMask, ...]:
@@ -122,8 +118,8 @@ class Not(AbstractMask):
     def heads(self) -> int | None:
         return self.part.heads
 
-    def for_head(self, head: int) -> AbstractMask:
-        return self if self.heads is None else negate(self.part.for_head(head))
+    def _for_head(self, head: int) -> AbstractMask:
+        return negate(self.part.for_head(head))
 
     def _allows(self, xp: ModuleType, q: Any, kv: Any, head: Any) -> Answer:
         return ~self.part._allows(xp, q, kv, head)
@@ -169,8 +165,7 @@ class PerHead(AbstractMask):
     def heads(self) -> int | None:
         return len(self.members)
 
-    def for_head(self, head: int) -> AbstractMask:
-        self._check_head(head)
+    def _for_head(self, head: int) -> AbstractMask:
         return self.members[head]
 
     @functools.cached_property

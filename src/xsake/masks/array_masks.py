@@ -195,10 +195,7 @@ class Explicit(AbstractArrayMask):
     def heads(self) -> int | None:
         return self.array.shape[0] if self.array.ndim == 3 else None
 
-    def for_head(self, head: int) -> AbstractMask:
-        if self.heads is None:
-            return self
-        self._check_head(head)
+    def _for_head(self, head: int) -> AbstractMask:
         return Explicit(self.array[head])
 
     def _arrays(self) -> tuple[np.ndarray, ...]:
@@ -260,10 +257,7 @@ class ListedBlocks(AbstractArrayMask):
     def heads(self) -> int | None:
         return None if self.chosen.shape[0] == 1 else self.chosen.shape[0]
 
-    def for_head(self, head: int) -> AbstractMask:
-        self._check_head(head)
-        if self.heads is None:
-            return self
+    def _for_head(self, head: int) -> AbstractMask:
         return ListedBlocks(self.chosen[head : head + 1], self.block_q, self.block_kv)
 
     def _arrays(self) -> tuple[np.ndarray, ...]:

@@ -26,7 +26,7 @@ class AbstractMask(abc.ABC):
 
     Masks are immutable, hashable and comparable, so `jit` takes them as static arguments and
     layouts are cached by them. They combine with `&`, `|` and `~`. A subclass defines `_allows`
-    and `_coverage`; masks that depend on the head also define `heads` and `for_head`.
+    and `_coverage`; masks that depend on the head also define `heads` and `_for_head`.
 
     Example:
         >>> from xsake.masks import Causal, Sinks, Window
@@ -141,7 +141,14 @@ class AbstractMask(abc.ABC):
             >>> PerHead([Causal(), Full()]).for_head(1)
             Full()
         """
-        return self
+        if self.heads is None:
+            return self
+        self._check_head(head)
+        return self._for_head(head)
+
+    def _for_head(self, head: int) -> "AbstractMask":
+        """Return the mask of one head, in range, of a mask with heads."""
+        raise NotImplementedError
 
     def __and__(self, other: "AbstractMask") -> "AbstractMask":
         from xsake.masks.algebra import And, join  # circular import

@@ -111,17 +111,13 @@ class Window(AbstractBand):
                 store_int(self, name, min_value=0)
 
     def _params(self) -> tuple[int, int]:
-        left = UNBOUNDED if self.left is None else self.left
-        right = UNBOUNDED if self.right is None else self.right
+        left, right = (UNBOUNDED if x is None else x for x in (self.left, self.right))
         return left, right
 
 
 @dataclasses.dataclass(frozen=True)
 class Chunked(AbstractParametric):
     """A query attends to the keys of its chunk: `q // size == kv // size`.
-
-    Args:
-        size: positions per chunk.
 
     Example:
         >>> print(Chunked(2).to_ascii(4))
@@ -151,9 +147,6 @@ class Chunked(AbstractParametric):
 @dataclasses.dataclass(frozen=True)
 class Sinks(AbstractParametric):
     """Every query attends to the first `count` keys: `kv < count`.
-
-    Args:
-        count: number of keys.
 
     Example:
         >>> print(Sinks(1).to_ascii(2, 4))
@@ -216,10 +209,6 @@ class Longformer(AbstractParametric):
 
     `|q - kv| <= window`, or `kv < global_tokens`, or `q < global_tokens`. Combine with
     `Causal()` for decoders.
-
-    Args:
-        window: number of positions on each side of the query.
-        global_tokens: number of leading positions that are global.
 
     Example:
         >>> print(Longformer(window=1, global_tokens=1).to_ascii(5))
