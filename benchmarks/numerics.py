@@ -24,7 +24,7 @@ from xsake._provenance import Environment, environment
 from xsake.kernels.block_sparse.api import OP
 from xsake.testing.budget import ErrorReport
 from xsake.testing.case_table import CASES
-from xsake.testing.cases import Case
+from xsake.testing.cases import ConformanceCase
 from xsake.testing.conformance import check_case
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -58,7 +58,9 @@ class NumericsRow(BaseModel):
     versions: dict[str, str]
 
 
-def row_of(implementation: str, case: Case, report: ErrorReport, where: Environment) -> NumericsRow:
+def row_of(
+    implementation: str, case: ConformanceCase, report: ErrorReport, where: Environment
+) -> NumericsRow:
     """The published form of one verdict."""
     return NumericsRow(
         implementation=implementation,
@@ -88,7 +90,7 @@ def _finite(ratio: float) -> float | None:
     return ratio if math.isfinite(ratio) else None
 
 
-def measure(cases: Iterable[Case] = CASES) -> list[NumericsRow]:
+def measure(cases: Iterable[ConformanceCase] = CASES) -> list[NumericsRow]:
     """Every implementation that runs here, through every case."""
     where, rows = environment(ROOT), []
     names = [name for name, declined in OP.implementations().items() if declined is None]

@@ -21,7 +21,7 @@ from benchmarks.hads.capture import SCALE, captured
 from benchmarks.hads.corpus import documents
 from benchmarks.smollm2 import directory
 from xsake._io import atomic_write
-from xsake._provenance import environment, own_checkout
+from xsake._provenance import checkout_root, environment
 from xsake.hads.audit import audit, audited_choice
 from xsake.hads.bounds import BlockBounds, BoundKind, bounded_choice, dropped_bound
 from xsake.hads.budget import ForcedBlocks, row_counts, total_blocks, visible_blocks
@@ -161,7 +161,7 @@ def main() -> None:
             "documents": [f"{d.kind}: {d.name}" for d in tests[:number]],
             "all": whole.summary(),
             "by_layer": {str(layer): tally.summary() for layer, tally in by_layer.items()},
-            "environment": dataclasses.asdict(environment(own_checkout())),
+            "environment": dataclasses.asdict(environment(checkout_root())),
         }  # fmt: skip
         atomic_write(folder / "bounds.json", json.dumps(report, indent=1) + "\n")
 

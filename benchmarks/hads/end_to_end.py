@@ -21,7 +21,7 @@ from benchmarks.hads.ladder import Entry as Rung
 from benchmarks.hads.ruled import Ruled
 from benchmarks.smollm2 import directory
 from xsake._io import atomic_write
-from xsake._provenance import environment, own_checkout
+from xsake._provenance import checkout_root, environment
 from xsake.cli.calibrate import COPIED_DOCUMENTS, EFFECT_DOCUMENTS
 from xsake.evaluation.journal import CachedResult, ResultCache
 from xsake.evaluation.trial import Trial
@@ -113,7 +113,7 @@ def _answered(course: Course, side: str, trial: Trial, journal: ResultCache) -> 
 
 def _write(ladder: Ladder, answers: dict[str, list]) -> None:
     """Return the rows of these rules, and earlier rows of others."""
-    here = environment(own_checkout())
+    here = environment(checkout_root())
     path = RESULTS / "hads" / f"end_to_end_{ladder.context}_{ladder.block}.jsonl"
     rows = []
     for side, pairs in answers.items():

@@ -22,7 +22,7 @@ from benchmarks.hads.corpus import documents
 from benchmarks.hads.explored import WHOLE, Choices, Packed
 from benchmarks.smollm2 import directory
 from xsake._io import atomic_write
-from xsake._provenance import environment, own_checkout
+from xsake._provenance import checkout_root, environment
 from xsake.hads.budget import ForcedBlocks
 from xsake.hads.calibrate import COPY_DIVISOR, CalibrationDocument, append_copy, document_masses
 from xsake.hads.fit import correct_estimates
@@ -152,7 +152,7 @@ def _origin(profile: Profile, reading: CalibrationDocument) -> dict[str, Any]:
             "documents": len(profile.documents),
             "commit": profile.environment.commit,
         },
-        "environment": dataclasses.asdict(environment(own_checkout())),
+        "environment": dataclasses.asdict(environment(checkout_root())),
         "command": "python -m benchmarks.hads.explore",
     }  # fmt: skip
 

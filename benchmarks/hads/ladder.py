@@ -25,7 +25,7 @@ from benchmarks.hads.corpus import Document, documents
 from benchmarks.hads.losses import Ballot, Loss, Masses
 from benchmarks.smollm2 import directory
 from xsake._io import atomic_write
-from xsake._provenance import environment, own_checkout
+from xsake._provenance import checkout_root, environment
 from xsake.cli.calibrate import COPIED_DOCUMENTS, EFFECT_DOCUMENTS
 from xsake.hads.attend import PlanAttention
 from xsake.hads.budget import (
@@ -327,7 +327,7 @@ def main() -> None:
 
 def _write(ladder: Ladder, tests, found, path: Path) -> None:
     """All rows, whole."""
-    here = dataclasses.asdict(environment(own_checkout()))
+    here = dataclasses.asdict(environment(checkout_root()))
     rows = []
     for name in found[0]:
         for budget in found[0][name]:

@@ -21,7 +21,7 @@ from benchmarks.hads.corpus import COUNTS, documents
 from benchmarks.hads.ruled import Ruled
 from benchmarks.smollm2 import directory
 from xsake._io import atomic_write
-from xsake._provenance import environment, own_checkout
+from xsake._provenance import checkout_root, environment
 from xsake.evaluation.journal import ResultCache
 from xsake.hads import PlanAttention, SparsityPlan
 from xsake.hads.rules import RULES
@@ -82,7 +82,7 @@ def _effective(plan: SparsityPlan) -> float:
 
 
 def _write(given: argparse.Namespace, plans: dict[str, SparsityPlan], answers: dict) -> None:
-    here = environment(own_checkout())
+    here = environment(checkout_root())
     made = []
     for (name, rule, effective, _), windows in answers.values():
         plan = plans[name]

@@ -19,7 +19,7 @@ from xsake.hads.budget import (
 )
 from xsake.hads.rules import LayerSample, RuleScope, SelectionRule
 from xsake.layout import BlockLayout
-from xsake.layout.grid import blocks_of
+from xsake.layout.grid import count_blocks
 from xsake.masks import Causal
 from xsake.model import LayerCall
 
@@ -73,7 +73,7 @@ class Ruled:
     def _totals(self, q) -> np.ndarray:
         """Blocks of every head of every layer."""
         _, tokens, q_heads, head_dim = q.shape
-        heads, n = q_heads * self.layers, blocks_of(tokens, self.block)
+        heads, n = q_heads * self.layers, count_blocks(tokens, self.block)
         total = total_blocks(self.budget(tokens, head_dim), heads=heads, n=n, forced=FORCED)
         weights = np.ones(heads)
         if self.rule.scope is RuleScope.HEADS:

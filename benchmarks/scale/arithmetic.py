@@ -7,7 +7,7 @@ one see the other or not: blocks on the diagonal count whole.
 import dataclasses
 
 from xsake.hads.selectors import Sampled
-from xsake.layout.grid import blocks_of
+from xsake.layout.grid import count_blocks
 from xsake.model import DecoderConfig
 
 CONTEXTS = tuple(2**power for power in range(13, 21))
@@ -61,7 +61,7 @@ def dense_keys(context: int, block: int) -> float:
         >>> dense_keys(1024, 128)
         576.0
     """
-    return (blocks_of(context, block) + 1) / 2 * block
+    return (count_blocks(context, block) + 1) / 2 * block
 
 
 def window_keys(context: int, block: int, *, window: int, sinks: int) -> float:
@@ -71,9 +71,9 @@ def window_keys(context: int, block: int, *, window: int, sinks: int) -> float:
         >>> window_keys(1024, 128, window=256, sinks=64)
         400.0
     """
-    n = blocks_of(context, block)
-    reach = blocks_of(window - 1, block)  # blocks before the own one that the window touches
-    first = blocks_of(sinks, block)
+    n = count_blocks(context, block)
+    reach = count_blocks(window - 1, block)  # blocks before the own one that the window touches
+    first = count_blocks(sinks, block)
     seen = 0
     for row in range(n):
         start = max(row - reach, 0)

@@ -15,9 +15,9 @@ from benchmarks.scale import hlo
 from benchmarks.scale.cases import ScaleCase
 from xsake._io import atomic_write
 from xsake._provenance import (
+    checkout_root,
     environment,
     installed_versions,
-    own_checkout,
     source_digest,
 )
 from xsake.attention import BlockSparseAttention
@@ -180,7 +180,7 @@ def _cost(compiled: Any) -> dict[str, float]:
 
 def record(case: ScaleCase, outcome: dict[str, Any], command: str) -> dict[str, Any]:
     """An outcome with its case and circumstances, as it is kept."""
-    here = environment(own_checkout())
+    here = environment(checkout_root())
     return {
         "case": case.model_dump(mode="json") | {"name": case.name},
         **outcome,

@@ -22,7 +22,7 @@ import numpy as np
 
 from benchmarks.training.openwebtext import RESULTS
 from xsake._io import atomic_write
-from xsake._provenance import environment, own_checkout
+from xsake._provenance import checkout_root, environment
 from xsake.training.attention import make_attention
 from xsake.training.config import TrainingConfig
 from xsake.training.state import (
@@ -135,7 +135,7 @@ def main() -> None:
     head = {
         "context": CONTEXT, "passage": PASSAGE, "window": WINDOW, "layers": LAYERS,
         "native": NATIVE, "batch": BATCH, "tested_sequences": TESTED, "most_steps": asked.steps,
-        "environment": dataclasses.asdict(environment(own_checkout())),
+        "environment": dataclasses.asdict(environment(checkout_root())),
     }  # fmt: skip
     rows = [head]
     for seed in map(int, asked.seeds.split(",")):

@@ -18,7 +18,7 @@ import numpy as np
 
 from benchmarks.training.openwebtext import RESULTS, build_corpus, config_of
 from xsake._io import atomic_write
-from xsake._provenance import environment, own_checkout
+from xsake._provenance import checkout_root, environment
 from xsake.bench.training_step import TimedStep
 from xsake.training.config import TrainingConfig
 from xsake.training.train import train
@@ -73,7 +73,7 @@ def _write(config: TrainingConfig, loop: np.ndarray, bare: np.ndarray) -> None:
         "throughput_from": round(float(ratios[0]), 4),
         "throughput_to": round(float(ratios[-1]), 4),
         "segments": len(ratios), "steps_of_a_segment": SEGMENT,
-        "environment": dataclasses.asdict(environment(own_checkout())),
+        "environment": dataclasses.asdict(environment(checkout_root())),
     }  # fmt: skip
     RESULTS.mkdir(parents=True, exist_ok=True)
     atomic_write(RESULTS / "loop_cost.jsonl", json.dumps(row) + "\n")

@@ -19,7 +19,7 @@ import numpy as np
 
 from benchmarks.training.openwebtext import RESULTS, build_corpus
 from xsake._io import atomic_write
-from xsake._provenance import environment, own_checkout
+from xsake._provenance import checkout_root, environment
 from xsake.hads import Profile
 from xsake.model.observer import Observer
 from xsake.observability import read_metrics
@@ -79,7 +79,7 @@ def main() -> None:
 
 
 def _write(rows: list[dict[str, Any]]) -> None:
-    head = {"environment": dataclasses.asdict(environment(own_checkout()))}
+    head = {"environment": dataclasses.asdict(environment(checkout_root()))}
     RESULTS.mkdir(parents=True, exist_ok=True)
     atomic_write(RESULTS / "mesh.jsonl", "".join(json.dumps(row) + "\n" for row in [head, *rows]))
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from benchmarks.hads.corpus import TEXTS
 from xsake._io import atomic_write
-from xsake._provenance import environment, own_checkout
+from xsake._provenance import checkout_root, environment
 from xsake.hads.budget import visible_blocks
 from xsake.hads.selectors import Sampled
 from xsake.observability import read_metrics
@@ -149,7 +149,7 @@ def _write(asked: argparse.Namespace) -> None:
         "steps": asked.steps, "batch": asked.batch, "context": CONTEXT, "block": BLOCK,
         "decoder": DECODER, "native": NATIVE, "window_share": round(window_share(), 6),
         "hads_budget": config.attention.budget, "environment":
-        dataclasses.asdict(environment(own_checkout())),
+        dataclasses.asdict(environment(checkout_root())),
     }  # fmt: skip
     rows = [head, *({"side": side, "seed": seed, **run} for (side, seed), run in runs.items())]
     rows += [_gap(side, runs) for side in SIDES[1:] if any(key[0] == side for key in runs)]

@@ -56,7 +56,7 @@ def environment(root: Path | None = None) -> Environment:
     )
 
 
-def own_checkout() -> Path | None:
+def checkout_root() -> Path | None:
     """Return the root of XSAKE's checkout; None if it is installed as a package."""
     root = PACKAGE.parents[1]
     is_checkout = PACKAGE.parent.name == "src" and (root / "pyproject.toml").exists()

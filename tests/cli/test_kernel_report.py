@@ -13,9 +13,11 @@ from xsake.cli import app, kernel_report
 from xsake.kernels.block_sparse import api, reference
 from xsake.kernels.dispatch import BackendSpec
 from xsake.masks import Causal
-from xsake.testing.cases import Case
+from xsake.testing.cases import ConformanceCase
 
-TINY = Case("tiny", Causal(), block=(8, 8), q_tokens=12, kv_tokens=12, head_dim=8, value_dim=8)
+TINY = ConformanceCase(
+    "tiny", Causal(), block=(8, 8), q_tokens=12, kv_tokens=12, head_dim=8, value_dim=8
+)
 HALF = dataclasses.replace(TINY, name="tiny_bfloat16", dtype="bfloat16")
 
 

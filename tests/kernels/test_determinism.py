@@ -15,7 +15,7 @@ from tests.lanes import RUNNABLE, each_implementation
 from xsake.layout import BlockLayout
 from xsake.masks import Causal, Full
 from xsake.testing.case_table import BY_NAME
-from xsake.testing.cases import Case
+from xsake.testing.cases import ConformanceCase
 from xsake.testing.conformance import (
     bind,
     call,
@@ -101,7 +101,7 @@ def test_the_size_of_the_batch_does_not_matter(implementation):
 
 @each_implementation
 def test_the_order_of_key_blocks_moves_only_rounding(implementation):
-    case = Case("order", Full(), block=(32, 16), q_tokens=64, kv_tokens=96)
+    case = ConformanceCase("order", Full(), block=(32, 16), q_tokens=64, kv_tokens=96)
     inputs, truth, plain = reference_results(case)
     order = np.random.default_rng(0).permutation(6)
     tokens = (order[:, None] * 16 + np.arange(16)).reshape(-1)

@@ -11,10 +11,10 @@ import xsake
 from tests.lanes import each_implementation
 from xsake.masks import Causal
 from xsake.testing.budget import non_finite
-from xsake.testing.cases import Case
+from xsake.testing.cases import ConformanceCase
 from xsake.testing.conformance import bind, call, compute_truth, run_naive, with_gradients
 
-BASE = Case(
+BASE = ConformanceCase(
     "extreme",
     Causal(),
     block=(16, 16),

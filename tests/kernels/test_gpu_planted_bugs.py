@@ -22,7 +22,7 @@ from xsake.kernels.block_sparse.mosaic_gpu import (
 from xsake.kernels.block_sparse.mosaic_gpu.ops import GpuOps
 from xsake.layout.numbering import RaggedGrid
 from xsake.masks import Causal, Explicit, PerHead, Window
-from xsake.testing.cases import Case
+from xsake.testing.cases import ConformanceCase
 from xsake.testing.conformance import check_case, failures
 
 SIZES = {
@@ -37,15 +37,15 @@ SIZES = {
 WINDOWS = PerHead([Causal() & Window(left=left, right=0) for left in (5, 50)])
 SOME_PAIRS = np.random.default_rng(0).random((75, 75)) < 0.3
 CASES = {
-    "windows": Case("windows", WINDOWS, block=(32, 32), **SIZES),
-    "padded": Case("padded", Causal(), block=(40, 24), **SIZES),
-    "table": Case("table", Explicit(SOME_PAIRS), block=(32, 32), **SIZES),
-    "shared": Case("shared", Causal(), block=(64, 32), batch=2, **SIZES),
-    "packed": Case(
+    "windows": ConformanceCase("windows", WINDOWS, block=(32, 32), **SIZES),
+    "padded": ConformanceCase("padded", Causal(), block=(40, 24), **SIZES),
+    "table": ConformanceCase("table", Explicit(SOME_PAIRS), block=(32, 32), **SIZES),
+    "shared": ConformanceCase("shared", Causal(), block=(64, 32), batch=2, **SIZES),
+    "packed": ConformanceCase(
         "packed", Causal(), block=(32, 32), batch=2, segments=(((30, 35),) * 2, ((75,),) * 2),
         **SIZES,
     ),
-    "capped": Case("capped", Causal(), block=(64, 64), softcap=2.0, **SIZES),
+    "capped": ConformanceCase("capped", Causal(), block=(64, 64), softcap=2.0, **SIZES),
 }  # fmt: skip
 
 

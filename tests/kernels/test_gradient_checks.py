@@ -13,10 +13,10 @@ import xsake
 from tests.lanes import each_implementation
 from xsake.masks import Causal, PerHead, Window
 from xsake.testing import dense, oracle
-from xsake.testing.cases import Case
+from xsake.testing.cases import ConformanceCase
 from xsake.testing.conformance import bind, call, run_case, with_gradients
 
-SMALL = Case(
+SMALL = ConformanceCase(
     "small",
     PerHead([Causal(), Causal() & Window(left=3, right=0)]),
     block=(4, 8),
@@ -31,7 +31,7 @@ SMALL = Case(
     sinks=2,
     bias=(False, True),
 )
-WIDE = Case(
+WIDE = ConformanceCase(
     "wide",
     Causal() & Window(left=40, right=0),
     block=(32, 32),
@@ -132,7 +132,7 @@ def test_second_derivatives_of_the_reference_ignore_hidden_pairs(softcap, double
 
 @pytest.mark.parametrize("sinks", [[-np.inf, 0.0], [[-np.inf, -np.inf], [-np.inf, 0.5]]])
 def test_a_sink_of_minus_infinity_is_none(sinks, double_precision):
-    case = Case("off", Causal(), q_tokens=7, kv_tokens=7, dtype="float64", sinks=0)
+    case = ConformanceCase("off", Causal(), q_tokens=7, kv_tokens=7, dtype="float64", sinks=0)
     inputs = case.inputs()
     given = {**inputs.operands, "sinks": np.asarray(sinks)}
     attend = functools.partial(xsake.attention, mask=Causal(), return_lse=True)

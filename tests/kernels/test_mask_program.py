@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 
 from tests.masks import examples
 from xsake.kernels.mask_program import MaskProgram, trace_mask
-from xsake.layout.explicit_blocks import ListedBlocks
+from xsake.layout import ListedBlocks
 from xsake.masks import (
     AbstractMask,
     BigBird,

@@ -21,14 +21,14 @@ from xsake.layout import BlockLayout
 from xsake.layout.synthetic import ragged_grid
 from xsake.masks import Causal, FromFunction, PerHead, Window
 from xsake.testing.case_table import BY_NAME, CASES
-from xsake.testing.cases import Case
+from xsake.testing.cases import ConformanceCase
 from xsake.testing.conformance import check_case, failures
 
 WINDOWS = [Causal() & Window(left=left, right=0) for left in (2, 11, 24, 40, 7, 30, 18, 3, 26)]
 SMALL = {"q_tokens": 45, "kv_tokens": 45, "head_dim": 16, "value_dim": 16, "dtype": "bfloat16"}
 
 
-def _half(case: Case) -> Case:
+def _half(case: ConformanceCase) -> ConformanceCase:
     """The case in a dtype that the kernels take."""
     if case.dtype != "float32":
         return case
@@ -37,9 +37,13 @@ def _half(case: Case) -> Case:
 
 SERVED = [_half(case) for case in CASES if case.bias is None]
 OWN_CASES = [
-    Case("group_of_three", PerHead(WINDOWS), block=(16, 32), q_heads=9, kv_heads=3, **SMALL),
-    Case("group_of_eight", Causal(), block=(32, 16), q_heads=8, kv_heads=1, batch=2, **SMALL),
-    Case(
+    ConformanceCase(
+        "group_of_three", PerHead(WINDOWS), block=(16, 32), q_heads=9, kv_heads=3, **SMALL
+    ),
+    ConformanceCase(
+        "group_of_eight", Causal(), block=(32, 16), q_heads=8, kv_heads=1, batch=2, **SMALL
+    ),
+    ConformanceCase(
         "segments_and_windows",
         PerHead(WINDOWS[:4]),
         block=(32, 32),
@@ -51,7 +55,7 @@ OWN_CASES = [
         sinks=2,
         **SMALL,
     ),
-    Case(
+    ConformanceCase(
         "blocks_of_several_tiles",
         Causal() & Window(left=100, right=0),
         block=(128, 64),

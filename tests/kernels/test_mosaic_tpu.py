@@ -22,7 +22,7 @@ from xsake.kernels.block_sparse.types import BlockSparseConfig, BlockSparseInput
 from xsake.layout import BlockLayout
 from xsake.masks import Causal, Explicit, PerHead, Window
 from xsake.testing.case_table import BY_NAME, CASES
-from xsake.testing.cases import Case
+from xsake.testing.cases import ConformanceCase
 from xsake.testing.conformance import check_case, failures
 
 # What the kernels decline, and which words say so.
@@ -33,10 +33,10 @@ SERVED = [case for case in CASES if case.name not in DECLINED]
 SMALL = {"q_tokens": 45, "kv_tokens": 45, "head_dim": 16, "value_dim": 16}
 WINDOWS = [Causal() & Window(left=left, right=0) for left in (2, 11, 24, 40, 7, 30, 18, 3, 26)]
 OWN_CASES = [
-    Case(
+    ConformanceCase(
         "three_query_heads_a_group", PerHead(WINDOWS), block=(16, 8), q_heads=9, kv_heads=3, **SMALL
     ),
-    Case(
+    ConformanceCase(
         "eight_query_heads_a_group",
         PerHead(WINDOWS[:8]),
         block=(8, 16),
@@ -45,7 +45,7 @@ OWN_CASES = [
         batch=2,
         **SMALL,
     ),
-    Case(
+    ConformanceCase(
         "shared_list_group_of_three",
         Causal(),
         block=(16, 16),
@@ -54,7 +54,7 @@ OWN_CASES = [
         batch=2,
         **SMALL,
     ),
-    Case(
+    ConformanceCase(
         "segments_and_windows",
         PerHead(WINDOWS[:4]),
         block=(16, 16),
@@ -66,7 +66,7 @@ OWN_CASES = [
         sinks=2,
         **SMALL,
     ),
-    Case(
+    ConformanceCase(
         "hardware_blocks",
         Causal() & Window(left=150, right=0),
         block=(128, 128),

@@ -11,7 +11,7 @@ import xsake
 from tests.lanes import RUNNABLE, each_implementation, gate
 from xsake.masks import Causal, Window
 from xsake.testing.case_table import BY_NAME
-from xsake.testing.cases import Case
+from xsake.testing.cases import ConformanceCase
 from xsake.testing.conformance import compare, failures, reference_results, run_case
 
 SHARED = {
@@ -25,7 +25,7 @@ SHARED = {
 @pytest.mark.parametrize("name", gate(["window"], SHARED))
 def test_agrees_with_jax_nn(name, implementation):
     mask, options = SHARED[name]
-    case = Case(
+    case = ConformanceCase(
         name, mask, batch=2, q_tokens=70, kv_tokens=70, q_heads=4, kv_heads=2, bias=(True, True)
     )
     inputs = case.inputs()

@@ -15,7 +15,7 @@ from xsake.kernels.block_sparse.mosaic_tpu import schedule
 from xsake.layout import BlockLayout
 from xsake.masks import Causal, PerHead, Sinks, Window
 from xsake.testing.case_table import BY_NAME
-from xsake.testing.cases import Case
+from xsake.testing.cases import ConformanceCase
 from xsake.testing.conformance import bind, call, with_gradients
 
 
@@ -35,7 +35,7 @@ def assert_same_bits(clean, dirty, names=None):
         assert clean[name].tobytes() == dirty[name].tobytes(), name
 
 
-LOCAL = Case(
+LOCAL = ConformanceCase(
     "local",
     PerHead([Causal() & Window(left=left, right=0) for left in (5, 9, 14, 20)]),
     block=(16, 16),
@@ -166,7 +166,7 @@ def test_a_poisoned_query_reaches_only_the_keys_it_sees(operand, implementation)
 @each_implementation
 def test_the_tail_of_the_last_block_is_never_read(implementation):
     """The mask ends inside the last listed kv block, and what follows is poison."""
-    short = Case("short", layout=_first_keys(70), q_tokens=70, kv_tokens=96)
+    short = ConformanceCase("short", layout=_first_keys(70), q_tokens=70, kv_tokens=96)
     inputs = short.inputs()
     run = jax.jit(with_gradients(bind(xsake.attention, short, implementation)))
     clean = call(run, inputs)
@@ -187,16 +187,18 @@ def _first_block(case):
 # Keys that only the padding of the last query block would see, and rows that wait while others of
 # their group compute: neither exists, so neither may reach a gradient.
 PADDING = {
-    "queries_end_inside_a_block": Case("tail", Causal(), (16, 16), q_tokens=40, kv_tokens=48),
-    "softcap": Case("cap", Causal(), (16, 16), q_tokens=40, kv_tokens=48, softcap=3.0),
-    "positions": Case(
+    "queries_end_inside_a_block": ConformanceCase(
+        "tail", Causal(), (16, 16), q_tokens=40, kv_tokens=48
+    ),
+    "softcap": ConformanceCase("cap", Causal(), (16, 16), q_tokens=40, kv_tokens=48, softcap=3.0),
+    "positions": ConformanceCase(
         "placed",
         Window(left=70, right=50),
         q_tokens=20,
         kv_tokens=48,
         q_positions=tuple(range(100, 120)),
     ),
-    "softcap_and_padding_segments": Case(
+    "softcap_and_padding_segments": ConformanceCase(
         "waiting",
         Causal(),
         (16, 16),
@@ -205,7 +207,7 @@ PADDING = {
         softcap=30.0,
         segments=(((44,), (44,)),),
     ),
-    "softcap_and_unlisted_blocks": Case(
+    "softcap_and_unlisted_blocks": ConformanceCase(
         "unlisted", layout=_first_block, q_tokens=64, kv_tokens=64, softcap=5.0
     ),
 }

@@ -15,7 +15,7 @@ from xsake.kernels import blocking, online_softmax
 from xsake.kernels.block_sparse import api, xla
 from xsake.kernels.block_sparse.xla import BlockedCall
 from xsake.masks import Causal, Explicit, Full, PerHead, Window
-from xsake.testing.cases import Case
+from xsake.testing.cases import ConformanceCase
 from xsake.testing.conformance import (
     bind,
     call,
@@ -44,11 +44,15 @@ PADDED = (((20, 18), (20, 18)), ((45,), (45,)))
 CAPPED = {"softcap": 1.5, "sinks": 2, "bias": (True, True)}
 
 DETECTORS = {
-    "plain": Case("plain", WINDOWS, block=(16, 8), **SIZES),
-    "gaps": Case("gaps", Explicit(SOME_PAIRS), block=(8, 16), bias=(False, True), **SIZES),
-    "capped": Case("capped", Causal(), block=(16, 16), **CAPPED, **SIZES),
-    "packed": Case("packed", Full(), block=(16, 16), batch=2, segments=PADDED, **SIZES),
-    "late": Case("late", Causal(), block=(16, 16), q_positions=tuple(range(30, 75)), **SIZES),
+    "plain": ConformanceCase("plain", WINDOWS, block=(16, 8), **SIZES),
+    "gaps": ConformanceCase(
+        "gaps", Explicit(SOME_PAIRS), block=(8, 16), bias=(False, True), **SIZES
+    ),
+    "capped": ConformanceCase("capped", Causal(), block=(16, 16), **CAPPED, **SIZES),
+    "packed": ConformanceCase("packed", Full(), block=(16, 16), batch=2, segments=PADDED, **SIZES),
+    "late": ConformanceCase(
+        "late", Causal(), block=(16, 16), q_positions=tuple(range(30, 75)), **SIZES
+    ),
 }
 
 

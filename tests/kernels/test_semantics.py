@@ -13,7 +13,7 @@ from xsake.errors import LayoutError, XsakeError
 from xsake.layout import BlockLayout
 from xsake.masks import Causal, Explicit, Full, Window
 from xsake.testing.case_table import BY_NAME
-from xsake.testing.cases import Case
+from xsake.testing.cases import ConformanceCase
 from xsake.testing.conformance import compare, failures, reference_results, run_case
 
 
@@ -49,7 +49,9 @@ def test_sinks_alone_give_their_own_lse(implementation):
 @pytest.mark.slow  # conformance has sinks in several blocks
 @each_implementation
 def test_sink_mass_does_not_depend_on_how_keys_are_cut(implementation):
-    whole = Case("cut", Full(), block=(64, 64), q_tokens=64, kv_tokens=64, q_heads=2, sinks=0)
+    whole = ConformanceCase(
+        "cut", Full(), block=(64, 64), q_tokens=64, kv_tokens=64, q_heads=2, sinks=0
+    )
     inputs, truth, plain = reference_results(whole)
     for block in ((64, 64), (16, 4)):
         got = run_case(
@@ -62,7 +64,9 @@ def test_sink_mass_does_not_depend_on_how_keys_are_cut(implementation):
 @each_implementation
 def test_block_sizes_never_change_the_meaning(implementation):
     rule = Causal() & Window(left=60, right=0)
-    case = Case("blocks", rule, block=(128, 128), q_tokens=150, kv_tokens=150, kv_heads=1)
+    case = ConformanceCase(
+        "blocks", rule, block=(128, 128), q_tokens=150, kv_tokens=150, kv_heads=1
+    )
     inputs, truth, plain = reference_results(case)
     coarse = BlockLayout.from_mask(rule, q_tokens=150, block_q=128, block_kv=128)
     for block in ((128, 128), (64, 64), (32, 64), (64, 32)):
@@ -73,7 +77,7 @@ def test_block_sizes_never_change_the_meaning(implementation):
 
 @each_implementation
 def test_causal_compares_positions_and_guesses_no_corner(implementation):
-    case = Case("corner", Causal(), block=(16, 16), q_tokens=5, kv_tokens=40)
+    case = ConformanceCase("corner", Causal(), block=(16, 16), q_tokens=5, kv_tokens=40)
     values = jnp.broadcast_to(jnp.eye(40)[None, :, None, :], (1, 40, 2, 40))
     inputs = case.inputs()
     out = xsake.attention(
@@ -94,7 +98,7 @@ def test_duplicate_blocks_are_refused_or_harmless():
         BlockLayout.from_indices_counts(indices, counts, **sizes)
     once = BlockLayout.from_indices_counts(np.array([[[0, 1]]]), np.array([[2]]), **sizes)
     twice = BlockLayout.from_indices_counts(jnp.asarray(indices), jnp.asarray(counts), **sizes)
-    case = Case("duplicates", layout=lambda case: once, q_tokens=16, kv_tokens=48)
+    case = ConformanceCase("duplicates", layout=lambda case: once, q_tokens=16, kv_tokens=48)
     inputs = case.inputs()
     for implementation in RUNNABLE:
         first = run_case(xsake.attention, case, implementation, inputs)
@@ -117,7 +121,7 @@ def test_mask_and_layout_together_mean_both(implementation):
     table = np.random.default_rng(0).random((64, 64)) < 0.7
     grid = np.random.default_rng(1).random((1, 4, 4)) < 0.6
     layout = BlockLayout.from_block_mask(grid, block_q=16, block_kv=16)
-    both = Case(
+    both = ConformanceCase(
         "both",
         Explicit(table & np.kron(grid[0], np.ones((16, 16), bool))),
         block=(16, 16),
@@ -144,7 +148,9 @@ def test_mask_and_layout_together_mean_both(implementation):
 @each_implementation
 def test_mask_is_asked_at_the_given_positions_even_beside_a_layout(implementation):
     """Blocks above the diagonal of indices hold visible pairs when the queries come late."""
-    case = Case("late", Causal(), q_tokens=32, kv_tokens=64, q_positions=tuple(range(20, 52)))
+    case = ConformanceCase(
+        "late", Causal(), q_tokens=32, kv_tokens=64, q_positions=tuple(range(20, 52))
+    )
     every_block = BlockLayout.from_block_mask(np.ones((2, 4), bool), block_q=16, block_kv=16)
     inputs, truth, plain = reference_results(case)
     out, lse = xsake.attention(
@@ -174,6 +180,6 @@ def test_mask_is_asked_at_the_given_positions_even_beside_a_layout(implementatio
     ids=lambda change: next(iter(change)),
 )
 def test_what_cannot_be_served_raises(change, implementation):
-    inputs = Case("refused").inputs()
+    inputs = ConformanceCase("refused").inputs()
     with pytest.raises(XsakeError):
         xsake.attention(**{**inputs.operands, "implementation": implementation, **change})

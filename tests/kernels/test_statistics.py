@@ -16,7 +16,7 @@ from xsake.kernels.statistics.schedule import list_spans
 from xsake.kernels.statistics.validation import operands_of, problem_of
 from xsake.masks import Causal, Explicit, Full, PerHead, Random, Sinks, Window
 from xsake.testing.budget import check_error
-from xsake.testing.cases import Case
+from xsake.testing.cases import ConformanceCase
 
 each_implementation = pytest.mark.parametrize("implementation", [spec.name for spec in OP.backends])
 
@@ -27,11 +27,19 @@ TWO_BY_TWO = {"q_heads": 4, "kv_heads": 2, "batch": 2}
 
 # (case, keys per block). Few, because each one is a compilation.
 CASES = [
-    (Case("many_spans", Causal(), q_tokens=600, kv_tokens=600, q_heads=6, head_dim=8), 48),
-    (Case("sharp_empty_rows", Explicit(HOLES), q_tokens=90, kv_tokens=75, logits=30.0), 1000),
-    (Case("decode", Full(), q_tokens=1, kv_tokens=100, scale=1.0), 30),
     (
-        Case(
+        ConformanceCase("many_spans", Causal(), q_tokens=600, kv_tokens=600, q_heads=6, head_dim=8),
+        48,
+    ),
+    (
+        ConformanceCase(
+            "sharp_empty_rows", Explicit(HOLES), q_tokens=90, kv_tokens=75, logits=30.0
+        ),
+        1000,
+    ),
+    (ConformanceCase("decode", Full(), q_tokens=1, kv_tokens=100, scale=1.0), 30),
+    (
+        ConformanceCase(
             "everything",
             PerHead([Full(), LOCAL, Random(keep=0.3, seed=1, cell=4), Window(left=0, right=9)]),
             q_tokens=77,
@@ -45,7 +53,7 @@ CASES = [
         25,
     ),
     (
-        Case(
+        ConformanceCase(
             "late_queries",
             PerHead([LOCAL, Causal()]),
             q_tokens=33,
@@ -254,7 +262,7 @@ def test_a_block_far_below_its_row_keeps_its_digits(implementation):
 @each_implementation
 def test_float64_is_computed_in_float64(implementation):
     with jax.enable_x64(True):
-        case, block = Case("wide", LOCAL, dtype="float64", head_dim=8, softcap=4.0), 16
+        case, block = ConformanceCase("wide", LOCAL, dtype="float64", head_dim=8, softcap=4.0), 16
         inputs = case.inputs()
         found = run(case, block, inputs, implementation)
         for name, right in dense(case, inputs.operands, block, np.float64).items():
@@ -266,7 +274,7 @@ def test_float64_is_computed_in_float64(implementation):
 def test_pieces_of_the_queries_give_the_statistics_of_the_whole_and_compile_once():
     tokens = 3 * Q_TOKENS
     sizes = {"q_tokens": tokens, "kv_tokens": KV_TOKENS, "kv_heads": 1, "head_dim": DIM}
-    case = Case("streamed", Causal(), **sizes)
+    case = ConformanceCase("streamed", Causal(), **sizes)
     inputs = case.inputs()
     whole = dense(case, inputs.operands, BLOCK, np.float64)
     compiled = set()

@@ -18,7 +18,7 @@ from xsake.kernels.block_sparse.mosaic_tpu import launch, schedule
 from xsake.layout import BlockLayout
 from xsake.layout.numbering import RaggedGrid
 from xsake.masks import Causal, Explicit, PerHead, Window
-from xsake.testing.cases import Case
+from xsake.testing.cases import ConformanceCase
 from xsake.testing.conformance import check_case, failures
 
 SIZES = {
@@ -34,7 +34,7 @@ SOME_PAIRS = np.random.default_rng(0).random((45, 45)) < 0.3
 SEGMENTS = (((20, 18), (20, 18)), ((45,), (45,)))
 
 
-def _holes(case: Case) -> BlockLayout:
+def _holes(case: ConformanceCase) -> BlockLayout:
     """Rows of every length, none included: the last row of each head has no block."""
     grid = np.random.default_rng(2).random((case.q_heads, 6, 6)) < 0.6
     grid[:, -1] = False
@@ -44,12 +44,14 @@ def _holes(case: Case) -> BlockLayout:
 
 
 CASES = {
-    "windows": Case("windows", WINDOWS, block=(8, 8), **SIZES),
-    "rounded": Case("rounded", WINDOWS, block=(8, 8), dtype="bfloat16", **SIZES),
-    "holes": Case("holes", Causal(), layout=_holes, **SIZES),
-    "table": Case("table", Explicit(SOME_PAIRS), block=(8, 8), **SIZES),
-    "shared": Case("shared", Causal(), block=(8, 8), batch=2, **SIZES),
-    "packed": Case("packed", Causal(), block=(8, 8), batch=2, segments=SEGMENTS, **SIZES),
+    "windows": ConformanceCase("windows", WINDOWS, block=(8, 8), **SIZES),
+    "rounded": ConformanceCase("rounded", WINDOWS, block=(8, 8), dtype="bfloat16", **SIZES),
+    "holes": ConformanceCase("holes", Causal(), layout=_holes, **SIZES),
+    "table": ConformanceCase("table", Explicit(SOME_PAIRS), block=(8, 8), **SIZES),
+    "shared": ConformanceCase("shared", Causal(), block=(8, 8), batch=2, **SIZES),
+    "packed": ConformanceCase(
+        "packed", Causal(), block=(8, 8), batch=2, segments=SEGMENTS, **SIZES
+    ),
 }
 
 

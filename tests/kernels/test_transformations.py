@@ -13,10 +13,10 @@ from tests.lanes import each_implementation
 from xsake.layout import BlockLayout
 from xsake.masks import Causal
 from xsake.testing.case_table import BY_NAME
-from xsake.testing.cases import Case
+from xsake.testing.cases import ConformanceCase
 from xsake.testing.conformance import bind, call, run_case, with_gradients
 
-CASE = Case(
+CASE = ConformanceCase(
     "transformed",
     Causal(),
     block=(16, 16),
@@ -139,7 +139,7 @@ def compilations():
 def test_a_new_traced_layout_in_one_bucket_compiles_nothing(implementation, compilations):
     rng = np.random.default_rng(0)
     visible = np.tril(np.ones((6, 6), bool))
-    case = Case("bucket", q_tokens=96, kv_tokens=96)
+    case = ConformanceCase("bucket", q_tokens=96, kv_tokens=96)
     inputs = case.inputs()
 
     @jax.jit

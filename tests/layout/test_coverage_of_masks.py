@@ -19,8 +19,8 @@ from tests.layout.expansion import (
     pairs_of_mask,
 )
 from xsake.errors import LayoutError
-from xsake.layout import BlockLayout, coverage
-from xsake.masks import Causal, Explicit, FromFunction, Full, PerHead, Random, Sinks, Window
+from xsake.layout import BlockLayout, build
+from xsake.masks import Causal, Explicit, FromFunction, Full, PerHead, Random, Sinks, Window, base
 
 # While tests run, beartype checks lists by random samples, also when strategies build masks.
 pytestmark = pytest.mark.filterwarnings("ignore:Do not use the `random` module inside strategies")
@@ -158,8 +158,8 @@ def test_equal_heads_are_built_once_and_layouts_are_cached():
 
 
 def test_tokens_are_only_looked_at_in_bounded_chunks(monkeypatch):
-    monkeypatch.setattr(coverage, "CHUNK_TOKENS", 50)
-    monkeypatch.setattr(coverage, "CHUNK_BLOCKS", 3)
+    monkeypatch.setattr(base, "CHUNK_TOKENS", 50)
+    monkeypatch.setattr(build, "CHUNK_BLOCKS", 3)
     largest = []
 
     def rule(q, kv):

@@ -9,8 +9,7 @@ import pytest
 
 from xsake.errors import ArgumentError, LayoutError
 from xsake.layout import BlockGrid, BlockLayout
-from xsake.layout.csr import Items
-from xsake.layout.invariants import check_shapes
+from xsake.layout.csr import Items, check_shapes
 from xsake.masks import Causal, Full, PerHead, Window
 
 RAGGED = PerHead([Causal(), Causal() & Window(31, 0)])

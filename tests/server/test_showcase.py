@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.observability.browser import NoBrowserError, chromium
 from tests.server.sample import TOKEN, inside, write_run
-from xsake._provenance import own_checkout
+from xsake._provenance import checkout_root
 from xsake.server.files import read_site
 from xsake.server.guard import _PATH, COOKIE, session_cookie
 from xsake.server.settings import ServerSettings
@@ -90,7 +90,7 @@ def test_a_browser_logs_in_and_lands_in_the_showcase_which_sees_the_runs(tmp_pat
 
 @pytest.fixture
 def real():
-    folder = own_checkout() / "showcase" / "out"
+    folder = checkout_root() / "showcase" / "out"
     if not (folder / "index.html").is_file():
         pytest.skip("the showcase is not built here: just showcase")
     return folder

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from xsake.kernels.block_sparse.types import BlockSparseInputs
 from xsake.layout import BlockLayout
-from xsake.layout.csr import row_of_item
+from xsake.layout.csr import item_rows
 from xsake.masks import Coverage
 
 POSITIONS, SEGMENTS = "positions", "segment ids"
@@ -64,7 +64,7 @@ def _unknown_as_some(code):
 
 def _item_coordinates(layout: BlockLayout):
     """Return (batch, head, query block, kv block) of each item."""
-    row = row_of_item(jnp, jnp.asarray(layout.row_starts), layout.capacity)
+    row = item_rows(jnp, jnp.asarray(layout.row_starts), layout.capacity)
     row = jnp.minimum(row, layout.rows - 1)
     head = row // layout.q_blocks
     return (

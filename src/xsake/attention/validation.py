@@ -16,7 +16,7 @@ from xsake.errors import ArgumentError, LayoutError, ShapeError
 from xsake.kernels.block_sparse.types import BlockSparseConfig, BlockSparseInputs
 from xsake.kernels.validation import check_dtypes, check_sizes, integers, number, sum_dtype
 from xsake.layout import BlockLayout
-from xsake.layout.identity import cache_live
+from xsake.layout.block_layout import cache_live
 from xsake.masks import AbstractMask, Causal, Full, Window, parse
 from xsake.masks.base import require_mask
 

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float
 from xsake.attention import attention
 from xsake.bench.rows import Shape
 from xsake.layout import BlockLayout
-from xsake.layout.grid import blocks_of
+from xsake.layout.grid import count_blocks
 from xsake.layout.synthetic import causal_grid
 from xsake.masks import Causal
 
@@ -91,7 +91,7 @@ def xsake_call(
         attend, pairs = attention, q_tokens * kv_tokens * heads
     else:
         attend = functools.partial(attention, layout=causal_layout(q_tokens, block, grid))
-        grid = causal_grid(heads, blocks_of(q_tokens, block)) if grid is None else grid
+        grid = causal_grid(heads, count_blocks(q_tokens, block)) if grid is None else grid
         pairs = int(grid.sum()) * block**2
     flops = _flops(pairs, inputs, is_backward)
     return _compile_attention(

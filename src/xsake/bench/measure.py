@@ -10,7 +10,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from xsake._provenance import Environment, environment, own_checkout
+from xsake._provenance import Environment, checkout_root, environment
 from xsake.bench.calls import (
     AttentionInputs,
     CompiledCall,
@@ -24,7 +24,7 @@ from xsake.bench.rows import BenchmarkRow, Ratio, Shape, TimingStats
 from xsake.bench.runner import Spread, TimedSide, interleave, pair_ratio, time_warm
 from xsake.bench.shapes import model_shape
 from xsake.bench.spot_check import TOLERANCE, spot_error
-from xsake.layout.grid import blocks_of
+from xsake.layout.grid import count_blocks
 from xsake.layout.synthetic import causal_grid, ragged_grid
 
 BenchKind = Literal["attention", "backward", "decode", "memory"]
@@ -85,7 +85,7 @@ def measure(
 def _measure_length(kind: BenchKind, shape: Shape, settings: BenchSettings) -> list[BenchmarkRow]:
     is_backward = kind in ("backward", "memory")
     inputs = random_inputs(shape, settings.dtype, settings.seed)
-    began = environment(own_checkout())
+    began = environment(checkout_root())
     calls, failures = _calls(kind, inputs, shape, settings)
     product = matmul_call(settings.dtype, settings.seed)
     times: dict[str, list[float]] = {}
@@ -144,7 +144,7 @@ def _calls(kind: BenchKind, inputs: AttentionInputs, shape: Shape, settings: Ben
 
 def make_grid(shape: Shape, budget: float, block: int, seed: int) -> np.ndarray | None:
     """Draw the blocks of a call: heads from 10% to 90% if the mean allows it, else equal."""
-    heads, blocks = shape.q_heads, blocks_of(shape.q_tokens, block)
+    heads, blocks = shape.q_heads, count_blocks(shape.q_tokens, block)
     if budget >= 1:
         return None
     margin = 0.8 / heads

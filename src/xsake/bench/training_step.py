@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import jax
 import numpy as np
 
-from xsake._provenance import environment, own_checkout
+from xsake._provenance import checkout_root, environment
 from xsake.bench.rows import BenchmarkRow, Ratio, Shape, TimingStats
 from xsake.bench.runner import Spread, TimedSide, interleave, pair_ratio
 from xsake.errors import ArgumentError
@@ -69,7 +69,7 @@ def time_steps(
         on_progress(done, len(configs))
     sides = [TimedSide(name, lambda step=step: step.seconds(1)) for name, step in steps.items()]
     times, first = interleave(sides, rounds=rounds), next(iter(configs))
-    run, began = uuid.uuid4().hex[:12], environment(own_checkout())
+    run, began = uuid.uuid4().hex[:12], environment(checkout_root())
     rows = []
     for name, step in steps.items():
         section, decoder, data = step.config.attention, step.config.model.decoder, step.config.data

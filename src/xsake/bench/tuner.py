@@ -12,7 +12,7 @@ from xsake.bench.runner import Spread, TimedSide, interleave, pair_ratio, time_c
 from xsake.bench.tuned_file import TunedCall
 from xsake.kernels.block_sparse.types import TileSizes
 from xsake.kernels.tuning import Bucket, TileTable, pin_tiles
-from xsake.layout.grid import blocks_of
+from xsake.layout.grid import count_blocks
 
 ROWS = (2, 4, 8, 12, 16, 24, 32, 48)
 BLOCKS = (1, 2, 4, 8)
@@ -84,7 +84,7 @@ def search(
     inputs = random_inputs(shape, dtype, 0)
     bucket = make_bucket(inputs, grid, block)
     field: list[TileSizes | None] = [None]
-    field += candidates(block, block, shape.q_heads * blocks_of(shape.q_tokens, block))
+    field += candidates(block, block, shape.q_heads * count_blocks(shape.q_tokens, block))
     sides = {}
     for done, sizes in enumerate(field, start=1):
         table = TileTable() if sizes is None else TileTable.of({bucket: sizes})

@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import NamedTuple
 
 import xsake
-from xsake._provenance import cpu_model, environment, own_checkout
+from xsake._provenance import checkout_root, cpu_model, environment
 from xsake.certify import bound, cases, environments, record
 from xsake.certify.case import CompileCase
 from xsake.certify.family import FAMILIES, Target, TargetFamily, load_family
@@ -165,7 +165,7 @@ class _Provenance(NamedTuple):
 
 
 def _collect_provenance(module: str) -> _Provenance:
-    here = environment(own_checkout())
+    here = environment(checkout_root())
     return _Provenance(here.commit, here.dirty, source_digest(module))
 
 

@@ -128,11 +128,11 @@ def _check_feasible(
 ) -> None:
     """Raise if the budget is infeasible, before calibration starts."""
     from xsake.hads.budget import total_blocks
-    from xsake.layout.grid import blocks_of
+    from xsake.layout.grid import count_blocks
 
     if density is not None:
         always = getattr(policy, "forced", settings.forced)
-        total_blocks(density, heads=heads, n=blocks_of(context, settings.block), forced=always)
+        total_blocks(density, heads=heads, n=count_blocks(context, settings.block), forced=always)
 
 
 def parse_density(text: str) -> float:

@@ -22,7 +22,7 @@ from rich.markup import escape
 
 import xsake
 from xsake._io import atomic_write
-from xsake._provenance import environment, own_checkout, source_digest
+from xsake._provenance import checkout_root, environment, source_digest
 from xsake.certify.words import sanitize
 from xsake.cli.screen import ProgressBar
 from xsake.errors import UnsupportedError
@@ -30,7 +30,7 @@ from xsake.kernels import dispatch
 from xsake.kernels.block_sparse.api import OP
 from xsake.testing.budget import ErrorReport as Judgement
 from xsake.testing.case_table import CASES
-from xsake.testing.cases import Case
+from xsake.testing.cases import ConformanceCase
 from xsake.testing.conformance import check_case, failures
 
 SCHEMA_VERSION = 1
@@ -176,7 +176,7 @@ def run_conformance(
     return report
 
 
-def _run_case(name: str, case: Case) -> ConformanceRow:
+def _run_case(name: str, case: ConformanceCase) -> ConformanceRow:
     """Run one case; errors become rows."""
     start, checks = time.perf_counter(), []
     verdict: Verdict = "passed"
@@ -214,7 +214,7 @@ def _array_errors(judgement: Judgement) -> dict[str, Any]:
 
 def _collect_environment() -> dict[str, Any]:
     """Return software and device information, without host or user names."""
-    here, device = environment(own_checkout()), jax.devices()[0]
+    here, device = environment(checkout_root()), jax.devices()[0]
     packages = ((each.name, each.version) for each in importlib.metadata.distributions())
     related = {name: x for name, x in packages if name and name.startswith(("jax", "libtpu"))}
     return {

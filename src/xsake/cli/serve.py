@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from xsake._io import require_local
-from xsake._provenance import own_checkout
+from xsake._provenance import checkout_root
 from xsake.cli.exits import exit_codes
 from xsake.errors import ArgumentError, MissingExtraError
 
@@ -88,7 +88,7 @@ def _require_server() -> None:
 
 def _built_showcase() -> Path | None:
     """Return the showcase built by `just showcase` in this checkout."""
-    checkout = own_checkout()
+    checkout = checkout_root()
     built = None if checkout is None else checkout / "showcase" / "out"
     return built if built is not None and (built / "index.html").is_file() else None
 

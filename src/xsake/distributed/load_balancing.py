@@ -14,7 +14,7 @@ from jaxtyping import Array, Int
 from xsake.distributed.bin_packing import partition_equal, partition_snake
 from xsake.errors import ArgumentError
 from xsake.layout import BlockLayout
-from xsake.layout.csr import Items, gather_rows, row_of_item
+from xsake.layout.csr import Items, gather_rows, item_rows
 
 Assignment = Literal["work", "zigzag"]
 """Assignment of query blocks: by their number of listed blocks, or in zigzag order."""
@@ -148,7 +148,7 @@ def context_work(layout: BlockLayout, shards: int, assignment: Assignment = "wor
         max / mean work of 4 shards: 1.738 contiguous, 1.000 balanced; ring: 1.738 and 1.000
     """
     starts, kv_block = np.asarray(layout.row_starts), np.asarray(layout.kv_block)
-    row = row_of_item(np, starts, kv_block.size)[: starts[-1]]
+    row = item_rows(np, starts, kv_block.size)[: starts[-1]]
     q_block, kv_block = row % layout.q_blocks, kv_block[: row.size]
     each_q, each_kv = (-(-n // shards) for n in (layout.q_blocks, layout.kv_blocks))
     owner = np.empty(layout.q_blocks, np.int64)

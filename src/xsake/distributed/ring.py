@@ -18,7 +18,7 @@ from xsake.kernels.block_sparse.api import block_sparse, block_sparse_backward
 from xsake.kernels.block_sparse.types import BlockSparseConfig, BlockSparseInputs
 from xsake.kernels.dispatch import Implementation
 from xsake.layout import BlockLayout
-from xsake.layout.csr import Items, compact, used_entries
+from xsake.layout.csr import Items, compact
 from xsake.layout.grid import BlockGrid
 from xsake.masks import AbstractMask
 
@@ -143,7 +143,7 @@ def _chunk_layout(ring: Ring, items: Items, chunk) -> BlockLayout:
     """Return the layout of the listed blocks of one chunk, with indices relative to the chunk."""
     capacity = items.kv_block.shape[0]
     in_chunk = zigzag_shard(jnp, items.kv_block, ring.shards) == chunk
-    keep = in_chunk & used_entries(jnp, items.row_starts, capacity)
+    keep = in_chunk & (jnp.arange(capacity) < items.row_starts[-1])
     chunk_index = items.kv_block // ring.shards
     chunk_items = compact(jnp, keep, items.row_starts[:-1], None, chunk_index, items.is_partial)
     return build_layout(Items(*chunk_items), ring.grid, ring.mask)

@@ -9,7 +9,7 @@ from xsake.attention import BlockSparseAttention
 from xsake.hads import PlanAttention, SparsityPlan
 from xsake.hads.budget import visible_blocks
 from xsake.layout import BlockLayout
-from xsake.layout.grid import blocks_of
+from xsake.layout.grid import count_blocks
 from xsake.masks import AbstractMask, Causal
 from xsake.model import AttentionFn, LayoutAttention, MaskedAttention
 
@@ -71,7 +71,7 @@ class Candidate:
             case LayoutAttention(layouts=BlockLayout() as listed):
                 layout = listed.with_mask(Causal())
             case PlanAttention(plan=plan):
-                n = blocks_of(tokens, plan.block)
+                n = count_blocks(tokens, plan.block)
                 return float(plan.totals(n).sum() / (plan.model.heads * visible_blocks(n)))
             case _:
                 return None

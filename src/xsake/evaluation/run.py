@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 import jax
 
 from xsake._provenance import (
+    checkout_root,
     environment,
     installed_versions,
-    own_checkout,
     source_digest,
 )
 from xsake.errors import ArgumentError
@@ -158,7 +158,7 @@ def evaluate(
     ]
     by_gap = [list(group) for _, group in itertools.groupby(copies, lambda copy: copy.gap)]
     probes = [far_copy_result(group, _take(results, group), settings.passage) for group in by_gap]
-    current = environment(own_checkout())
+    current = environment(checkout_root())
     return EvaluationReport(
         made_at=current.utc,
         model=eval_model.identity,

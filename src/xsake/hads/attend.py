@@ -19,7 +19,7 @@ from xsake.hads.plan import SparsityPlan
 from xsake.hads.plan_parts import SelectorSpec
 from xsake.hads.selectors import SELECTORS, ScoringContext, Selector, correct_masses
 from xsake.layout import BlockLayout
-from xsake.layout.grid import blocks_of
+from xsake.layout.grid import count_blocks
 from xsake.masks import Causal
 
 
@@ -59,7 +59,7 @@ class PlanAttention:
         """Return the block layout of one layer for this input."""
         tokens, block = q.shape[1], self.plan.block
         chosen = self.chosen(q, k, call)
-        n = blocks_of(tokens, block)
+        n = count_blocks(tokens, block)
         per_sequence = self._tables(n).layer_totals.max()
         if self._eps is not None:
             per_sequence = chosen.shape[1] * visible_blocks(n)
@@ -73,7 +73,7 @@ class PlanAttention:
         self, q: Float[Array, "B T Hq D"], k: Float[Array, "B T Hk D"], call: LayerCall
     ) -> Bool[Array, "B Hq Nq Nk"]:
         """Return True for the blocks that one layer computes."""
-        tables = self._tables(blocks_of(q.shape[1], self.plan.block))
+        tables = self._tables(count_blocks(q.shape[1], self.plan.block))
         if tables.static is not None:
             grid = jnp.asarray(tables.static)[call.layer]
             return jnp.broadcast_to(grid, (q.shape[0], *grid.shape))
@@ -113,7 +113,7 @@ class PlanAttention:
 
     def masses(self, q, k, call: LayerCall) -> Float[Array, "B Hq Nq Nk"]:
         """Estimate block masses with the plan's selector and its per-head correction."""
-        spec, tables = self.plan.selector, self._tables(blocks_of(q.shape[1], self.plan.block))
+        spec, tables = self.plan.selector, self._tables(count_blocks(q.shape[1], self.plan.block))
         if spec.name == "random":
             n = tables.counts.shape[-1]
             key = jax.random.fold_in(jax.random.key(int(spec.settings["seed"])), call.layer)

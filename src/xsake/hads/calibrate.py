@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jaxtyping import Float, Int
 
-from xsake._provenance import environment, own_checkout, source_digest
+from xsake._provenance import checkout_root, environment, source_digest
 from xsake.errors import ArgumentError
 from xsake.hads import fit
 from xsake.hads.budget import ForcedBlocks
@@ -26,7 +26,7 @@ from xsake.hads.measure import (
 from xsake.hads.profile import CalibratedModel, DocumentRecord, Profile
 from xsake.hads.selectors import Sampled, Selector
 from xsake.hads.shelf import DocumentMasses, MassCache
-from xsake.layout.grid import blocks_of
+from xsake.layout.grid import count_blocks
 
 # Sources that determine the measurements; their digest is part of cache keys.
 SOURCES = (
@@ -143,7 +143,7 @@ def calibrate(
     ]
     progress = ProgressTracker(len(documents) + len(chosen), on_progress)
     _measure_masses(observe, documents, keys, settings, components, cache, progress)
-    n = blocks_of(len(documents[0].tokens), settings.block)
+    n = count_blocks(len(documents[0].tokens), settings.block)
     weights = _fit_corrections(model, keys, n, settings, cache)
     args = settings, components, weights
     effects = _measure_effects(observe, model, chosen, *args, cache, progress) if chosen else {}
@@ -158,7 +158,7 @@ def _validate(documents: Documents, settings: CalibrationSettings) -> Documents:
             got=f"lengths {sorted(lengths)}" if lengths else "no document",
             expected="at least one document, all of the same number of tokens",
         )
-    n = blocks_of(min(lengths), settings.block)
+    n = count_blocks(min(lengths), settings.block)
     if n <= settings.forced.blocks_per_row:
         raise ArgumentError(
             "the documents are too short for block selection",
@@ -288,7 +288,7 @@ def _measure_effects(
     digests = [source_digest("hads/effect.py"), repr(settings.forced)]
     digests += [hashlib.sha256(each.tobytes()).hexdigest() for each in weights.values()]
     keys = [f"effects {digests} {_key(model, x, settings, components)}" for x in documents]
-    levels = blocks_of(len(documents[0].tokens), settings.block) + 1
+    levels = count_blocks(len(documents[0].tokens), settings.block) + 1
 
     def measure(tokens, rows, unique) -> None:
         seeds = jax.numpy.asarray([int(documents[i].sha256[:7], 16) for i in rows])
@@ -354,7 +354,7 @@ def _build_profile(
         block=settings.block,
         forced=forced,
         seed=0,
-        environment=environment(own_checkout()),
+        environment=environment(checkout_root()),
         entropy=by_head(entropy),
         curves={name: by_head(values) for name, values in curves.items()},
         effects={name: by_head(values) for name, values in effects.items()},

@@ -18,7 +18,7 @@ from xsake.hads.measure import LayerMasses, ObserveFn, make_mass_hook
 from xsake.hads.plan import SparsityPlan
 from xsake.hads.profile import Profile
 from xsake.hads.shelf import DocumentMasses, MassCache
-from xsake.layout.grid import blocks_of
+from xsake.layout.grid import count_blocks
 
 MAX_HEADS = 10
 
@@ -179,7 +179,7 @@ def measure_documents(
 
 def _require_length(plan: SparsityPlan, documents: Sequence[CalibrationDocument]) -> None:
     shortest = min((len(document.tokens) for document in documents), default=0)
-    if blocks_of(shortest, plan.block) <= plan.forced.blocks_per_row:
+    if count_blocks(shortest, plan.block) <= plan.forced.blocks_per_row:
         raise ArgumentError(
             "the documents are too short for block selection",
             got=f"{shortest} tokens, blocks of {plan.block}",

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from xsake.errors import ArgumentError, ShapeError
-from xsake.layout.grid import blocks_of
+from xsake.layout.grid import count_blocks
 
 _CHUNK_VALUES = 2**20  # values per chunk of rows; a chunk has at least one row
 
@@ -63,8 +63,8 @@ def map_rows(
     batch, tokens, heads, _ = q.shape
     rows = chosen.shape[2]
     rows_per_chunk = max(1, _CHUNK_VALUES // (batch * heads * block * columns))
-    count = blocks_of(rows, rows_per_chunk)
-    size = blocks_of(rows, count)
+    count = count_blocks(rows, rows_per_chunk)
+    size = count_blocks(rows, count)
     kept_lse = jnp.zeros(q.shape[:3], jnp.float32) if kept_lse is None else kept_lse
     number = jnp.arange(count * size, dtype=jnp.int32).reshape(count, size)
     arrays = (q, size * block), (jnp.swapaxes(chosen, 1, 2), size), (kept_lse, size * block)
@@ -133,7 +133,7 @@ def rounding(
     # - exp and log are within 2^8 u on all supported devices.
     dim, dtype = q.shape[-1], q.dtype
     unit = float(jnp.finfo(dtype).eps) / 2
-    sums = block + 16 * blocks_of(tokens, block) + 2**10
+    sums = block + 16 * count_blocks(tokens, block) + 2**10
     reach = jnp.repeat(reach, q.shape[2] // reach.shape[1], axis=1)
     return unit * (8 * (dim + 16) * length(q) * reach[:, None] + sums)
 
@@ -214,7 +214,7 @@ def validate_choice(
     q, k, chosen, *, block: int, softcap: float | None = None, eps: float | None = None
 ) -> None:
     """Raise unless the shapes are those of a block choice for causal self-attention."""
-    n = blocks_of(q.shape[1], block)
+    n = count_blocks(q.shape[1], block)
     if q.shape[1] != k.shape[1] or chosen.shape != (q.shape[0], q.shape[2], n, n):
         raise ShapeError(
             "shapes of chosen, q and k do not match",

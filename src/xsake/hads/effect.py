@@ -19,7 +19,7 @@ from xsake.hads.budget import ForcedBlocks
 from xsake.hads.fit import MIN_MASS
 from xsake.hads.measure import AttentionCall, scored_components
 from xsake.hads.selectors import ScoringContext, Selector, correct_masses
-from xsake.layout.grid import blocks_of
+from xsake.layout.grid import count_blocks
 
 QUERY_CHUNK = 64  # queries per step; larger chunks do not fit the CPU cache
 NUM_SEGMENTS = 4  # of a document; each is padded to its last visible key and compiled once
@@ -102,7 +102,7 @@ def head_effects(
     tokens, n = q.shape[1], order.shape[-1]
     rows = max(QUERY_CHUNK // context.block, 1)
     size = rows * context.block
-    chunks = blocks_of(tokens, size)
+    chunks = count_blocks(tokens, size)
     split = lambda x: jnp.moveaxis(_pad(x, chunks * size).reshape(
         x.shape[0], chunks, size, *x.shape[2:]), 1, 0)  # fmt: skip
     order = jnp.pad(order, ((0, 0), (0, 0), (0, chunks * rows - n), (0, 0)))

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from xsake.hads.selectors import ScoringContext, Selector
 from xsake.kernels.statistics import block_statistics
-from xsake.layout.grid import blocks_of
+from xsake.layout.grid import count_blocks
 from xsake.masks import AbstractMask
 
 
@@ -98,7 +98,7 @@ def scored_components(selector: Selector, ordered: Int[Array, "Hk D"]) -> Int[Ar
 def _row_means(masses: Float[Array, "B T Hq Nk"], block: int) -> Float[Array, "B Hq Nq Nk"]:
     """Return means over the queries of each row; the last row may have fewer."""
     batch, tokens, heads, columns = masses.shape
-    rows = blocks_of(tokens, block)
+    rows = count_blocks(tokens, block)
     padded = jnp.pad(masses, ((0, 0), (0, rows * block - tokens), (0, 0), (0, 0)))
     sums = padded.reshape(batch, rows, block, heads, columns).sum(2)
     size = np.minimum(block, tokens - np.arange(rows) * block).astype(np.float32)

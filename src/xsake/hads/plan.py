@@ -37,7 +37,7 @@ from xsake.hads.plan_parts import (
 )
 from xsake.hads.policy import EntropyRandom, Policy, Sensitivity, with_curve
 from xsake.hads.profile import CalibratedModel, Profile
-from xsake.layout.grid import blocks_of
+from xsake.layout.grid import count_blocks
 
 MAX_BYTES, MAX_CONTAINERS = 2**22, 2**17
 MAX_ROWS = 2**26  # rows of all heads that `row_counts` returns
@@ -162,7 +162,7 @@ class SparsityPlan(Frozen, populate_by_name=True, serialize_by_alias=True):
     @property
     def n(self) -> int:
         """Query blocks at the calibrated length."""
-        return blocks_of(self.calibration.context, self.block)
+        return count_blocks(self.calibration.context, self.block)
 
     @property
     def blocks(self) -> Int[np.ndarray, "L Hq"]:

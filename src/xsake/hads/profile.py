@@ -12,7 +12,7 @@ from xsake import _json
 from xsake._schema import Frozen, Positive, Text, validate
 from xsake.hads.budget import MAX_BLOCKS
 from xsake.hads.fields import Components, EnvironmentField, ForcedField, PerHead, PerHeadRow
-from xsake.layout.grid import blocks_of
+from xsake.layout.grid import count_blocks
 
 MAX_BYTES, MAX_CONTAINERS = 2**26, 2**18
 MAX_HEADS = 2**14  # of all layers
@@ -125,7 +125,7 @@ class Profile(Frozen, populate_by_name=True, serialize_by_alias=True):
     @property
     def n(self) -> int:
         """Number of query blocks, equal to that of kv blocks."""
-        return blocks_of(self.context, self.block)
+        return count_blocks(self.context, self.block)
 
     @property
     def digest(self) -> str:

@@ -18,7 +18,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 from jaxtyping import Bool, Int32
 
 from xsake.masks import AbstractMask
-from xsake.masks.algebra import AbstractCombination, AbstractHeadList, Not
+from xsake.masks.algebra import AbstractCombination, Not, PerHead
 
 
 def _broadcast(operation: Callable[..., Any]) -> Callable[..., Any]:
@@ -220,7 +220,7 @@ def _trace(mask: AbstractMask) -> MaskProgram:
 def _parts(mask: AbstractMask) -> Sequence[AbstractMask]:
     if isinstance(mask, AbstractCombination):
         return mask.parts
-    if isinstance(mask, AbstractHeadList):
+    if isinstance(mask, PerHead):
         return mask.members
     return (mask.part,) if isinstance(mask, Not) else ()
 

@@ -2,11 +2,10 @@
 
 from xsake.layout.block_layout import BlockLayout
 from xsake.layout.csr import capacity_bucket
-from xsake.layout.explicit_blocks import ListedBlocks
-from xsake.layout.exported import register_for_export
 from xsake.layout.grid import BlockGrid
 from xsake.layout.stats import LayoutStats
 from xsake.layout.transposed import TransposedLayout
+from xsake.masks.array_masks import ListedBlocks
 
 __all__ = [
     "BlockGrid",
@@ -16,5 +15,3 @@ __all__ = [
     "TransposedLayout",
     "capacity_bucket",
 ]
-
-register_for_export()

@@ -2,42 +2,32 @@
 
 import dataclasses
 import functools
+import hashlib
 import os
 import textwrap
+import weakref
+from collections.abc import Callable
+from typing import Any, cast
 
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, export
 from jaxtyping import Bool, Int8, Int32, Integer
 
 from xsake.errors import LayoutError
-from xsake.layout import build, invariants, serialization
-from xsake.layout.csr import (
-    Items,
-    capacity_bucket,
-    check_capacity,
-    freeze,
-    is_concrete,
-    namespace,
-    pad_or_truncate,
-    row_of_item,
-)
+from xsake.layout import build, csr, serialization
+from xsake.layout.csr import Items, capacity_bucket, is_concrete, namespace
 from xsake.layout.draw import ascii_plane, draw_png
-from xsake.layout.grid import BlockCounts, BlockGrid
-from xsake.layout.identity import ComparableLayout, cache_live
-from xsake.layout.pytree import register_layout
-from xsake.layout.refine import coverage_codes, expand_items, refine_items
-from xsake.layout.resize import resize_items
+from xsake.layout.grid import SIZES, BlockCounts, BlockGrid, register_layout
+from xsake.layout.refine import coverage_codes, expand_items, refine_items, resize_items
 from xsake.layout.stats import LayoutStats, compute_stats
 from xsake.layout.transposed import TransposedLayout, transpose_items, transposed_heads
 from xsake.masks import AbstractMask
 
-_SIZES = ("q_tokens", "kv_tokens", "block_q", "block_kv", "batch", "heads")
 
-
-@register_layout(leaves=("row_starts", "kv_block", "is_partial"), static=(*_SIZES, "mask"))
+@register_layout(leaves=("row_starts", "kv_block", "is_partial"), static=(*SIZES, "mask"))
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class BlockLayout(ComparableLayout, BlockCounts):
+class BlockLayout(BlockCounts):
     """CSR lists of kv blocks per (batch, head, query block).
 
     Row `r = (b * heads + h) * q_blocks + i` lists `kv_block[row_starts[r] : row_starts[r + 1]]`.
@@ -77,10 +67,10 @@ class BlockLayout(ComparableLayout, BlockCounts):
     mask: AbstractMask | None = None
 
     def __post_init__(self):
-        invariants.check_shapes(self._items, self.grid, self.mask)
+        csr.check_shapes(self._items, self.grid, self.mask)
         if self.is_static:
-            invariants.check_values(self._items, self.grid)
-            freeze(self, Items._fields)
+            csr.check_values(self._items, self.grid)
+            csr.freeze(self, Items._fields)
 
     @classmethod
     def from_mask(
@@ -96,10 +86,7 @@ class BlockLayout(ComparableLayout, BlockCounts):
 
         Masks with exact coverage are evaluated per block: O(blocks), not O(tokens^2).
 
-        Args:
-            mask: the layout has `mask.heads` heads, or 1.
-            q_tokens, kv_tokens: lengths; `kv_tokens` defaults to `q_tokens`.
-            block_q, block_kv: block sizes.
+        The layout has `mask.heads` heads, or 1; `kv_tokens` defaults to `q_tokens`.
 
         Example:
             >>> from xsake.masks import Causal, Window
@@ -128,7 +115,6 @@ class BlockLayout(ComparableLayout, BlockCounts):
             grid: True for selected blocks, [Nq, Nk], [H, Nq, Nk] or [B, H, Nq, Nk]. NumPy gives a
                 static layout, JAX a traced one.
             q_tokens, kv_tokens: lengths; they default to all tokens of the grid.
-            block_q, block_kv: block sizes.
             mask: element mask; fully masked blocks are dropped, partly masked ones are partial.
             capacity: number of items, every block by default; traced lists are truncated to it.
 
@@ -142,7 +128,7 @@ class BlockLayout(ComparableLayout, BlockCounts):
         sizes = build.infer_grid(chosen.shape[:3], q_tokens, kv_tokens, block_q, block_kv)
         build.check_num_blocks("kv", chosen.shape[-1], kv_tokens, block_kv)
         if isinstance(chosen, np.ndarray):
-            layout = cls._build(build.cover_grid(chosen, mask, sizes), sizes, mask)
+            layout = cls._build(build.cover_blocks(mask, sizes, chosen), sizes, mask)
             return layout if capacity is None else layout.with_capacity(capacity)
         capacity = chosen.size if capacity is None else capacity
         return cls._build(build.list_grid(chosen, capacity, sizes), sizes, None)._restrict(mask)
@@ -169,7 +155,6 @@ class BlockLayout(ComparableLayout, BlockCounts):
             indices: kv blocks, [Nq, A], [H, Nq, A] or [B, H, Nq, A].
             counts: number of used slots of each row.
             q_tokens, kv_tokens: lengths; they default to all query blocks and to `q_tokens`.
-            block_q, block_kv: block sizes.
             mask: element mask, as for `from_block_mask`.
             capacity: number of items, every slot by default; traced lists are truncated to it.
 
@@ -191,21 +176,16 @@ class BlockLayout(ComparableLayout, BlockCounts):
 
     @classmethod
     def _build(cls, items: Items, grid: BlockGrid, mask: AbstractMask | None) -> "BlockLayout":
-        return cls(*items, **{name: getattr(grid, name) for name in _SIZES}, mask=mask)
+        return cls(*items, **vars(grid), mask=mask)
 
     @property
     def grid(self) -> BlockGrid:
         """Sizes without the lists."""
-        return BlockGrid(*(getattr(self, name) for name in _SIZES))
+        return BlockGrid(*(getattr(self, name) for name in SIZES))
 
     @property
     def _items(self) -> Items:
         return Items(self.row_starts, self.kv_block, self.is_partial)
-
-    @property
-    def rows(self) -> int:
-        """Number of rows: batch * heads * q_blocks."""
-        return self.batch * self.heads * self.q_blocks
 
     @property
     def capacity(self) -> int:
@@ -233,6 +213,27 @@ class BlockLayout(ComparableLayout, BlockCounts):
             )
         return Items(*(np.asarray(array) for array in self._items))
 
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if type(other) is not type(self) or not (self.is_static and other.is_static):
+            return False
+        return self._identity == other._identity
+
+    def __hash__(self) -> int:
+        return self._hash if self.is_static else object.__hash__(self)
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash(self._identity)
+
+    @functools.cached_property
+    def _identity(self) -> tuple[object, ...]:
+        digest = hashlib.sha256()
+        for array in self._items:
+            digest.update(np.ascontiguousarray(array))
+        return digest.digest(), self.capacity, self.grid, self.mask
+
     def validate(self) -> "BlockLayout":
         """Check every invariant, including full blocks against the mask; return the layout.
 
@@ -243,9 +244,9 @@ class BlockLayout(ComparableLayout, BlockCounts):
             >>> layout = BlockLayout.from_mask(Causal(), q_tokens=512).traced().validate()
         """
         values = self._values()
-        invariants.check_values(values, self.grid)
+        csr.check_values(values, self.grid)
         if self.mask is not None:
-            invariants.check_full_blocks(values, self.grid, self.mask)
+            csr.check_full_blocks(values, self.grid, self.mask)
         return self
 
     def with_capacity(self, capacity: int) -> "BlockLayout":
@@ -255,16 +256,17 @@ class BlockLayout(ComparableLayout, BlockCounts):
         truncated instead, and `jax.experimental.checkify` reports it.
         """
         xp = namespace(*self._items)
-        check_capacity(self.row_starts[-1], capacity, is_concrete(self.row_starts))
+        csr.check_capacity(self.row_starts[-1], capacity)
         row_starts = xp.minimum(self.row_starts, np.int32(capacity))
-        kv_block, is_partial = (pad_or_truncate(xp, array, capacity) for array in self._items[1:])
+        kv_block, is_partial = (
+            csr.pad_or_truncate(xp, array, capacity) for array in self._items[1:]
+        )
         return self._build(Items(row_starts, kv_block, is_partial), self.grid, self.mask)
 
     def traced(self, capacity: int | None = None) -> "BlockLayout":
         """Return the layout as JAX arrays, to pass through `jit` as data.
 
-        Args:
-            capacity: number of items; defaults to `capacity_bucket(items)` for a static layout.
+        `capacity` defaults to `capacity_bucket(items)` for a static layout.
         """
         if capacity is None:
             capacity = capacity_bucket(self.items) if self.is_static else self.capacity
@@ -273,10 +275,9 @@ class BlockLayout(ComparableLayout, BlockCounts):
 
     def to_block_mask(self) -> Bool[np.ndarray, "B H Nq Nk"]:
         """Return the listed blocks as booleans [batch, heads, q_blocks, kv_blocks]."""
-        values = self._values()
         listed = np.zeros((self.rows, self.kv_blocks), bool)
-        row = row_of_item(np, values.row_starts, self.capacity)[: values.row_starts[-1]]
-        listed[row, values.kv_block[: row.size]] = True
+        row, kv_block, _ = csr.used_items(self._values())
+        listed[row, kv_block] = True
         return listed.reshape(self.batch, self.heads, self.q_blocks, self.kv_blocks)
 
     def expand(self, *, batch: int | None = None, heads: int | None = None) -> "BlockLayout":
@@ -322,8 +323,7 @@ class BlockLayout(ComparableLayout, BlockCounts):
     def transpose(self, kv_heads: int, q_heads: int) -> TransposedLayout:
         """Return the kv-major lists for dK and dV; GQA gathers the query heads of a kv head.
 
-        Args:
-            kv_heads, q_heads: heads of the call; the layout has 1, `kv_heads` or `q_heads`.
+        The layout must have 1, `kv_heads` or `q_heads` heads.
         """
         shape = transposed_heads(self.heads, kv_heads, q_heads)
         if not self.is_static:
@@ -338,7 +338,7 @@ class BlockLayout(ComparableLayout, BlockCounts):
 
     def _transpose(self, heads: int, group: int) -> TransposedLayout:
         arrays = transpose_items(self._items, self.grid, heads, group)
-        sizes = {name: getattr(self, name) for name in _SIZES} | {"heads": heads}
+        sizes = vars(self.grid) | {"heads": heads}
         return TransposedLayout(*arrays, **sizes, group=group, mask=self.mask)
 
     def resize(self, block_q: int, block_kv: int) -> "BlockLayout":
@@ -394,6 +394,33 @@ class BlockLayout(ComparableLayout, BlockCounts):
         return f"{self!r}\n{self.stats()}\n{self.to_ascii(width=32)}\nhead 0 of {self.heads}"
 
 
+export.register_pytree_node_serialization(
+    BlockLayout,
+    serialized_name="xsake.BlockLayout",
+    serialize_auxdata=serialization.encode_static,
+    deserialize_auxdata=serialization.decode_static,
+)
+
+
+def cache_live[F: Callable](build: F) -> F:
+    """Cache results of `build` while they are referenced elsewhere.
+
+    JAX holds the layout of every cached program, so these take no extra memory. The last 16
+    results are always held. The arguments of `build` are positional and hashable.
+    """
+    live: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()
+
+    @functools.lru_cache(maxsize=16)
+    @functools.wraps(build)
+    def reuse(*arguments):
+        result = live.get(arguments)
+        if result is None:
+            result = live[arguments] = build(*arguments)
+        return result
+
+    return cast(F, reuse)
+
+
 @cache_live
 def _from_mask(cls: type[BlockLayout], mask: AbstractMask, grid: BlockGrid) -> BlockLayout:
-    return cls._build(build.cover_mask(mask, grid), grid, mask)
+    return cls._build(build.cover_blocks(mask, grid), grid, mask)

@@ -1,6 +1,6 @@
-"""CSR operations for NumPy and JAX: row starts, compaction, gathering, capacity."""
+"""CSR block lists for NumPy and JAX: row starts, compaction, gathering, capacity, invariants."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +8,10 @@ import numpy as np
 from jax.experimental import checkify
 
 from xsake.errors import LayoutError
+from xsake.layout.grid import MAX_ITEMS, BlockGrid
+from xsake.masks import AbstractMask, Coverage
+
+CHUNK_ITEMS = 2**18  # items checked at once, a bound on memory
 
 
 class Items(NamedTuple):
@@ -42,9 +46,6 @@ def capacity_bucket(items: int) -> int:
     Buckets are `16 * 2^k * {1, 1.25, 1.5, 1.75}`: above 16 at most 20% is unused, and layouts in
     one bucket have equal shapes and share a compiled program.
 
-    Args:
-        items: number of work items, at least 0.
-
     Example:
         >>> [capacity_bucket(n) for n in (0, 16, 17, 33, 1000)]
         [16, 16, 20, 40, 1024]
@@ -57,13 +58,13 @@ def capacity_bucket(items: int) -> int:
     return -(-items // step) * step
 
 
-def starts_of(xp, counts):
+def counts_to_starts(xp, counts):
     """Return row starts from row lengths."""
     ends = xp.cumsum(counts, dtype=xp.int32)
     return xp.concatenate([xp.zeros(1, xp.int32), ends])
 
 
-def row_of_item(xp, row_starts, capacity: int):
+def item_rows(xp, row_starts, capacity: int):
     """Return the row of each entry; the number of rows for unused entries."""
     rows = row_starts.shape[0] - 1
     if xp is np:
@@ -74,12 +75,14 @@ def row_of_item(xp, row_starts, capacity: int):
     return jnp.cumsum(passed, dtype=jnp.int32)[:capacity]
 
 
-def used_entries(xp, row_starts, capacity: int):
-    """Return a mask of the entries that belong to a row."""
-    return xp.arange(capacity, dtype=xp.int32) < row_starts[-1]
+def used_items(items: Items) -> tuple[Any, Any, Any]:
+    """Return row, kv block and `is_partial` of the used entries of NumPy items."""
+    count = int(items.row_starts[-1])
+    row = item_rows(np, items.row_starts, count)
+    return row, items.kv_block[:count], items.is_partial[:count]
 
 
-def check_capacity(items, capacity: int, concrete: bool) -> None:
+def check_capacity(items, capacity: int) -> None:
     """Raise if items exceed the capacity; traced items are checked through `checkify`."""
     if not isinstance(capacity, int | np.integer) or capacity < 0:
         raise LayoutError(
@@ -88,18 +91,16 @@ def check_capacity(items, capacity: int, concrete: bool) -> None:
             expected="an int of at least 0",
             fix="use capacity_bucket(items)",
         )
-    if concrete:
-        if int(items) > capacity:
-            raise LayoutError(
-                "the layout exceeds its capacity",
-                got=f"{int(items)} work items, capacity {capacity}",
-                expected="capacity >= items",
-                fix=f"use capacity={capacity_bucket(int(items))}",
-            )
-        return
-    checkify.debug_check(
-        items <= capacity, "XSK-301: {items} work items exceed the layout's capacity", items=items
-    )
+    if not is_concrete(items):
+        message = "XSK-301: {items} work items exceed the layout's capacity"
+        checkify.debug_check(items <= capacity, message, items=items)
+    elif int(items) > capacity:
+        raise LayoutError(
+            "the layout exceeds its capacity",
+            got=f"{int(items)} work items, capacity {capacity}",
+            expected="capacity >= items",
+            fix=f"use capacity={capacity_bucket(int(items))}",
+        )
 
 
 def compact(xp, keep, starts, capacity: int | None, *arrays):
@@ -120,11 +121,11 @@ def compact(xp, keep, starts, capacity: int | None, *arrays):
         kept = np.flatnonzero(keep)
         gathered = [array[kept] for array in arrays]
         if capacity is not None:
-            check_capacity(row_starts[-1], capacity, True)
+            check_capacity(row_starts[-1], capacity)
             gathered = [pad_or_truncate(np, array, capacity) for array in gathered]
         return row_starts, *gathered
     capacity = keep.shape[0] if capacity is None else capacity
-    check_capacity(row_starts[-1], capacity, is_concrete(row_starts))
+    check_capacity(row_starts[-1], capacity)
     # Without checkify the list is truncated, so that the layout stays consistent.
     row_starts = jnp.minimum(row_starts, capacity)
     target = jnp.where(keep, total - 1, capacity)
@@ -147,17 +148,14 @@ def gather_rows(xp, items: Items, row_index, capacity: int) -> Items:
     """Return a list whose row `r` is a copy of row `row_index[r]`."""
     row_index = xp.asarray(row_index)
     lengths = (items.row_starts[1:] - items.row_starts[:-1])[row_index]
-    row_starts = starts_of(xp, lengths)
-    row = row_of_item(xp, row_starts, capacity)
+    row_starts = counts_to_starts(xp, lengths)
+    row = item_rows(xp, row_starts, capacity)
     owned = row < row_index.shape[0]
     row = xp.minimum(row, row_index.shape[0] - 1)
     offset = xp.arange(capacity, dtype=xp.int32) - row_starts[row]
     source = xp.where(owned, items.row_starts[row_index[row]] + offset, 0)
-    if items.kv_block.shape[0] == 0:
-        return Items(row_starts, xp.zeros(capacity, xp.int32), xp.zeros(capacity, bool))
-    return Items(
-        row_starts, xp.where(owned, items.kv_block[source], 0), owned & items.is_partial[source]
-    )
+    kv_block, is_partial = (at_least_one(xp, array)[source] for array in items[1:])
+    return Items(row_starts, xp.where(owned, kv_block, 0), owned & is_partial)
 
 
 def partial_first(row_starts, is_partial):
@@ -168,7 +166,7 @@ def partial_first(row_starts, is_partial):
     """
     xp = namespace(row_starts, is_partial)
     capacity, rows = is_partial.shape[0], row_starts.shape[0] - 1
-    row = row_of_item(xp, row_starts, capacity)
+    row = item_rows(xp, row_starts, capacity)
     is_counted = is_partial & (row < rows)
     before = xp.concatenate([xp.zeros(1, xp.int32), xp.cumsum(is_counted, dtype=xp.int32)])
     num_partial = before[row_starts[1:]] - before[row_starts[:-1]]
@@ -188,3 +186,83 @@ def partial_first(row_starts, is_partial):
 def at_least_one(xp, x):
     """Pad an empty array to one entry, so that an empty list can be indexed."""
     return x if x.shape[0] else xp.zeros(1, x.dtype)
+
+
+def check_shapes(items: Items, grid: BlockGrid, mask: AbstractMask | None) -> None:
+    """Check shapes, dtypes and heads, which are known for traced layouts too."""
+    shapes = tuple(tuple(array.shape) for array in items)
+    capacity = int(np.prod(shapes[1]))
+    if shapes != ((grid.rows + 1,), (capacity,), (capacity,)) or capacity > MAX_ITEMS:
+        raise LayoutError(
+            "the arrays of the layout have incompatible shapes",
+            got=f"row_starts {shapes[0]}, kv_block {shapes[1]}, is_partial {shapes[2]}",
+            expected=f"row_starts ({grid.rows + 1},), batch * heads * q_blocks + 1; others (W,)",
+            fix="build layouts with from_mask, from_block_mask or from_indices_counts",
+        )
+    dtypes = tuple(str(array.dtype) for array in items)
+    if dtypes != ("int32", "int32", "bool"):
+        raise LayoutError(
+            "the arrays of the layout have wrong dtypes",
+            got=f"row_starts {dtypes[0]}, kv_block {dtypes[1]}, is_partial {dtypes[2]}",
+            expected="int32, int32, bool",
+        )
+    if mask is not None and mask.heads not in (None, grid.heads):
+        raise LayoutError(
+            "mask and layout have different numbers of heads",
+            got=f"mask heads {mask.heads}, layout heads {grid.heads}",
+            expected="equal, or a mask without heads",
+        )
+
+
+def check_values(items: Items, grid: BlockGrid) -> None:
+    """Check row starts, order and range of kv blocks, and that overhanging ones are partial."""
+    starts = items.row_starts
+    if starts[0] != 0 or (starts[1:] < starts[:-1]).any() or starts[-1] > items.kv_block.size:
+        raise LayoutError(
+            "invalid row_starts",
+            got=f"first {starts[0]}, last {starts[-1]}, capacity {items.kv_block.size}",
+            expected="0 first, non-decreasing, last at most the capacity",
+        )
+    listed = int(starts[-1])
+    for first in range(0, listed, CHUNK_ITEMS):
+        last = min(first + CHUNK_ITEMS, listed)
+        block = items.kv_block[first:last]
+        if block.min() < 0 or block.max() >= grid.kv_blocks:
+            raise LayoutError(
+                "a kv block index is out of range",
+                got=f"kv blocks from {block.min()} to {block.max()}",
+                expected=f"0 to {grid.kv_blocks - 1}",
+            )
+        if (grid.overhangs(block) & ~items.is_partial[first:last]).any():
+            raise LayoutError(
+                "the last kv block extends past kv_tokens but is listed as full",
+                got=f"kv_tokens {grid.kv_tokens}, block_kv {grid.block_kv}",
+                expected="is_partial for that block",
+            )
+        before = max(first, 1)
+        falls = items.kv_block[before:last] <= items.kv_block[before - 1 : last - 1]
+        falls = np.flatnonzero(falls) + before
+        if not np.array_equal(starts[np.searchsorted(starts, falls)], falls):
+            raise LayoutError(
+                "the kv blocks of a row are not strictly ascending",
+                expected="every row sorted, each kv block once",
+                fix="from_indices_counts sorts rows",
+            )
+
+
+def check_full_blocks(items: Items, grid: BlockGrid, mask: AbstractMask) -> None:
+    """Check that the mask allows every pair of blocks listed as full, where it is known."""
+    row, kv_block, is_partial = used_items(items)
+    full = np.flatnonzero(~is_partial)
+    for first in range(0, full.size, CHUNK_ITEMS):
+        part = full[first : first + CHUNK_ITEMS]
+        spans = grid.spans(np, grid.row_to_q_block(row[part]), kv_block[part])
+        head = None if mask.heads is None else grid.row_to_head(row[part])
+        codes = np.asarray(mask.coverage(*spans, head))
+        if ((codes == Coverage.NONE) | (codes == Coverage.SOME)).any():
+            raise LayoutError(
+                "a block is listed as full but the mask excludes some of its pairs",
+                got=f"mask {mask!r}",
+                expected="is_partial for every partly masked block",
+                fix="build the layout with from_block_mask(..., mask=mask)",
+            )

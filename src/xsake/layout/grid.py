@@ -1,27 +1,20 @@
-"""Block grid sizes and index arithmetic between blocks, rows and positions."""
+"""Block grids: sizes, index arithmetic between blocks, rows and positions; layouts as pytrees."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
-import numpy as np
+import jax
 
 from xsake.errors import LayoutError
+from xsake.masks.coverage import Rectangles
 
 # Positions are int32 in every backend; half the range avoids overflow of sums.
 MAX_TOKENS = 2**30
 MAX_ITEMS = 2**31 - 2
 
 
-class Spans(NamedTuple):
-    """Rectangles of positions (inclusive), one per item."""
-
-    q_first: np.ndarray
-    q_last: np.ndarray
-    kv_first: np.ndarray
-    kv_last: np.ndarray
-
-
-def blocks_of(tokens: int, block: int) -> int:
+def count_blocks(tokens: int, block: int) -> int:
     """Return the number of blocks that cover `tokens` tokens."""
     return -(-tokens // block)
 
@@ -38,17 +31,22 @@ def check_int32_count(items: int) -> None:
 
 
 class BlockCounts:
-    """Mixin: block counts from lengths and block sizes."""
+    """Mixin: numbers of blocks and rows from lengths and block sizes."""
 
     @property
     def q_blocks(self: Any) -> int:
         """Number of query blocks; the last one may overhang."""
-        return blocks_of(self.q_tokens, self.block_q)
+        return count_blocks(self.q_tokens, self.block_q)
 
     @property
     def kv_blocks(self: Any) -> int:
         """Number of kv blocks; the last one may overhang."""
-        return blocks_of(self.kv_tokens, self.block_kv)
+        return count_blocks(self.kv_tokens, self.block_kv)
+
+    @property
+    def rows(self: Any) -> int:
+        """Number of rows: batch * heads * q_blocks."""
+        return self.batch * self.heads * self.q_blocks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,15 +81,6 @@ class BlockGrid(BlockCounts):
                 fix="use larger query blocks or one layout per batch element",
             )
 
-    @property
-    def rows(self) -> int:
-        return self.batch * self.heads * self.q_blocks
-
-    @property
-    def has_overhang(self) -> bool:
-        """Whether the last kv block extends past `kv_tokens`."""
-        return self.kv_tokens % self.block_kv != 0
-
     def replace(self, **changes: int) -> "BlockGrid":
         return dataclasses.replace(self, **changes)
 
@@ -104,11 +93,11 @@ class BlockGrid(BlockCounts):
     def row_to_batch(self, row):
         return row // (self.q_blocks * self.heads)
 
-    def spans(self, xp, q_block, kv_block) -> Spans:
+    def spans(self, xp, q_block, kv_block) -> Rectangles:
         """Return the positions of blocks, clipped to the sequence."""
         q_first = q_block * self.block_q
         kv_first = kv_block * self.block_kv
-        return Spans(
+        return Rectangles(
             q_first,
             xp.minimum(q_first + (self.block_q - 1), self.q_tokens - 1),
             kv_first,
@@ -117,4 +106,38 @@ class BlockGrid(BlockCounts):
 
     def overhangs(self, kv_block):
         """Return whether a kv block extends past `kv_tokens`."""
-        return (kv_block >= self.kv_blocks - 1) & self.has_overhang
+        return (kv_block >= self.kv_blocks - 1) & (self.kv_tokens % self.block_kv != 0)
+
+
+SIZES = tuple(field.name for field in dataclasses.fields(BlockGrid))
+
+
+def register_layout[T](
+    leaves: tuple[str, ...], static: tuple[str, ...]
+) -> Callable[[type[T]], type[T]]:
+    """Return a class decorator that registers `leaves` as children and `static` as aux data.
+
+    Unflattening bypasses `__init__`: JAX passes placeholders instead of arrays, for which neither
+    invariants nor run-time type checks hold.
+    """
+
+    def flatten(value: T):
+        arrays = tuple(getattr(value, name) for name in leaves)
+        return arrays, tuple(getattr(value, name) for name in static)
+
+    def flatten_with_keys(value: T):
+        arrays, rest = flatten(value)
+        keys = (jax.tree_util.GetAttrKey(name) for name in leaves)
+        return tuple(zip(keys, arrays, strict=True)), rest
+
+    def decorate(cls: type[T]) -> type[T]:
+        def unflatten(rest, arrays) -> T:
+            value = object.__new__(cls)
+            for name, item in zip(leaves + static, (*arrays, *rest), strict=True):
+                object.__setattr__(value, name, item)
+            return value
+
+        jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
+        return cls
+
+    return decorate

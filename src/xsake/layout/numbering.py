@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from xsake.layout.block_layout import BlockLayout
-from xsake.layout.csr import namespace, row_of_item, starts_of
+from xsake.layout.csr import counts_to_starts, item_rows, namespace
 from xsake.layout.transposed import TransposedLayout
 from xsake.masks import AbstractMask
 
@@ -27,22 +27,16 @@ class FlatItems(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class RaggedGrid:
-    """Sizes of a call and of its list.
+    """Sizes of a call and of its list."""
 
-    Args:
-        is_kv_major: rows are kv blocks, items query blocks; else the other way round.
-        batch, q_heads, kv_heads, q_blocks, kv_blocks: of the call.
-        list_batch, list_heads: of the list: 1 where it is shared.
-    """
-
-    is_kv_major: bool
+    is_kv_major: bool  # rows are kv blocks, items query blocks; else the other way round
     batch: int
     q_heads: int
     kv_heads: int
     q_blocks: int
     kv_blocks: int
-    list_batch: int
-    list_heads: int
+    list_batch: int  # 1 if the list is shared
+    list_heads: int  # likewise
 
     @classmethod
     def of(
@@ -51,23 +45,10 @@ class RaggedGrid:
         q_shape: tuple[int, ...],
         kv_shape: tuple[int, ...],
     ) -> "RaggedGrid":
-        """Sizes of a call.
-
-        Args:
-            layout: the list; a transposed one has rows of kv blocks.
-            q_shape: [B, Tq, Hq, D].
-            kv_shape: [B, Tk, Hk, D].
-        """
-        return cls(
-            isinstance(layout, TransposedLayout),
-            q_shape[0],
-            q_shape[2],
-            kv_shape[2],
-            layout.q_blocks,
-            layout.kv_blocks,
-            layout.batch,
-            layout.heads,
-        )
+        """Return the sizes of a call with q [B, Tq, Hq, D] and k [B, Tk, Hk, D]."""
+        heads, blocks = (q_shape[2], kv_shape[2]), (layout.q_blocks, layout.kv_blocks)
+        is_kv_major = isinstance(layout, TransposedLayout)
+        return cls(is_kv_major, q_shape[0], *heads, *blocks, layout.batch, layout.heads)
 
     @property
     def group(self) -> int:
@@ -146,7 +127,7 @@ def remainder(x, by: int):
 def items_by_query(layout: BlockLayout, grid: RaggedGrid) -> FlatItems:
     """The list of query blocks; items are numbers of kv blocks of the list."""
     xp = namespace(layout.row_starts)
-    row = row_of_item(xp, layout.row_starts, layout.capacity)
+    row = item_rows(xp, layout.row_starts, layout.capacity)
     plane = xp.minimum(row, layout.rows - 1) // layout.q_blocks
     batch, head = plane // layout.heads, plane % layout.heads
     # With one list per query head, heads of a group share a kv head.
@@ -160,14 +141,14 @@ def items_by_key(layout: TransposedLayout, grid: RaggedGrid) -> FlatItems:
     """The list of kv blocks; a list that query heads share is written out for each of them."""
     xp = namespace(layout.row_starts)
     repeats = grid.group // layout.group
-    row = row_of_item(xp, layout.row_starts, layout.capacity)
+    row = item_rows(xp, layout.row_starts, layout.capacity)
     plane = xp.minimum(row, layout.rows - 1) // layout.kv_blocks
     batch, head = plane // layout.heads, plane % layout.heads
     member = xp.clip(layout.q_head, 0, grid.group - 1)
     column = xp.clip(layout.q_block, 0, layout.q_blocks - 1)
     number = (batch * grid.q_heads + head * grid.group + member) * layout.q_blocks + column
     number = number[:, None] + xp.arange(repeats, dtype=xp.int32)[None] * layout.q_blocks
-    starts = starts_of(xp, (layout.row_starts[1:] - layout.row_starts[:-1]) * repeats)
+    starts = counts_to_starts(xp, (layout.row_starts[1:] - layout.row_starts[:-1]) * repeats)
     partial = xp.repeat(layout.is_partial, repeats)
     return FlatItems(starts, number.reshape(-1).astype(xp.int32), partial)
 
@@ -182,19 +163,15 @@ def build_mask_blocks(
     blocks: tuple[int, int],
     keys_first: bool,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The different element masks of a static list's partial blocks.
+    """Return the different element masks of a static list's partial blocks.
 
-    Args:
-        mask: tokens are at positions 0, 1, 2, ...
-        items: the list.
-        grid: numbering of the blocks.
-        blocks: (block_q, block_kv).
-        keys_first: tiles are [block_kv, block_q], else [block_q, block_kv].
+    Tokens are at positions 0, 1, 2, ... Blocks are (block_q, block_kv).
 
     Returns:
-        `(tiles int8 [P, ...], tile of each item int32 [W])`; full items have tile 0.
+        `(tiles int8 [P, block_q, block_kv], tile of each item int32 [W])`; tiles are transposed if
+        `keys_first`. Full items have tile 0.
     """
-    row = row_of_item(np, items.row_starts, items.number.shape[0])
+    row = item_rows(np, items.row_starts, items.number.shape[0])
     used = np.flatnonzero(items.is_partial & (row < items.row_starts.shape[0] - 1))
     row, number = row[used], items.number[used]
     if grid.is_kv_major:
@@ -209,7 +186,8 @@ def build_mask_blocks(
     index: dict[bytes, int] = {}
     tiles, of_key = [], np.zeros(len(keys), np.int32)
     for first in range(0, len(keys), _CHUNK):
-        for at, tile in enumerate(_evaluate(mask, keys[first : first + _CHUNK], blocks), first):
+        chunk = keys[first : first + _CHUNK]
+        for at, tile in enumerate(_evaluate_blocks(mask, chunk, blocks), first):
             tile = np.ascontiguousarray(tile.T if keys_first else tile)
             of_key[at] = index.setdefault(tile.tobytes(), len(tiles))
             if of_key[at] == len(tiles):
@@ -220,7 +198,7 @@ def build_mask_blocks(
     return np.array(tiles or [np.zeros(shape, bool)], np.int8), numbers
 
 
-def _evaluate(mask: AbstractMask, keys: np.ndarray, blocks: tuple[int, int]) -> np.ndarray:
+def _evaluate_blocks(mask: AbstractMask, keys: np.ndarray, blocks: tuple[int, int]) -> np.ndarray:
     """[keys, block_q, block_kv] booleans."""
     head, q_block, kv_block = (x[:, None, None] for x in keys.T)
     q = q_block * blocks[0] + np.arange(blocks[0])[None, :, None]

@@ -1,4 +1,4 @@
-"""Layout serialization to JSON; sizes are validated before allocation."""
+"""Layout serialization to JSON and for `jax.export`; sizes are validated before allocation."""
 
 import itertools
 import json
@@ -8,41 +8,42 @@ import numpy as np
 
 from xsake import masks
 from xsake.errors import LayoutError, MaskError
-from xsake.layout.csr import Items, row_of_item, starts_of
-from xsake.layout.grid import BlockGrid
+from xsake.layout.csr import Items, counts_to_starts, used_items
+from xsake.layout.grid import SIZES, BlockGrid
 
 FORMAT = "xsake.block_layout"
 VERSION = 1
-SIZES = ("q_tokens", "kv_tokens", "block_q", "block_kv", "batch", "heads")
 KEYS = {"format", "version", *SIZES, "mask", "rows"}
 
 
 def encode(items: Items, grid: BlockGrid, mask: masks.AbstractMask | None) -> str:
     """Encode a layout, one line per row: flat triples (first kv block, length, 1 if partial)."""
-    mask_dict = None if mask is None else describe_mask(mask)
-    listed = int(items.row_starts[-1])
-    row = row_of_item(np, items.row_starts, items.kv_block.size)[:listed]
-    kv_block, is_partial = items.kv_block[:listed], items.is_partial[:listed]
-    begins = np.ones(listed, bool)
+    row, kv_block, is_partial = used_items(items)
+    begins = np.ones(row.size, bool)
     begins[1:] = (
         (row[1:] != row[:-1])
         | (kv_block[1:] != kv_block[:-1] + 1)
         | (is_partial[1:] != is_partial[:-1])
     )
     first = np.flatnonzero(begins)
-    lengths = np.diff(first, append=listed)
+    lengths = np.diff(first, append=row.size)
     runs = np.stack([kv_block[first], lengths, is_partial[first]], axis=-1).reshape(-1).tolist()
     ends = (3 * np.cumsum(np.bincount(row[first], minlength=grid.rows))).tolist()
     rows = (runs[start:end] for start, end in itertools.pairwise([0, *ends]))
     head = {"format": FORMAT, "version": VERSION}
-    head |= {name: getattr(grid, name) for name in SIZES} | {"mask": mask_dict}
+    head |= vars(grid) | {"mask": _describe_mask(mask)}
     lines = ",\n  ".join(json.dumps(part, separators=(",", ":")) for part in rows)
     return json.dumps(head)[:-1] + f', "rows": [\n  {lines}\n]}}\n'
 
 
 def decode(text: str, *, max_items: int) -> tuple[Items, BlockGrid, masks.AbstractMask | None]:
     """Decode a layout; every size is validated against the text before it is used."""
-    document = _parse(text)
+    try:
+        document = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise _format_error("not JSON", str(error)[:200], "the output of to_json()") from error
+    if not isinstance(document, dict):
+        raise _format_error("not a JSON object", type(document).__name__, "an object")
     if set(document) != KEYS or document["format"] != FORMAT:
         raise _format_error("wrong keys or format", f"keys {sorted(document)[:12]}", sorted(KEYS))
     if type(document["version"]) is not int or document["version"] != VERSION:
@@ -76,14 +77,14 @@ def decode(text: str, *, max_items: int) -> tuple[Items, BlockGrid, masks.Abstra
     np.add.at(counts, run_rows, lengths)
     step = np.arange(listed) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     kv_block = (np.repeat(first, lengths) + step).astype(np.int32)
-    items = Items(starts_of(np, counts), kv_block, np.repeat(partial, lengths).astype(bool))
+    items = Items(counts_to_starts(np, counts), kv_block, np.repeat(partial, lengths).astype(bool))
     return items, grid, None if mask_dict is None else masks.from_dict(mask_dict)
 
 
-def describe_mask(mask: masks.AbstractMask) -> dict[str, Any]:
+def _describe_mask(mask: masks.AbstractMask | None) -> dict[str, Any] | None:
     """Serialize a mask to JSON types; raise LayoutError if it has no JSON form."""
     try:
-        return masks.to_dict(mask)
+        return None if mask is None else masks.to_dict(mask)
     except MaskError as error:
         raise LayoutError(
             "the layout's mask cannot be serialized",
@@ -93,14 +94,26 @@ def describe_mask(mask: masks.AbstractMask) -> dict[str, Any]:
         ) from error
 
 
-def _parse(text: str) -> dict[str, Any]:
+def encode_static(static: tuple[Any, ...]) -> bytes:
+    """Encode the sizes and the mask of a layout for `jax.export`; its arrays are inputs."""
+    *sizes, mask = static
+    return json.dumps({"sizes": sizes, "mask": _describe_mask(mask)}).encode()
+
+
+def decode_static(data: bytes) -> tuple[Any, ...]:
+    """Decode the sizes and the mask of an exported layout."""
     try:
-        document = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise _format_error("not JSON", str(error)[:200], "the output of to_json()") from error
-    if not isinstance(document, dict):
-        raise _format_error("not a JSON object", type(document).__name__, "an object")
-    return document
+        document = json.loads(bytes(data))
+        sizes, mask_dict = document["sizes"], document["mask"]
+        grid = BlockGrid(**dict(zip(SIZES, sizes, strict=True)))
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise LayoutError(
+            "invalid BlockLayout in an exported function",
+            got=str(error)[:200],
+            expected="data that jax.export wrote for xsake.BlockLayout",
+        ) from error
+    mask = None if mask_dict is None else masks.from_dict(mask_dict)
+    return *vars(grid).values(), mask
 
 
 def _format_error(what: str, got: object, expected: object) -> LayoutError:

@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 
-from xsake.layout.csr import Items, row_of_item
+from xsake.layout.csr import Items, used_items
 from xsake.layout.grid import BlockGrid
 
 
@@ -53,15 +53,14 @@ class LayoutStats:
 
 def compute_stats(items: Items, grid: BlockGrid) -> LayoutStats:
     """Return statistics of NumPy items."""
-    listed = int(items.row_starts[-1])
-    lengths = np.diff(items.row_starts)
-    row = row_of_item(np, items.row_starts, items.kv_block.size)[:listed]
-    spans = grid.spans(np, grid.row_to_q_block(row), items.kv_block[:listed])
+    row, kv_block, is_partial = used_items(items)
+    listed, lengths = row.size, np.diff(items.row_starts)
+    spans = grid.spans(np, grid.row_to_q_block(row), kv_block)
     is_causal = not (spans.kv_first > spans.q_last).any()
     per_head = lengths.reshape(grid.batch, grid.heads, -1).sum(axis=(0, 2), dtype=np.int64)
     plane = _causal_blocks(grid) if is_causal else grid.q_blocks * grid.kv_blocks
     visible = plane * grid.batch * grid.heads
-    partial = int(np.count_nonzero(items.is_partial[:listed]))
+    partial = int(np.count_nonzero(is_partial))
     longest = int(lengths.max())
     return LayoutStats(
         items=listed,

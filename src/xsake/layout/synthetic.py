@@ -52,16 +52,7 @@ def ragged_grid(
     the first column and the block before the diagonal (at random if the budget does not cover
     them, as for 10% of 32 x 32 blocks), then others at random. Budgets are shuffled over heads.
 
-    Args:
-        heads: number of heads.
-        blocks: query and key blocks.
-        mean: mean budget over the heads, a fraction of the causally visible blocks.
-        seed: random seed.
-        low: smallest head budget.
-        high: largest head budget.
-
-    Returns:
-        `[H, Nq, Nk]`, True where the block is computed.
+    `mean`, `low` and `high` are fractions of the causally visible blocks, as of `head_budgets`.
 
     Example:
         >>> ragged_grid(12, 32, 0.25, seed=0).sum() / causal_grid(12, 32).sum()

@@ -1,23 +1,20 @@
 """Transposed (kv-major) layout: the query blocks of each kv block."""
 
 import dataclasses
-from typing import NamedTuple
 
 import numpy as np
 from jax import Array
 from jaxtyping import Bool, Int32
 
 from xsake.errors import LayoutError
-from xsake.layout.csr import Items, freeze, is_concrete, namespace, row_of_item
-from xsake.layout.grid import BlockCounts, BlockGrid
-from xsake.layout.pytree import register_layout
+from xsake.layout.csr import Items, freeze, is_concrete, item_rows, namespace, pad_or_truncate
+from xsake.layout.grid import SIZES, BlockCounts, BlockGrid, register_layout
 from xsake.masks import AbstractMask
 
+_ARRAYS = ("row_starts", "q_block", "q_head", "is_partial")
 
-@register_layout(
-    leaves=("row_starts", "q_block", "q_head", "is_partial"),
-    static=("q_tokens", "kv_tokens", "block_q", "block_kv", "batch", "heads", "group", "mask"),
-)
+
+@register_layout(leaves=_ARRAYS, static=(*SIZES, "group", "mask"))
 @dataclasses.dataclass(frozen=True, eq=False)
 class TransposedLayout(BlockCounts):
     """CSR lists of query blocks; row = (b * heads + y) * kv_blocks + j for kv block j of head y.
@@ -43,7 +40,7 @@ class TransposedLayout(BlockCounts):
 
     def __post_init__(self):
         if self.is_static:
-            freeze(self, TransposedItems._fields)
+            freeze(self, _ARRAYS)
 
     @property
     def rows(self) -> int:
@@ -88,17 +85,8 @@ def transposed_heads(heads: int, kv_heads: int, q_heads: int) -> tuple[int, int]
     )
 
 
-class TransposedItems(NamedTuple):
-    """The arrays of a `TransposedLayout`."""
-
-    row_starts: np.ndarray | Array
-    q_block: np.ndarray | Array
-    q_head: np.ndarray | Array
-    is_partial: np.ndarray | Array
-
-
-def transpose_items(items: Items, grid: BlockGrid, heads: int, group: int) -> TransposedItems:
-    """Return the kv-major lists.
+def transpose_items(items: Items, grid: BlockGrid, heads: int, group: int) -> tuple:
+    """Return the arrays of a `TransposedLayout`.
 
     NumPy loops over kv heads: less memory, and 16-bit sort keys are fastest.
     """
@@ -107,27 +95,23 @@ def transpose_items(items: Items, grid: BlockGrid, heads: int, group: int) -> Tr
         return _transpose(namespace(*items), items, grid, heads, group)
     rows = grid.rows // planes
     plane_grid = grid.replace(batch=1, heads=grid.heads // heads)
-    starts: list = [np.zeros(1, np.int32)]
-    arrays: tuple[list, ...] = [], [], []
+    parts = []
     for first in range(0, grid.rows, rows):
         bounds = items.row_starts[first : first + rows + 1]
         part = slice(bounds[0], bounds[-1])
         plane = Items(bounds - bounds[0], items.kv_block[part], items.is_partial[part])
-        plane_starts, *plane_arrays = _transpose(np, plane, plane_grid, 1, group)
-        starts.append(plane_starts[1:] + bounds[0])
-        for parts, array in zip(arrays, plane_arrays, strict=True):
-            parts.append(array)
-    unused = items.kv_block.size - items.row_starts[-1]
-    for parts in arrays:
-        parts.append(np.zeros(unused, parts[0].dtype))
-    return TransposedItems(np.concatenate(starts), *(np.concatenate(parts) for parts in arrays))
+        starts, *arrays = _transpose(np, plane, plane_grid, 1, group)
+        parts.append((starts[1:] + bounds[0], *arrays))
+    ends, *arrays = (np.concatenate(part) for part in zip(*parts, strict=True))
+    padded = (pad_or_truncate(np, array, items.kv_block.size) for array in arrays)
+    return np.concatenate([np.zeros(1, np.int32), ends]), *padded
 
 
-def _transpose(xp, items: Items, grid: BlockGrid, heads: int, group: int) -> TransposedItems:
+def _transpose(xp, items: Items, grid: BlockGrid, heads: int, group: int) -> tuple:
     """Transpose by a stable sort by target row; items are sorted by (batch, head, query block)."""
     capacity = items.kv_block.shape[0]
     rows = grid.batch * heads * grid.kv_blocks
-    row = row_of_item(xp, items.row_starts, capacity)
+    row = item_rows(xp, items.row_starts, capacity)
     owned = row < grid.rows
     head = grid.row_to_head(row)
     target = (grid.row_to_batch(row) * heads + head // group) * grid.kv_blocks + items.kv_block
@@ -139,4 +123,4 @@ def _transpose(xp, items: Items, grid: BlockGrid, heads: int, group: int) -> Tra
     row_starts = xp.searchsorted(target[order], edges).astype(xp.int32)
     q_block = xp.where(owned, grid.row_to_q_block(row), 0)[order]
     q_head = xp.where(owned, head % group, 0)[order]
-    return TransposedItems(row_starts, q_block, q_head, (items.is_partial & owned)[order])
+    return row_starts, q_block, q_head, (items.is_partial & owned)[order]

@@ -1,15 +1,22 @@
 """Token-level attention masks, independent of blocks and backends."""
 
-from xsake.masks.algebra import And, Not, Or
+from xsake.masks.algebra import And, Not, Or, PerHead
 from xsake.masks.array_masks import Explicit, Segments
 from xsake.masks.base import AbstractMask
 from xsake.masks.coverage import Coverage
 from xsake.masks.from_function import FromFunction
-from xsake.masks.local import Causal, Full, Window
 from xsake.masks.parser import parse
-from xsake.masks.patterns import Chunked, Longformer, Sinks, Strided
-from xsake.masks.per_head import PerHead
-from xsake.masks.random_blocks import BigBird, Random
+from xsake.masks.patterns import (
+    BigBird,
+    Causal,
+    Chunked,
+    Full,
+    Longformer,
+    Random,
+    Sinks,
+    Strided,
+    Window,
+)
 from xsake.masks.serialization import from_dict, to_dict
 
 __all__ = [

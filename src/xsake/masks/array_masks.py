@@ -1,4 +1,4 @@
-"""Masks backed by arrays: Segments and Explicit."""
+"""Masks backed by arrays: Segments, Explicit and ListedBlocks."""
 
 import dataclasses
 import functools
@@ -9,13 +9,22 @@ from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Array, Bool, Integer
+from jaxtyping import Array, Bool, Int, Integer
 
-from xsake.errors import MaskError
-from xsake.masks.arrays import Answer, Codes, look_up
+from xsake.errors import LayoutError, MaskError
 from xsake.masks.base import AbstractMask
-from xsake.masks.coverage import UNKNOWN, Rectangles
-from xsake.masks.segment_index import SegmentIndex
+from xsake.masks.coverage import (
+    ALL,
+    NONE,
+    SOME,
+    UNBOUNDED,
+    UNKNOWN,
+    Answer,
+    Codes,
+    Rectangles,
+    look_up,
+    quotient,
+)
 
 
 class AbstractArrayMask(AbstractMask):
@@ -44,7 +53,7 @@ class AbstractArrayMask(AbstractMask):
 
 
 def _copy_array(values: Any, name: str, dtype: type) -> np.ndarray:
-    """Return a read-only NumPy copy of `values`."""
+    """Return a read-only NumPy copy of `values`, which are hashed by content."""
     if isinstance(values, jax.core.Tracer):
         raise MaskError(
             f"`{name}` must be concrete",
@@ -106,17 +115,44 @@ class Segments(AbstractArrayMask):
         return np.asarray(self.q_ids), np.asarray(self.kv_ids)
 
     @functools.cached_property
-    def _index(self) -> SegmentIndex:
-        return SegmentIndex.from_ids(*self._arrays())
+    def _tables(self) -> "tuple[SegmentTable, SegmentTable]":
+        """Tables of queries and keys, which give coverage in constant time."""
+        q_ids, kv_ids = self._arrays()
+        unique_ids, index = np.unique(np.concatenate([q_ids, kv_ids]), return_inverse=True)
+        q_index, kv_index = index[: q_ids.size], index[q_ids.size :]
+        shared = np.intersect1d(q_index[q_ids >= 0], kv_index)
+        # Ranks follow the order of appearance; ids need not be ascending.
+        first_seen = np.zeros(unique_ids.size, np.int64)
+        first_seen[q_index[::-1]] = np.arange(q_ids.size)[::-1]
+        ranks = np.full(unique_ids.size, -1)
+        ranks[shared[np.argsort(first_seen[shared])]] = np.arange(shared.size)
+        q_table = SegmentTable.from_ids(q_ids, ranks[q_index], -1)
+        return q_table, SegmentTable.from_ids(kv_ids, ranks[kv_index], -2)
 
     def _allows(self, xp: ModuleType, q: Any, kv: Any, head: Any) -> Answer:
-        return self._index.q.id_at(xp, q) == self._index.kv.id_at(xp, kv)
+        q_table, kv_table = self._tables
+        q_ids = look_up(xp, q_table.ids, q_table.index(xp, q))
+        return q_ids == look_up(xp, kv_table.ids, kv_table.index(xp, kv))
 
     def _coverage(self, xp: ModuleType, area: Rectangles, head: Any) -> Codes:
-        return self._index.coverage(xp, area)
-
-    def _extent(self) -> int:
-        return max(1, *(array.size for array in self._arrays()))
+        q, kv = self._tables
+        q_start, q_stop = q.index(xp, area.q_first), q.index(xp, area.q_last)
+        kv_start, kv_stop = kv.index(xp, area.kv_first), kv.index(xp, area.kv_last)
+        full = (
+            (look_up(xp, q.ids, q_start) == look_up(xp, kv.ids, kv_start))
+            & (look_up(xp, q.run_last, q_start) >= area.q_last)
+            & (look_up(xp, kv.run_last, kv_start) >= area.kv_last)
+        )
+        empty = (look_up(xp, q.next_shared, q_start) > area.q_last) | (
+            look_up(xp, kv.next_shared, kv_start) > area.kv_last
+        )
+        if not (q.is_ordered and kv.is_ordered):
+            return xp.where(full, ALL, xp.where(empty, NONE, UNKNOWN))
+        # A range then contains every rank between its first and last.
+        q_from, q_until = look_up(xp, q.rank_from, q_start), look_up(xp, q.rank_until, q_stop)
+        kv_from, kv_until = look_up(xp, kv.rank_from, kv_start), look_up(xp, kv.rank_until, kv_stop)
+        empty = empty | (q_from > kv_until) | (kv_from > q_until)
+        return xp.where(full, ALL, xp.where(empty, NONE, SOME))
 
     def __repr__(self) -> str:
         q_ids, kv_ids = self._arrays()
@@ -159,10 +195,7 @@ class Explicit(AbstractArrayMask):
     def heads(self) -> int | None:
         return self.array.shape[0] if self.array.ndim == 3 else None
 
-    def for_head(self, head: int) -> AbstractMask:
-        if self.heads is None:
-            return self
-        self._check_head(head)
+    def _for_head(self, head: int) -> AbstractMask:
         return Explicit(self.array[head])
 
     def _arrays(self) -> tuple[np.ndarray, ...]:
@@ -182,10 +215,110 @@ class Explicit(AbstractArrayMask):
     def _coverage(self, xp: ModuleType, area: Rectangles, head: Any) -> Codes:
         return UNKNOWN
 
-    def _extent(self) -> int:
-        return max(1, *self.array.shape[-2:])
-
     def __repr__(self) -> str:
         shape = "x".join(map(str, self.array.shape))
         share = float(np.mean(self.array)) if self.array.size else 0.0
         return f"Explicit(<{shape}, {share:.1%} allowed, {self.digest[:8]}>)"
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class ListedBlocks(AbstractArrayMask):
+    """Pairs of selected blocks; the mask of layouts that were merged into larger blocks.
+
+    Args:
+        chosen: bool [heads, Nq, Nk]; one head is shared by all heads.
+        block_q, block_kv: block sizes in tokens.
+
+    Example:
+        >>> mask = ListedBlocks(np.array([[[True, False], [True, True]]]), block_q=4, block_kv=4)
+        >>> mask.allows(np.array([3, 3, 4]), np.array([3, 4, 4])).tolist()
+        [True, False, True]
+    """
+
+    chosen: Bool[np.ndarray, "H Nq Nk"]
+    block_q: int
+    block_kv: int
+
+    def __post_init__(self):
+        if self.chosen.ndim != 3 or self.chosen.dtype != bool or 0 in self.chosen.shape:
+            raise LayoutError(
+                "`chosen` must be a boolean grid",
+                got=f"shape {self.chosen.shape}, dtype {self.chosen.dtype}",
+                expected="bool [heads, Nq, Nk], no axis empty",
+            )
+        object.__setattr__(self, "chosen", _copy_array(self.chosen, "chosen", bool))
+
+    @functools.cached_property
+    def _blocks(self) -> Explicit:
+        """Mask of block indices."""
+        return Explicit(self.chosen if self.heads else self.chosen[0])
+
+    @property
+    def heads(self) -> int | None:
+        return None if self.chosen.shape[0] == 1 else self.chosen.shape[0]
+
+    def _for_head(self, head: int) -> AbstractMask:
+        return ListedBlocks(self.chosen[head : head + 1], self.block_q, self.block_kv)
+
+    def _arrays(self) -> tuple[np.ndarray, ...]:
+        return self.chosen, np.array([self.block_q, self.block_kv])
+
+    def __repr__(self) -> str:
+        listed = int(np.count_nonzero(self.chosen))
+        sizes = f"block_q={self.block_q}, block_kv={self.block_kv}"
+        return f"ListedBlocks({listed} of {self.chosen.size}, {sizes})"
+
+    def _allows(self, xp: ModuleType, q: Any, kv: Any, head: Any) -> Answer:
+        blocks = quotient(xp, q, self.block_q), quotient(xp, kv, self.block_kv)
+        return self._blocks._allows(xp, *blocks, head)
+
+    def _coverage(self, xp: ModuleType, area: Rectangles, head: Any) -> Codes:
+        """Return exact codes inside one block; UNKNOWN for rectangles over several blocks."""
+        q_block = quotient(xp, area.q_first, self.block_q)
+        kv_block = quotient(xp, area.kv_first, self.block_kv)
+        one_block = (q_block == quotient(xp, area.q_last, self.block_q)) & (
+            kv_block == quotient(xp, area.kv_last, self.block_kv)
+        )
+        chosen = self._blocks._allows(xp, q_block, kv_block, head)
+        code = xp.where(chosen, ALL, NONE)
+        return xp.where(one_block, code, UNKNOWN)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SegmentTable:
+    """Tables of one array of ids, with an extra entry for positions past its end.
+
+    A segment is *shared* if its id occurs on both sides; ranks number the shared segments in
+    order of appearance.
+    """
+
+    ids: Int[np.ndarray, " n"]  # padding replaced by an id absent from the other side
+    run_last: Int[np.ndarray, " n"]  # last position of the run of equal ids around a position
+    next_shared: Int[np.ndarray, " n"]  # nearest position of a shared segment, at or after
+    rank_from: Int[np.ndarray, " n"]  # rank at that position
+    rank_until: Int[np.ndarray, " n"]  # rank at the nearest such position, at or before
+    is_ordered: bool  # ranks are non-decreasing
+
+    @classmethod
+    def from_ids(cls, ids: np.ndarray, ranks: np.ndarray, padding: int) -> "SegmentTable":
+        """Build tables from ids and ranks, -1 where a position has no shared segment."""
+        ids = np.append(np.where(ids < 0, padding, ids), padding).astype(np.int32)
+        ranks = np.append(ranks, -1)
+        positions = np.arange(ids.size)
+        ends = np.append(np.flatnonzero(np.diff(ids)), UNBOUNDED)
+        is_shared = ranks >= 0
+        shared_at = np.where(is_shared, positions, UNBOUNDED)
+        next_shared = np.minimum.accumulate(shared_at[::-1])[::-1]
+        previous = np.maximum.accumulate(np.where(is_shared, positions, -1))
+        return cls(
+            ids=ids,
+            run_last=ends[np.searchsorted(ends, positions)].astype(np.int32),
+            next_shared=next_shared.astype(np.int32),
+            rank_from=ranks[np.minimum(next_shared, ids.size - 1)].astype(np.int32),
+            rank_until=np.where(previous < 0, -1, ranks[previous]).astype(np.int32),
+            is_ordered=bool(np.all(np.diff(ranks[is_shared]) >= 0)),
+        )
+
+    def index(self, xp: ModuleType, positions: Any) -> Any:
+        """Return table indices of positions; positions past the end are padding."""
+        return xp.minimum(positions, self.ids.size - 1)

@@ -9,77 +9,85 @@ import numpy as np
 from jaxtyping import Int8
 
 from xsake.errors import ArgumentError, MissingExtraError
-from xsake.masks.base import AbstractMask
-from xsake.masks.coverage import UNKNOWN, to_codes
+from xsake.masks.algebra import AbstractCombination, Not, PerHead
+from xsake.masks.array_masks import Explicit, Segments
+from xsake.masks.base import AbstractMask, resolve_coverage
+from xsake.masks.coverage import UNBOUNDED, Rectangles
+from xsake.masks.patterns import BigBird, Chunked, Longformer, Random, Sinks, Strided, Window
 
 SYMBOLS = np.array([".", "+", "#"])  # indexed by Coverage code
 PAPER, INK, TEXT = "#eceae4", "#1f4e79", "#333333"
-MAX_CHUNK_PAIRS = 2**20
 PNG_CELLS = 512
 GRID_TOKENS = 40  # grid lines are drawn up to this number of tokens
 MAX_PANELS = 64
 
 
 def ascii_picture(
-    mask: AbstractMask,
-    q_tokens: int,
-    kv_tokens: int | None = None,
-    *,
-    width: int = 64,
-    head: int | None = None,
+    mask: AbstractMask, q_tokens: int, kv_tokens: int | None, width: int, head: int | None
 ) -> str:
     """See `AbstractMask.to_ascii`."""
     kv_tokens = _check_sizes(q_tokens, kv_tokens)
-    if width < 2:
-        raise ArgumentError("`width` is too small for a picture", got=width, expected=">= 2")
     panels = _panels(mask, head)
+    rows, columns = ascii_shape(width)
     pictures = []
     for name, panel in panels:
-        cells = coverage_cells(panel, q_tokens, kv_tokens, rows=max(1, width // 2), columns=width)
-        lines = ["".join(SYMBOLS[row]) for row in cells]
-        pictures.append("\n".join([name, *lines] if len(panels) > 1 else lines))
+        cells = coverage_cells(panel, q_tokens, kv_tokens, rows=rows, columns=columns)
+        pictures += [name, ascii_cells(cells)] if len(panels) > 1 else [ascii_cells(cells)]
     return "\n".join(pictures)
+
+
+def ascii_shape(width: int) -> tuple[int, int]:
+    """Return the maximum lines and characters per line of a picture."""
+    if width < 2:
+        raise ArgumentError("`width` is too small for a picture", got=width, expected=">= 2")
+    return width // 2, width
+
+
+def ascii_cells(cells: Int8[np.ndarray, "rows columns"]) -> str:
+    """Return a picture of codes 0 `.`, 1 `+` and 2 `#`."""
+    return "\n".join("".join(SYMBOLS[row]) for row in cells)
 
 
 def summary(mask: AbstractMask) -> str:
     """Return the text of `print(mask)`: the repr and a small picture."""
-    tokens = mask._extent()
+    tokens = min(_num_tokens(mask), UNBOUNDED)
     head = None if mask.heads is None else 0
-    picture = ascii_picture(mask, tokens, width=32, head=head)
+    picture = ascii_picture(mask, tokens, tokens, 32, head)
     of_head = "" if mask.heads is None else f", head 0 of {mask.heads}"
     note = f"queries 0..{tokens - 1} down, keys 0..{tokens - 1} across{of_head}"
     return f"{mask!r}\n{picture}\n{note}; # all, + some, . none"
+
+
+def _num_tokens(mask: AbstractMask) -> int:
+    """Return the number of tokens to draw so that the pattern is visible."""
+    match mask:
+        case AbstractCombination(parts=parts) | PerHead(members=parts):
+            return max(map(_num_tokens, parts))
+        case Not(part=part):
+            return _num_tokens(part)
+        case Window(left=left, right=right):
+            return max(16, 4 * max(left or 0, right or 0))
+        case Chunked(size=size):
+            return 4 * size
+        case Sinks(count=size) | Strided(stride=size):
+            return max(16, 4 * size)
+        case Longformer(window=window, global_tokens=size):
+            return max(16, 4 * window, 4 * size)
+        case Random(cell=cell):
+            return 16 * cell
+        case BigBird(window=window, global_tokens=size, cell=cell):
+            return max(4 * window, 4 * size, 16 * cell)
+        case Segments() | Explicit():
+            return max(1, *(size for array in mask._arrays() for size in array.shape[-2:]))
+    return 16
 
 
 def coverage_cells(
     mask: AbstractMask, q_tokens: int, kv_tokens: int, *, rows: int, columns: int
 ) -> Int8[np.ndarray, "rows columns"]:
     """Return exact `Coverage` codes of a grid of at most `rows` x `columns` equal cells."""
-    q_first, q_last = _cells(q_tokens, rows)
-    kv_first, kv_last = _cells(kv_tokens, columns)
-    codes = np.array(mask.coverage(q_first[:, None], q_last[:, None], kv_first, kv_last))
-    for i in np.flatnonzero((codes == UNKNOWN).any(axis=1)):
-        columns_left = np.flatnonzero(codes[i] == UNKNOWN)
-        ends = kv_first[columns_left], kv_last[columns_left]
-        codes[i, columns_left] = _evaluate_cells(mask, (q_first[i], q_last[i]), ends)
-    return codes
-
-
-def _evaluate_cells(
-    mask: AbstractMask, q_ends: tuple[Any, Any], kv_ends: tuple[np.ndarray, np.ndarray]
-) -> Int8[np.ndarray, " cells"]:
-    """Return exact codes of one row of cells by evaluating tokens in chunks of query rows."""
-    kv = np.concatenate([np.arange(first, last + 1) for first, last in zip(*kv_ends, strict=True)])
-    starts = np.cumsum(kv_ends[1] - kv_ends[0] + 1) - (kv_ends[1] - kv_ends[0] + 1)
-    step = max(1, MAX_CHUNK_PAIRS // kv.size)
-    empty = np.ones(starts.size, bool)
-    full = np.ones(starts.size, bool)
-    for start in range(q_ends[0], q_ends[1] + 1, step):
-        q = np.arange(start, min(start + step, q_ends[1] + 1))
-        allowed = mask.allows(q[:, None], kv)
-        empty &= ~np.logical_or.reduceat(allowed.any(axis=0), starts)
-        full &= np.logical_and.reduceat(allowed.all(axis=0), starts)
-    return to_codes(empty, full)
+    q_first, q_last = (ends[:, None] for ends in _cells(q_tokens, rows))
+    return resolve_coverage(mask, Rectangles(q_first, q_last, *_cells(kv_tokens, columns)))
 
 
 def _cells(tokens: int, limit: int) -> tuple[np.ndarray, np.ndarray]:
@@ -112,18 +120,11 @@ def draw_png(
     mask: AbstractMask,
     path: str | os.PathLike[str],
     q_tokens: int,
-    kv_tokens: int | None = None,
-    *,
-    head: int | None = None,
+    kv_tokens: int | None,
+    head: int | None,
 ) -> None:
     """See `AbstractMask.draw`."""
     kv_tokens = _check_sizes(q_tokens, kv_tokens)
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingExtraError(
-            "drawing a PNG needs matplotlib", fix="pip install xsake[viz]"
-        ) from error
     panels = _panels(mask, head)
     if len(panels) > MAX_PANELS:
         raise ArgumentError(
@@ -132,23 +133,45 @@ def draw_png(
             expected=f"at most {MAX_PANELS}",
             fix="pass head=...",
         )
-    columns = math.ceil(math.sqrt(len(panels)))
-    rows = math.ceil(len(panels) / columns)
     side = 6.0 if len(panels) == 1 else 3.0
-    height = side * min(2.0, max(0.5, q_tokens / kv_tokens))
-    figure = Figure(figsize=(side * columns + 0.6, height * rows + 0.9), layout="constrained")
-    figure.set_facecolor("white")
-    for index, (name, panel) in enumerate(panels):
-        axes = figure.add_subplot(rows, columns, index + 1)
+    size = side, side * min(2.0, max(0.5, q_tokens / kv_tokens))
+    labels = "query position", "key position"
+    figure, grid, columns = panel_figure(len(panels), size, 0.9, labels, color=TEXT)
+    for (name, panel), axes in zip(panels, grid, strict=True):
         _draw_panel(axes, panel, (q_tokens, kv_tokens), ticks=9 if len(panels) == 1 else 5)
         axes.set_title(name, fontsize=9, color=TEXT)
-        if index % columns == 0:
-            axes.set_ylabel("query position", color=TEXT)
-        if index + columns >= len(panels):
-            axes.set_xlabel("key position", color=TEXT)
     title = textwrap.fill(textwrap.shorten(repr(mask), 240), max(48, 28 * columns))
     figure.suptitle(title, fontsize=11, family="monospace", color=TEXT)
     figure.savefig(path, format="png", dpi=150)
+
+
+def panel_figure(
+    num_panels: int,
+    size: tuple[float, float],
+    title_height: float,
+    labels: tuple[str, str],
+    **label_style: Any,
+) -> tuple[Any, list[Any], int]:
+    """Return a figure, its panels of `size` inches in a square grid, and the number of columns.
+
+    The labels of the vertical and the horizontal axis are on the outer panels.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MissingExtraError(
+            "drawing a PNG needs matplotlib", fix="pip install xsake[viz]"
+        ) from error
+    columns = math.ceil(math.sqrt(num_panels))
+    rows = math.ceil(num_panels / columns)
+    figsize = size[0] * columns + 0.6, size[1] * rows + title_height
+    figure = Figure(figsize=figsize, layout="constrained", facecolor="white")
+    panels = [figure.add_subplot(rows, columns, index + 1) for index in range(num_panels)]
+    for axes in panels[::columns]:
+        axes.set_ylabel(labels[0], **label_style)
+    for axes in panels[-columns:]:
+        axes.set_xlabel(labels[1], **label_style)
+    return figure, panels, columns
 
 
 def _draw_panel(axes: Any, mask: AbstractMask, tokens: tuple[int, int], *, ticks: int) -> None:
@@ -169,7 +192,6 @@ def _draw_panel(axes: Any, mask: AbstractMask, tokens: tuple[int, int], *, ticks
     axes.set_xticks(_ticks(kv_tokens, ticks))
     axes.set_yticks(_ticks(q_tokens, ticks))
     axes.tick_params(labelsize=8, colors=TEXT, length=3)
-    axes.xaxis.set_label_position("bottom")
     if max(q_tokens, kv_tokens) <= GRID_TOKENS:
         axes.set_xticks(np.arange(kv_tokens + 1) - 0.5, minor=True)
         axes.set_yticks(np.arange(q_tokens + 1) - 0.5, minor=True)

@@ -6,10 +6,8 @@ from types import ModuleType
 from typing import Any
 
 from xsake.errors import MaskError
-from xsake.masks.arrays import Answer, Codes
-from xsake.masks.base import AbstractMask
-from xsake.masks.coverage import UNKNOWN, Rectangles
-from xsake.masks.parametric import store_int
+from xsake.masks.base import AbstractMask, store_int
+from xsake.masks.coverage import UNKNOWN, Answer, Codes, Rectangles
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -47,10 +45,7 @@ class FromFunction(AbstractMask):
         if self.only_head is not None:
             store_int(self, "only_head", min_value=0)
 
-    def for_head(self, head: int) -> AbstractMask:
-        if self.heads is None:
-            return self
-        self._check_head(head)
+    def _for_head(self, head: int) -> AbstractMask:
         return FromFunction(self.function, only_head=head)
 
     def _allows(self, xp: ModuleType, q: Any, kv: Any, head: Any) -> Answer:

@@ -6,7 +6,7 @@ import warnings
 
 from xsake.errors import MaskError
 from xsake.masks.base import AbstractMask
-from xsake.masks.parametric import AbstractParametric
+from xsake.masks.patterns import PARAMETRIC
 from xsake.masks.serialization import from_dict
 
 MAX_CHARS, MAX_DEPTH = 2000, 100  # of the text, and of nested expressions
@@ -14,13 +14,10 @@ _GRAMMAR = "masks such as causal, window(left=1023, right=0) or sinks(4), combin
 
 
 def parse(text: str) -> AbstractMask:
-    """Parse a mask expression; invalid text raises MaskError.
+    """Parse a mask expression of one line; invalid text raises MaskError.
 
     Mask names are case-insensitive and take positional or keyword numbers. Operators are `&`, `|`,
     `~` and parentheses with Python's precedence. The repr of a parametric mask can be parsed back.
-
-    Args:
-        text: one line, such as "causal & window(left=1023, right=0) | sinks(4)".
 
     Example:
         >>> from xsake.masks import parse
@@ -73,7 +70,7 @@ def _parse_node(node: ast.expr, text: str, depth: int) -> AbstractMask:
 
 def _build_mask(name: str, positional: tuple, named: dict, source: str) -> AbstractMask:
     """Build a mask by name; `from_dict` checks the numbers."""
-    mask_types = _parametric_masks()
+    mask_types = {key.lower(): mask_type for key, mask_type in PARAMETRIC.items()}
     mask_type = mask_types.get(name.lower())
     if mask_type is None:
         options = ", ".join(sorted(mask_types))
@@ -86,18 +83,6 @@ def _build_mask(name: str, positional: tuple, named: dict, source: str) -> Abstr
         raise _parse_error(f"invalid arguments of {name}: {error}", source, expected) from error
     bound.apply_defaults()
     return from_dict({"mask": mask_type.__name__, **bound.arguments})
-
-
-def _parametric_masks() -> dict[str, type[AbstractMask]]:
-    """Return the parametric masks that `xsake.masks` exports, by lowercase name."""
-    from xsake import masks  # circular import
-
-    public = {name.lower(): getattr(masks, name) for name in masks.__all__}
-    return {
-        name: mask_type
-        for name, mask_type in public.items()
-        if isinstance(mask_type, type) and issubclass(mask_type, AbstractParametric)
-    }
 
 
 def _parse_number(node: ast.expr, text: str) -> int | float | None:

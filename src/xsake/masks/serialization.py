@@ -3,39 +3,27 @@
 import base64
 import binascii
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from xsake.errors import MaskError
-from xsake.masks.algebra import And, Not, Or
+from xsake.masks.algebra import And, Not, Or, PerHead
 from xsake.masks.array_masks import Explicit, Segments
 from xsake.masks.base import AbstractMask
-from xsake.masks.local import Causal, Full, Window
-from xsake.masks.patterns import Chunked, Longformer, Sinks, Strided
-from xsake.masks.per_head import PerHead
-from xsake.masks.random_blocks import BigBird, Random
+from xsake.masks.patterns import PARAMETRIC
 
-_PARAMETRIC = {
-    mask_type.__name__: mask_type
-    for mask_type in (
-        BigBird, Causal, Chunked, Full, Longformer, Random, Sinks, Strided, Window
-    )
-}  # fmt: skip
-_COMBINATIONS = {"And": And, "Or": Or}
+_LISTS = {"And": (And, "parts", 2), "Or": (Or, "parts", 2), "PerHead": (PerHead, "members", 1)}
 MAX_DEPTH = 32
 MAX_TOKENS = 2**24  # of a Segments array, whose run-length encoding is short
 
 
 def to_dict(mask: AbstractMask) -> dict[str, Any]:
-    """Serialize a mask to JSON types.
+    """Serialize a mask to JSON types, from which `from_dict` restores an equal mask.
 
-    Args:
-        mask: any mask of this package except FromFunction, whose function cannot be serialized.
-
-    Returns:
-        A dict; `from_dict` restores an equal mask.
+    A FromFunction mask raises MaskError, because its function cannot be serialized.
 
     Example:
         >>> from xsake.masks import Causal, Window, to_dict
@@ -49,17 +37,16 @@ def _encode(mask: AbstractMask, depth: int) -> dict[str, Any]:
     mask_name = type(mask).__name__
     if depth > MAX_DEPTH:
         raise MaskError("the mask is nested too deeply", expected=f"<= {MAX_DEPTH}")
-    if (mask_type := _PARAMETRIC.get(mask_name)) is type(mask):
+    if (mask_type := PARAMETRIC.get(mask_name)) is type(mask):
         names = [field.name for field in dataclasses.fields(mask_type)]
         return {"mask": mask_name} | {name: getattr(mask, name) for name in names}
     match mask:
-        case And() | Or():
-            return {"mask": mask_name, "parts": [_encode(part, depth + 1) for part in mask.parts]}
+        case And() | Or() | PerHead():
+            name = _LISTS[mask_name][1]
+            parts = [_encode(part, depth + 1) for part in getattr(mask, name)]
+            return {"mask": mask_name, name: parts}
         case Not():
             return {"mask": mask_name, "part": _encode(mask.part, depth + 1)}
-        case PerHead():
-            members = [_encode(member, depth + 1) for member in mask.members]
-            return {"mask": mask_name, "members": members}
         case Segments():
             q_ids, kv_ids = (_encode_runs(array) for array in mask._arrays())
             return {"mask": mask_name, "q_ids": q_ids, "kv_ids": kv_ids}
@@ -88,9 +75,6 @@ def from_dict(description: Mapping[str, Any]) -> AbstractMask:
 
     Sizes are validated before allocation; nothing in the description is executed.
 
-    Args:
-        description: output of `to_dict`, or its JSON round trip.
-
     Example:
         >>> from xsake.masks import from_dict
         >>> from_dict({"mask": "Window", "left": 7, "right": None})
@@ -105,24 +89,22 @@ def _decode(description: Any, depth: int) -> AbstractMask:
     if not isinstance(description, Mapping) or not isinstance(description.get("mask"), str):
         raise _format_error(description, "an object with a mask name under 'mask'")
     mask_name = description["mask"]
-    if mask_name in _PARAMETRIC:
-        names = [field.name for field in dataclasses.fields(_PARAMETRIC[mask_name])]
+    if mask_name in PARAMETRIC:
+        names = [field.name for field in dataclasses.fields(PARAMETRIC[mask_name])]
         values = _entries(description, *names)
-        return _PARAMETRIC[mask_name](*map(_check_param, names, values))
-    if mask_name in _COMBINATIONS:
-        (parts,) = _entries(description, "parts")
-        return _COMBINATIONS[mask_name](_decode_list(parts, depth, min_length=2))
+        return PARAMETRIC[mask_name](*map(_check_param, names, values))
+    if mask_name in _LISTS:
+        mask_type, name, min_length = _LISTS[mask_name]
+        (parts,) = _entries(description, name)
+        if not isinstance(parts, list) or len(parts) < min_length:
+            raise _format_error(parts, f"a list of at least {min_length} masks")
+        return mask_type(tuple(_decode(part, depth + 1) for part in parts))
     match mask_name:
         case "Not":
             (part,) = _entries(description, "part")
             return Not(_decode(part, depth + 1))
-        case "PerHead":
-            (members,) = _entries(description, "members")
-            return PerHead(_decode_list(members, depth, min_length=1))
         case "Segments":
-            return Segments(
-                *(_decode_runs(runs) for runs in _entries(description, "q_ids", "kv_ids"))
-            )
+            return Segments(*map(_decode_runs, _entries(description, "q_ids", "kv_ids")))
         case "Explicit":
             return _decode_explicit(*_entries(description, "shape", "bits"))
     raise _format_error(mask_name, "the name of a mask of xsake.masks")
@@ -142,12 +124,6 @@ def _check_param(name: str, value: Any) -> Any:
     if type(value) is int or (value is None and name in ("left", "right")):
         return value
     raise _format_error(f"{name}={value!r}", "a number of the parameter's type")
-
-
-def _decode_list(descriptions: Any, depth: int, *, min_length: int) -> tuple[AbstractMask, ...]:
-    if not isinstance(descriptions, list) or len(descriptions) < min_length:
-        raise _format_error(descriptions, f"a list of at least {min_length} masks")
-    return tuple(_decode(description, depth + 1) for description in descriptions)
 
 
 def _decode_runs(runs: Any) -> np.ndarray:
@@ -174,9 +150,7 @@ def _decode_explicit(shape: Any, bits: Any) -> Explicit:
         or not isinstance(bits, str)
     ):
         raise _format_error({"shape": shape, "bits": bits}, "2 or 3 sizes and a base64 string")
-    count = 1
-    for size in shape:
-        count *= size  # Python integers do not overflow
+    count = math.prod(shape)  # Python integers do not overflow
     try:
         packed = base64.b64decode(bits, validate=True)
     except (binascii.Error, ValueError) as error:

@@ -5,7 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from xsake.layout.pytree import register_layout
+from xsake.layout.grid import register_layout
 from xsake.model.native_cache import NativeCache
 
 

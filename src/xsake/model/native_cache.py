@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from xsake import nsa
 from xsake.kernels.compressed.summaries import num_summaries
-from xsake.layout.pytree import register_layout
+from xsake.layout.grid import register_layout
 
 _ARRAYS = (
     "keys", "values", "window_keys", "window_values", "summary_keys", "summary_values",

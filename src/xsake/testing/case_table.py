@@ -23,7 +23,7 @@ from xsake.masks import (
     Strided,
     Window,
 )
-from xsake.testing.cases import Case
+from xsake.testing.cases import ConformanceCase
 
 EVERY_STRUCTURE = PerHead(
     [
@@ -50,7 +50,7 @@ def _explicit() -> Explicit:
     return Explicit(table)
 
 
-def _grid_layout(case: Case) -> BlockLayout:
+def _grid_layout(case: ConformanceCase) -> BlockLayout:
     """Build random per-head block grids under the mask; one head has no blocks."""
     rng = np.random.default_rng(3)
     blocks = -(-case.q_tokens // 16), -(-case.kv_tokens // 16)
@@ -66,7 +66,7 @@ def _grid_layout(case: Case) -> BlockLayout:
     )
 
 
-def _batched_layout(case: Case) -> BlockLayout:
+def _batched_layout(case: ConformanceCase) -> BlockLayout:
     """Build a layout from indices and counts, per batch entry and head."""
     rng = np.random.default_rng(4)
     q_blocks, kv_blocks, width = -(-case.q_tokens // 16), -(-case.kv_tokens // 16), 3
@@ -83,7 +83,7 @@ def _batched_layout(case: Case) -> BlockLayout:
     )
 
 
-def _kv_head_layout(case: Case) -> BlockLayout:
+def _kv_head_layout(case: ConformanceCase) -> BlockLayout:
     """Build one list per kv head, shared by its query heads."""
     rule = PerHead([Causal() & Window(left=10 + 25 * h, right=0) for h in range(case.kv_heads)])
     return BlockLayout.from_mask(
@@ -94,7 +94,7 @@ def _kv_head_layout(case: Case) -> BlockLayout:
 def _resize_layout(block_q: int, block_kv: int):
     """Return a builder of the mask's layout at blocks of 64, resized."""
 
-    def build(case: Case) -> BlockLayout:
+    def build(case: ConformanceCase) -> BlockLayout:
         layout = BlockLayout.from_mask(
             case.rule, q_tokens=case.q_tokens, kv_tokens=case.kv_tokens, block_q=64, block_kv=64
         )
@@ -103,16 +103,16 @@ def _resize_layout(block_q: int, block_kv: int):
     return build
 
 
-def _merged_grid(case: Case) -> BlockLayout:
+def _merged_grid(case: ConformanceCase) -> BlockLayout:
     """Build a sparse grid merged to larger blocks with unlisted parts."""
     return _grid_layout(case).resize(32, 48)
 
 
-def _traced_grid_layout(case: Case) -> BlockLayout:
+def _traced_grid_layout(case: ConformanceCase) -> BlockLayout:
     return _grid_layout(case).traced(capacity=200)
 
 
-def _two_thirds(case: Case) -> BlockLayout:
+def _two_thirds(case: ConformanceCase) -> BlockLayout:
     """Build a random grid without the mask, which is a separate argument."""
     blocks = -(-case.q_tokens // 16), -(-case.kv_tokens // 16)
     grid = np.random.default_rng(4).random(blocks) < 0.67
@@ -121,7 +121,7 @@ def _two_thirds(case: Case) -> BlockLayout:
     )
 
 
-def _empty_layout(case: Case) -> BlockLayout:
+def _empty_layout(case: ConformanceCase) -> BlockLayout:
     grid = np.zeros((1, -(-case.q_tokens // 32), -(-case.kv_tokens // 32)), bool)
     return BlockLayout.from_block_mask(
         grid, q_tokens=case.q_tokens, kv_tokens=case.kv_tokens, block_q=32, block_kv=32
@@ -132,19 +132,19 @@ _PACKED = (((30, 20, 27), (30, 20, 27)), ((60,), (60,)))
 _LATE = tuple(range(60, 93))
 
 MASKS = [
-    Case("causal", Causal(), block=(32, 32)),
-    Case("causal_by_mask_argument", Causal(), q_tokens=150, kv_tokens=150),
-    Case("full_odd_length", Full(), block=(32, 32), q_tokens=77, kv_tokens=77),
-    Case("no_mask_at_all", q_tokens=40, kv_tokens=100),
-    Case(
+    ConformanceCase("causal", Causal(), block=(32, 32)),
+    ConformanceCase("causal_by_mask_argument", Causal(), q_tokens=150, kv_tokens=150),
+    ConformanceCase("full_odd_length", Full(), block=(32, 32), q_tokens=77, kv_tokens=77),
+    ConformanceCase("no_mask_at_all", q_tokens=40, kv_tokens=100),
+    ConformanceCase(
         "explicit_with_empty_rows_and_columns",
         _explicit(),
         block=(16, 16),
         q_tokens=90,
         kv_tokens=75,
     ),
-    Case("random_cells", Causal() & Random(keep=0.4, seed=2, cell=8), block=(16, 32)),
-    Case(
+    ConformanceCase("random_cells", Causal() & Random(keep=0.4, seed=2, cell=8), block=(16, 32)),
+    ConformanceCase(
         "every_structure",
         EVERY_STRUCTURE,
         block=(16, 16),
@@ -159,7 +159,7 @@ MASKS = [
 
 # Windows, lengths and block size for which another library gave wrong results.
 WINDOWS = [
-    Case(
+    ConformanceCase(
         f"window_{left}_{right}",
         Window(left=left, right=right),
         block=(64, 64),
@@ -173,9 +173,9 @@ WINDOWS = [
 ]
 
 SHAPES = [
-    Case("more_keys_than_queries", Full(), block=(16, 32), q_tokens=40, kv_tokens=101),
-    Case("more_queries_than_keys", Causal(), block=(32, 16), q_tokens=101, kv_tokens=40),
-    Case(
+    ConformanceCase("more_keys_than_queries", Full(), block=(16, 32), q_tokens=40, kv_tokens=101),
+    ConformanceCase("more_queries_than_keys", Causal(), block=(32, 16), q_tokens=101, kv_tokens=40),
+    ConformanceCase(
         "one_token",
         Causal(),
         block=(16, 16),
@@ -185,7 +185,7 @@ SHAPES = [
         q_tokens=1,
         kv_tokens=1,
     ),
-    Case(
+    ConformanceCase(
         "decode_one_query",
         Causal() & Window(left=50, right=0),
         batch=4,
@@ -194,11 +194,15 @@ SHAPES = [
         q_heads=4,
         q_positions=(89,),
     ),
-    Case("single_visible_key", Window(left=0, right=0), block=(16, 16), q_tokens=50, kv_tokens=50),
-    Case("head_dim_80", Causal(), block=(32, 32), head_dim=80, value_dim=80),
-    Case("head_dim_96_values_40", Causal(), block=(32, 32), head_dim=96, value_dim=40),
-    Case("head_dim_192_values_128", Causal(), block=(32, 32), head_dim=192, value_dim=128),
-    Case(
+    ConformanceCase(
+        "single_visible_key", Window(left=0, right=0), block=(16, 16), q_tokens=50, kv_tokens=50
+    ),
+    ConformanceCase("head_dim_80", Causal(), block=(32, 32), head_dim=80, value_dim=80),
+    ConformanceCase("head_dim_96_values_40", Causal(), block=(32, 32), head_dim=96, value_dim=40),
+    ConformanceCase(
+        "head_dim_192_values_128", Causal(), block=(32, 32), head_dim=192, value_dim=128
+    ),
+    ConformanceCase(
         "head_dim_256",
         Causal(),
         block=(32, 32),
@@ -207,7 +211,7 @@ SHAPES = [
         head_dim=256,
         value_dim=256,
     ),
-    Case(
+    ConformanceCase(
         "head_dim_64_longer",
         Causal(),
         block=(64, 64),
@@ -216,7 +220,7 @@ SHAPES = [
         head_dim=64,
         value_dim=64,
     ),
-    Case(
+    ConformanceCase(
         "rows_of_many_full_blocks",
         Causal(),
         block=(128, 128),
@@ -227,12 +231,14 @@ SHAPES = [
         head_dim=16,
         value_dim=16,
     ),
-    Case("explicit_scale", Causal(), block=(32, 32), scale=0.4),
+    ConformanceCase("explicit_scale", Causal(), block=(32, 32), scale=0.4),
 ]
 
 GROUPS = [
-    Case("group_heads_differ", SAME_STRUCTURE, block=(16, 16), q_heads=4, kv_heads=2, batch=2),
-    Case(
+    ConformanceCase(
+        "group_heads_differ", SAME_STRUCTURE, block=(16, 16), q_heads=4, kv_heads=2, batch=2
+    ),
+    ConformanceCase(
         "eight_heads_one_kv",
         Causal() & Window(left=33, right=0),
         block=(32, 16),
@@ -241,11 +247,11 @@ GROUPS = [
         head_dim=16,
         value_dim=16,
     ),
-    Case("layout_per_kv_head", layout=_kv_head_layout, q_heads=4, kv_heads=2),
+    ConformanceCase("layout_per_kv_head", layout=_kv_head_layout, q_heads=4, kv_heads=2),
 ]
 
 LAYOUTS = [
-    Case(
+    ConformanceCase(
         "ragged_grid",
         Causal(),
         layout=_grid_layout,
@@ -254,7 +260,7 @@ LAYOUTS = [
         q_tokens=93,
         kv_tokens=93,
     ),
-    Case(
+    ConformanceCase(
         "ragged_grid_traced",
         Causal(),
         layout=_traced_grid_layout,
@@ -263,7 +269,7 @@ LAYOUTS = [
         q_tokens=93,
         kv_tokens=93,
     ),
-    Case(
+    ConformanceCase(
         "indices_and_counts_per_batch",
         layout=_batched_layout,
         q_heads=4,
@@ -272,21 +278,21 @@ LAYOUTS = [
         q_tokens=93,
         kv_tokens=70,
     ),
-    Case(
+    ConformanceCase(
         "split_64_to_32_16",
         Causal() & Window(left=70, right=0),
         layout=_resize_layout(32, 16),
         q_tokens=150,
         kv_tokens=150,
     ),
-    Case(
+    ConformanceCase(
         "merged_64_to_128",
         Causal() & Window(left=70, right=0),
         layout=_resize_layout(128, 128),
         q_tokens=150,
         kv_tokens=150,
     ),
-    Case(
+    ConformanceCase(
         "merged_grid_with_holes",
         Causal(),
         layout=_merged_grid,
@@ -295,19 +301,23 @@ LAYOUTS = [
         q_tokens=93,
         kv_tokens=93,
     ),
-    Case("empty_layout", layout=_empty_layout, q_tokens=64, kv_tokens=64),
-    Case("empty_layout_with_sinks", layout=_empty_layout, q_tokens=64, kv_tokens=64, sinks=0),
+    ConformanceCase("empty_layout", layout=_empty_layout, q_tokens=64, kv_tokens=64),
+    ConformanceCase(
+        "empty_layout_with_sinks", layout=_empty_layout, q_tokens=64, kv_tokens=64, sinks=0
+    ),
 ]
 
 TERMS = [
-    Case("softcap", Causal(), block=(32, 32), softcap=1.5, logits=2.0),
-    Case("sinks", Causal() & Window(left=20, right=0), block=(16, 16), sinks=0, q_heads=4),
-    Case("two_sinks_per_head", Causal(), block=(32, 16), sinks=2, q_heads=4),
-    Case("bias_shared", Causal(), block=(32, 32), bias=(False, False), batch=2),
-    Case(
+    ConformanceCase("softcap", Causal(), block=(32, 32), softcap=1.5, logits=2.0),
+    ConformanceCase(
+        "sinks", Causal() & Window(left=20, right=0), block=(16, 16), sinks=0, q_heads=4
+    ),
+    ConformanceCase("two_sinks_per_head", Causal(), block=(32, 16), sinks=2, q_heads=4),
+    ConformanceCase("bias_shared", Causal(), block=(32, 32), bias=(False, False), batch=2),
+    ConformanceCase(
         "bias_per_batch_and_head", Causal(), block=(32, 32), bias=(True, True), batch=2, q_heads=4
     ),
-    Case(
+    ConformanceCase(
         "everything",
         SAME_STRUCTURE,
         block=(16, 32),
@@ -324,23 +334,25 @@ TERMS = [
 ]
 
 COORDINATES = [
-    Case(
+    ConformanceCase(
         "layout_with_positions",
         Causal() & Window(left=30, right=0),
         layout=_two_thirds,
         q_positions=tuple(range(9, 105)),
         kv_positions=tuple(range(4, 100)),
     ),
-    Case("packed_segments", Causal(), block=(16, 16), batch=2, segments=_PACKED),
-    Case("cross_segments", None, q_tokens=60, kv_tokens=80, segments=(((20, 30), (50, 25)),)),
-    Case(
+    ConformanceCase("packed_segments", Causal(), block=(16, 16), batch=2, segments=_PACKED),
+    ConformanceCase(
+        "cross_segments", None, q_tokens=60, kv_tokens=80, segments=(((20, 30), (50, 25)),)
+    ),
+    ConformanceCase(
         "late_queries",
         Causal() & Window(left=40, right=0),
         q_tokens=33,
         kv_tokens=93,
         q_positions=_LATE,
     ),
-    Case(
+    ConformanceCase(
         "positions_per_batch",
         Causal(),
         batch=2,
@@ -348,7 +360,7 @@ COORDINATES = [
         kv_tokens=93,
         q_positions=(_LATE, tuple(range(33))),
     ),
-    Case(
+    ConformanceCase(
         "shuffled_keys",
         Causal() & Window(left=25, right=0),
         kv_positions=tuple(int(p) for p in np.random.default_rng(5).permutation(96)),
@@ -356,7 +368,7 @@ COORDINATES = [
 ]
 
 
-def _with_dtype(dtype: str, names: set[str]) -> list[Case]:
+def _with_dtype(dtype: str, names: set[str]) -> list[ConformanceCase]:
     all_cases = MASKS + SHAPES + GROUPS + LAYOUTS + TERMS + COORDINATES
     selected = [case for case in all_cases if case.name in names]
     return [

@@ -14,7 +14,7 @@ from xsake.testing import expand, oracle
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
+class ConformanceCase:
     """One row of the conformance table.
 
     Args:
@@ -36,7 +36,7 @@ class Case:
     name: str
     mask: AbstractMask | None = None
     block: tuple[int, int] | None = None
-    layout: Callable[["Case"], BlockLayout] | None = None
+    layout: Callable[["ConformanceCase"], BlockLayout] | None = None
     batch: int = 1
     q_tokens: int = 96
     kv_tokens: int = 96

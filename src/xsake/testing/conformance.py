@@ -12,13 +12,15 @@ import numpy as np
 
 from xsake.testing import naive, oracle
 from xsake.testing.budget import ErrorReport, check_error
-from xsake.testing.cases import Case, CaseInputs
+from xsake.testing.cases import CaseInputs, ConformanceCase
 from xsake.testing.oracle import Truth
 
 Arrays = dict[str, np.ndarray]
 
 
-def bind(attention: Callable[..., Any], case: Case, implementation: str) -> Callable[..., Any]:
+def bind(
+    attention: Callable[..., Any], case: ConformanceCase, implementation: str
+) -> Callable[..., Any]:
     """Return `attention` as a function of arrays only: operands and integers by name."""
 
     static = case.static  # built outside of tracing
@@ -49,7 +51,7 @@ def call(run: Callable[..., Any], inputs: CaseInputs) -> Arrays:
 
 
 def run_case(
-    attention: Callable[..., Any], case: Case, implementation: str, inputs: CaseInputs
+    attention: Callable[..., Any], case: ConformanceCase, implementation: str, inputs: CaseInputs
 ) -> Arrays:
     """Run one jitted call; return out, lse and all gradients by name."""
     return call(jax.jit(with_gradients(bind(attention, case, implementation))), inputs)
@@ -61,12 +63,12 @@ def select_outputs(results: Truth, inputs: CaseInputs) -> Arrays:
     return {name: getattr(results, name) for name in names}
 
 
-def compute_truth(case: Case, inputs: CaseInputs) -> Arrays:
+def compute_truth(case: ConformanceCase, inputs: CaseInputs) -> Arrays:
     """Return the float64 results."""
     return select_outputs(oracle.attend(case.operands(inputs), inputs.d_out, inputs.d_lse), inputs)
 
 
-def run_naive(case: Case, inputs: CaseInputs) -> Arrays:
+def run_naive(case: ConformanceCase, inputs: CaseInputs) -> Arrays:
     """Return naive results in the dtype of the case, runs stacked on a new first axis."""
     runs = naive.run_three_orders(case.operands(inputs), inputs.d_out, inputs.d_lse, case.dtype)
     each = [select_outputs(results, inputs) for results in runs]
@@ -74,7 +76,7 @@ def run_naive(case: Case, inputs: CaseInputs) -> Arrays:
 
 
 @functools.lru_cache(maxsize=128)
-def reference_results(case: Case) -> tuple[CaseInputs, Arrays, Arrays]:
+def reference_results(case: ConformanceCase) -> tuple[CaseInputs, Arrays, Arrays]:
     """Return inputs, truth and naive results of a case, independent of the implementation."""
     inputs = case.inputs()
     return inputs, compute_truth(case, inputs), run_naive(case, inputs)
@@ -93,7 +95,9 @@ def compare(
     ]
 
 
-def check_case(attention: Callable[..., Any], case: Case, implementation: str) -> list[ErrorReport]:
+def check_case(
+    attention: Callable[..., Any], case: ConformanceCase, implementation: str
+) -> list[ErrorReport]:
     """Check out, lse and all gradients of one implementation in one case."""
     inputs, truth, naive_results = reference_results(case)
     got = run_case(attention, case, implementation, inputs)

@@ -24,7 +24,7 @@ from xsake.masks import (
     Strided,
     Window,
 )
-from xsake.testing.cases import Case
+from xsake.testing.cases import ConformanceCase
 
 # Hypothesis' draw protocol cannot be checked at run time.
 Draw = Callable[..., Any]
@@ -93,11 +93,11 @@ def block_grids(draw: Draw, heads: int, q_blocks: int, kv_blocks: int) -> np.nda
 
 
 @st.composite
-def cases(draw: Draw) -> Case:
+def cases(draw: Draw) -> ConformanceCase:
     """A case: shapes, heads, blocks, mask or layout, logit terms."""
     tq, tk = draw(st.sampled_from(TOKENS)), draw(st.sampled_from(TOKENS))
     kv_heads, group = draw(st.sampled_from([(1, 1), (2, 1), (1, 3), (2, 2)]))
-    base = Case(
+    base = ConformanceCase(
         "drawn",
         batch=draw(st.sampled_from([1, 2])),
         q_tokens=tq,
@@ -125,7 +125,7 @@ class _GridLayout:
     def __init__(self, grid: np.ndarray, block: tuple[int, int]):
         self.grid, self.block = grid, block
 
-    def __call__(self, case: Case) -> BlockLayout:
+    def __call__(self, case: ConformanceCase) -> BlockLayout:
         return BlockLayout.from_block_mask(
             self.grid,
             q_tokens=case.q_tokens,

@@ -15,7 +15,7 @@ from pydantic import Field, ValidationError, model_validator
 from xsake._schema import Count, Frozen, LocalPath, Number, Positive
 from xsake.errors import ArgumentError
 from xsake.hads.budget import ForcedBlocks, total_blocks
-from xsake.layout.grid import blocks_of
+from xsake.layout.grid import count_blocks
 from xsake.model.config import DecoderConfig, LayerKind, Llama3Scaling, Rope
 from xsake.training.attention_section import AttentionSection, require_native
 from xsake.training.config_aliases import rename_path, rename_settings, restore_old_names
@@ -308,7 +308,7 @@ def _require_blocks(config: TrainingConfig) -> None:
     attention, decoder, always = config.attention, config.model.decoder, ForcedBlocks()
     if attention.kind != "plan" or attention.budget is None or attention.profile is not None:
         return
-    n = blocks_of(config.data.context, attention.block)
+    n = count_blocks(config.data.context, attention.block)
     if n <= always.blocks_per_row:
         raise ArgumentError(
             "sequences are too short for block selection",

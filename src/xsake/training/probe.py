@@ -19,7 +19,7 @@ from xsake.distributed.head_balancing import mean_imbalance
 from xsake.errors import ArgumentError
 from xsake.hads.drift import Drift, calibrated_loss
 from xsake.kernels.statistics import block_statistics
-from xsake.layout.grid import blocks_of
+from xsake.layout.grid import count_blocks
 from xsake.model import AttentionFn, DenseAttention, LayerCall, MaskedAttention
 from xsake.training.attention import StopGradientPlanAttention, TrainingAttention
 from xsake.training.config import TrainingConfig
@@ -138,7 +138,7 @@ def make_probe(
     def probe(parameters, tokens, key) -> ProbeStatistics:
         # Strided over the batch, so batch sharding is preserved.
         tokens = jnp.maximum(tokens[:: max(1, tokens.shape[0] // sequences), :-1], 0)
-        end = blocks_of(tokens.shape[1], block)
+        end = count_blocks(tokens.shape[1], block)
         start = min(first, end - 1)
         count = min(rows, end - start)
         picked = start + jax.random.permutation(key, end - start)[:count]

@@ -8,10 +8,11 @@ import numpy as np
 from xsake.kernels.row_loop import RowTable
 from xsake.kernels.statistics.tiles import StatisticsSizes
 from xsake.kernels.statistics.types import StatisticsConfig, StatisticsInputs
-from xsake.layout.coverage import resolve
 from xsake.layout.csr import namespace
-from xsake.layout.grid import Spans, blocks_of
+from xsake.layout.grid import count_blocks
 from xsake.masks import AbstractMask, Coverage
+from xsake.masks.base import resolve_coverage
+from xsake.masks.coverage import Rectangles
 
 NONE, SOME, ALL, UNKNOWN = (np.int8(code) for code in Coverage)
 
@@ -70,7 +71,7 @@ def _of_mask(mask: AbstractMask, q_ends, kv_ends):
     ends = _rectangles(q_ends, kv_ends)
     if namespace(*ends) is np:
         rules = [mask.for_head(head) for head in range(mask.heads or 1)]
-        return np.concatenate([resolve(rule, Spans(*ends)) for rule in rules], axis=1)
+        return np.concatenate([resolve_coverage(rule, Rectangles(*ends)) for rule in rules], axis=1)
     if mask.heads is None:
         return mask.coverage(*ends)
     return mask.coverage(*ends, head=np.arange(mask.heads).reshape(1, -1, 1, 1))
@@ -94,7 +95,7 @@ def _rectangles(q_ends, kv_ends):
 def _ends(values, tokens: int, size: int) -> Any:
     """Least and greatest value of each piece, [B or 1, pieces]; of token indices if None."""
     if values is None:
-        first = np.arange(blocks_of(tokens, size), dtype=np.int32)[None] * size
+        first = np.arange(count_blocks(tokens, size), dtype=np.int32)[None] * size
         return first, np.minimum(first + (size - 1), tokens - 1)
     values = jnp.pad(values, ((0, 0), (0, -tokens % size)), mode="edge")
     values = values.reshape(values.shape[0], -1, size)

@@ -9,7 +9,7 @@ import numpy as np
 from xsake.kernels import online_softmax
 from xsake.kernels.blocking import take
 from xsake.kernels.statistics.types import Statistics, StatisticsConfig, StatisticsInputs
-from xsake.layout.grid import blocks_of
+from xsake.layout.grid import count_blocks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,11 +53,11 @@ class StatisticsCall(NamedTuple):
 
     @property
     def chunks(self) -> int:
-        return blocks_of(self.inputs.q.shape[1], self.cut.chunk)
+        return count_blocks(self.inputs.q.shape[1], self.cut.chunk)
 
     @property
     def spans(self) -> int:
-        return blocks_of(self.inputs.k.shape[1], self.cut.span)
+        return count_blocks(self.inputs.k.shape[1], self.cut.span)
 
     @property
     def rows(self) -> int:
@@ -101,7 +101,7 @@ class StatisticsCall(NamedTuple):
             x = x.transpose(0, 2, 5, 1, 4, 3)
             return x.reshape(batch, -1, q_heads, x.shape[-1])[:, :q_tokens]
 
-        blocks = blocks_of(self.inputs.k.shape[1], self.config.block_kv)
+        blocks = count_blocks(self.inputs.k.shape[1], self.config.block_kv)
         return Statistics(
             tokens(lse)[..., 0], tokens(entropy)[..., 0], tokens(block_lse)[..., :blocks]
         )

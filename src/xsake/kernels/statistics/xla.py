@@ -20,7 +20,7 @@ from xsake.kernels.statistics.lse_entropy import Moments, Reductions
 from xsake.kernels.statistics.schedule import SpanLists, list_spans
 from xsake.kernels.statistics.tiles import StatisticsCall, StatisticsSizes, prepare, row_heads
 from xsake.kernels.statistics.types import Statistics, StatisticsConfig, StatisticsInputs
-from xsake.layout.grid import blocks_of
+from xsake.layout.grid import count_blocks
 
 
 class StatisticsTuning(NamedTuple):
@@ -57,8 +57,8 @@ def cut_for(
     heads = row_heads(inputs, config)
     span = config.block_kv * max(1, min(tuning.keys, kv_tokens) // config.block_kv)
     fitting = tuning.logits // (span * (inputs.q.shape[2] // heads))
-    chunks = blocks_of(q_tokens, max(1, min(tuning.queries, fitting)))
-    return StatisticsSizes(blocks_of(q_tokens, chunks), span, heads)
+    chunks = count_blocks(q_tokens, max(1, min(tuning.queries, fitting)))
+    return StatisticsSizes(count_blocks(q_tokens, chunks), span, heads)
 
 
 def _statistics(

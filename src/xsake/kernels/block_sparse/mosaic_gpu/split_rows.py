@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from xsake.layout.csr import namespace, row_of_item, starts_of
+from xsake.layout.csr import counts_to_starts, item_rows, namespace
 from xsake.layout.numbering import RaggedGrid
 
 # Multiprocessors of an H100, for which rows are split.
@@ -61,11 +61,11 @@ def split(starts, first_unmasked, length: int, capacity: int, longest: int) -> P
     xp = namespace(starts)
     counts = starts[1:] - starts[:-1]
     number = xp.maximum(-(-counts // length), 1)
-    first = starts_of(xp, number)
+    first = counts_to_starts(xp, number)
     rows, last = counts.shape[0], counts.shape[0] - 1
     # A row of c items has at most 1 + c // length pieces, whatever the rows are.
     capacity = int(first[-1]) if xp is np else rows + capacity // length
-    owner = row_of_item(xp, first, capacity)
+    owner = item_rows(xp, first, capacity)
     row = xp.minimum(owner, last)
     size = -(-counts // number)
     begin = starts[:-1][row] + (xp.arange(capacity, dtype=xp.int32) - first[row]) * size[row]

@@ -20,7 +20,7 @@ from jax import lax
 from xsake.kernels.block_sparse import cost
 from xsake.kernels.block_sparse.types import BlockSparseConfig, BlockSparseInputs, TileSizes
 from xsake.kernels.mask_program import MaskProgram, trace_mask
-from xsake.layout.csr import at_least_one, namespace, partial_first, row_of_item, starts_of
+from xsake.layout.csr import at_least_one, counts_to_starts, item_rows, namespace, partial_first
 from xsake.layout.numbering import (
     FlatItems,
     RaggedGrid,
@@ -239,7 +239,7 @@ def pack(
     """
     xp = namespace(items.row_starts)
     counts = items.row_starts[1:] - items.row_starts[:-1]
-    starts = starts_of(xp, -(-counts // slots))
+    starts = counts_to_starts(xp, -(-counts // slots))
     rows, capacity = counts.shape[0], items.number.shape[0]
     groups = int(starts[-1]) if xp is np else max_groups(rows, capacity, slots)
     max_row = int(counts.max()) if xp is np else max_row
@@ -303,7 +303,7 @@ def _group_items(xp, items: FlatItems, starts, groups: int, slots: int):
     full = items.row_starts[1:] - items.row_starts[:-1] - partial
     masked = partial + full % slots
     first_unmasked = starts[:-1] + -(-masked // slots)
-    row = xp.minimum(row_of_item(xp, starts, groups + 1), rows - 1)
+    row = xp.minimum(item_rows(xp, starts, groups + 1), rows - 1)
     group = xp.arange(groups + 1, dtype=xp.int32)
     is_unmasked = group >= first_unmasked[row]
     index = xp.where(

@@ -20,7 +20,7 @@ from xsake.kernels.block_sparse.types import (
 )
 from xsake.kernels.online_softmax import isolate_nonfinite, zero_nonfinite
 from xsake.layout import BlockLayout
-from xsake.layout.csr import namespace, row_of_item
+from xsake.layout.csr import item_rows, namespace
 
 MAX_BLOCKS = 3  # of a sequence that is mostly padding
 MAX_FILLED = 0.62  # a causal list computes two thirds to three quarters of three blocks
@@ -129,7 +129,7 @@ def _parts(inputs: BlockSparseInputs, residuals=None) -> _Part:
 
 def _codes(layout: BlockLayout):
     xp = namespace(layout.row_starts)
-    row = row_of_item(xp, layout.row_starts, layout.capacity)  # `rows` for unused entries
+    row = item_rows(xp, layout.row_starts, layout.capacity)  # `rows` for unused entries
     index, code = (row, layout.kv_block), layout.is_partial.astype(np.int8) + np.int8(1)
     codes = np.zeros((layout.rows + 1, layout.kv_blocks), np.int8)
     if xp is np:
