@@ -96,4 +96,7 @@ def attend(
     placing = placing_of(q=inputs.q, k=inputs.k, v=inputs.v)
     if placing is not None:
         return attention_by_sharding(placing, inputs, config, implementation, sinks)
-    return block_sparse(prune_blocks(inputs), config, implementation=implementation, sinks=sinks)
+    runtime_rules = inputs.q_positions, inputs.kv_positions, inputs.q_segment_ids
+    if any(x is not None for x in runtime_rules):
+        inputs = prune_blocks(inputs)
+    return block_sparse(inputs, config, implementation=implementation, sinks=sinks)

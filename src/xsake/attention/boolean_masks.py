@@ -15,11 +15,6 @@ from xsake.layout.csr import is_concrete
 from xsake.masks import Explicit
 
 
-def is_boolean_array(mask: Any) -> bool:
-    """Whether a mask is an array of booleans; it may be traced or abstract."""
-    return hasattr(mask, "shape") and getattr(mask, "dtype", None) == np.dtype(bool)
-
-
 def convert_booleans(
     args: AttentionArgs, shape: tuple[int, int, int, int], blocks: tuple[int, int]
 ) -> AttentionArgs:
@@ -47,7 +42,8 @@ def convert_booleans(
     allowed = _reshape(allowed, sizes)
     if sizes[1:3] == (1, 1):
         return _mask_keys(args, allowed, shape)
-    if isinstance(allowed, np.ndarray) and not args.has_positions:
+    has_positions = args.q_positions is not None or args.kv_positions is not None
+    if isinstance(allowed, np.ndarray) and not has_positions:  # of a mask, not of an array
         array = np.broadcast_to(allowed, (*sizes[:2], *shape[2:]))
         if (array == array[:1]).all():
             return dataclasses.replace(args, mask=Explicit(array[0, 0 if sizes[1] == 1 else ...]))

@@ -39,8 +39,3 @@ class AttentionArgs:
     kv_segment_ids: Any = None
     q_positions: Any = None
     kv_positions: Any = None
-
-    @property
-    def has_positions(self) -> bool:
-        """Whether the mask is evaluated at given positions."""
-        return self.q_positions is not None or self.kv_positions is not None

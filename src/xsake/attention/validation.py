@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from xsake.attention.boolean_masks import convert_booleans, is_boolean_array
+from xsake.attention.boolean_masks import convert_booleans
 from xsake.attention.types import DEFAULT_BLOCK, AttentionArgs, AttentionOutput
 from xsake.errors import ArgumentError, LayoutError, ShapeError
 from xsake.kernels.block_sparse.types import BlockSparseConfig, BlockSparseInputs
@@ -196,7 +196,7 @@ def _segments(args: AttentionArgs, q: Any, k: Any) -> tuple[Any, Any]:
 
 def _resolve_mask(args: AttentionArgs, q: Any, k: Any) -> AttentionArgs:
     """Return the arguments with one mask of `xsake.masks` for mask, `is_causal` and `window`."""
-    if is_boolean_array(args.mask):
+    if getattr(args.mask, "dtype", None) == np.dtype(bool):
         shape = q.shape[0], q.shape[2], q.shape[1], k.shape[1]
         args = convert_booleans(args, shape, _block_sizes(args, q, k))
     mask = parse(args.mask) if isinstance(args.mask, str) else args.mask
@@ -244,23 +244,22 @@ def _layout(q: Any, k: Any, args: AttentionArgs) -> BlockLayout:
     lists every block.
     """
     mask, layout = args.mask, args.layout
+    has_positions = args.q_positions is not None or args.kv_positions is not None
     if layout is None:
         block_q, block_kv = _block_sizes(args, q, k)
         layout = BlockLayout.from_mask(
-            Full() if args.has_positions or mask is None else mask,
+            Full() if has_positions or mask is None else mask,
             q_tokens=q.shape[1], kv_tokens=k.shape[1], block_q=block_q, block_kv=block_kv,
         )  # fmt: skip
-        layout = _replace_mask(layout, mask) if args.has_positions and mask is not None else layout
+        layout = _replace_mask(layout, mask) if has_positions and mask is not None else layout
     else:
         _check_layout(layout, q, k, args.block_size)
-        if args.has_positions:
+        if has_positions:
             _check_positions(layout)
         if mask is not None:
             combined = mask if layout.mask is None else layout.mask & mask
             layout = (
-                _replace_mask(layout, combined)
-                if args.has_positions
-                else _intersect_mask(layout, mask)
+                _replace_mask(layout, combined) if has_positions else _intersect_mask(layout, mask)
             )
     _check_heads(layout, q, k)
     return layout
