@@ -39,7 +39,7 @@ test *args:
     JAX_DISABLE_MOST_OPTIMIZATIONS=1 pytest -q {{ args }}
 
 # every test, slow ones included, with many more examples, compiled as for users; then every supported jax
-nightly *args: && jax-range
+nightly *args: && (jax-range "--slow")
     pytest -q -m "slow or not slow" --timeout=1800 --hypothesis-profile=nightly {{ args }}
 
 # update the source tree in docs/tree.md

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import jax
+from jax import lax
 
 
 def is_release(names: Iterable[str], version: str) -> bool:
@@ -24,3 +25,10 @@ def varying_axes(x: Any) -> frozenset[str]:
     """Mesh axes that an array varies over; none outside `shard_map`, or without its checks."""
     kind: Any = jax.typeof(x)
     return kind.manual_axis_type.varying if hasattr(kind, "manual_axis_type") else kind.vma
+
+
+def vary_over(x: Any, axes: tuple[str, ...]) -> Any:
+    """The same array, typed as varying over further mesh axes."""
+    if hasattr(lax, "pcast"):
+        return lax.pcast(x, axes, to="varying")
+    return getattr(lax, "pvary")(x, axes)  # noqa: B009 - no attribute of the newest release

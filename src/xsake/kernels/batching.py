@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from xsake._jax_compat import varying_axes
+from xsake._jax_compat import vary_over, varying_axes
 from xsake.kernels.block_sparse.types import BlockSparseInputs
 
 _POSITIONS = ("q_positions", "kv_positions")
@@ -84,7 +84,7 @@ def vary[T](tree: T, axes: frozenset[str]) -> T:
 
     def cast(x):
         missing = tuple(sorted(axes - varying_axes(x)))
-        return lax.pcast(x, missing, to="varying") if missing else x
+        return vary_over(x, missing) if missing else x
 
     return jax.tree.map(cast, tree) if axes else tree
 
