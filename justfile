@@ -38,8 +38,8 @@ fmt:
 test *args:
     JAX_DISABLE_MOST_OPTIMIZATIONS=1 pytest -q {{ args }}
 
-# every test, slow ones included, with many more examples, compiled as for users
-nightly *args:
+# every test, slow ones included, with many more examples, compiled as for users; then every supported jax
+nightly *args: && (jax-range "--slow")
     pytest -q -m "slow or not slow" --timeout=1800 --hypothesis-profile=nightly {{ args }}
 
 # update the source tree in docs/tree.md
@@ -65,6 +65,14 @@ showcase-score:
 # the wheel in an empty environment, then the README's quick start
 clean-install *args:
     .ci/clean_install {{ args }}
+
+# the wheel with every supported minor version of jax; `--record` writes the table of docs/install.md
+jax-range *args:
+    .ci/jax_range {{ args }}
+
+# the gate's part of it: the oldest and the newest, few tests
+jax-range-smoke:
+    .ci/jax_range --quick
 
 # sdist, wheel, bill of materials and pages in dist/, tried on every Python; publishes nothing
 release *tag:
@@ -155,3 +163,6 @@ lock:
     {{ compile }} pyproject.toml --all-extras --group dev -o requirements/dev.txt
     {{ compile }} --group build -o requirements/build.txt
     {{ compile }} --group release -o requirements/release.txt
+    for minor in 0.8 0.9 0.10 0.11 0.12; do \
+        {{ compile }} pyproject.toml --extra testing --extra flax --extra equinox --group jax-range --constraint <(echo "jax==$minor.*") -o requirements/jax_$minor.txt; \
+    done

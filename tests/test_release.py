@@ -63,7 +63,7 @@ def test_images_are_named_by_digest():
     assert outside and all(digest.fullmatch(image) for image in outside), outside
 
 
-@pytest.mark.parametrize("path", [".ci/release", "deploy/Dockerfile"])
+@pytest.mark.parametrize("path", [".ci/jax_range", ".ci/release", "deploy/Dockerfile"])
 def test_a_wheel_is_built_by_the_locked_backend(path):
     builds = re.findall(r"^.*\buv\"? build .*$", (ROOT / path).read_text(), re.M)
     assert builds
@@ -98,3 +98,19 @@ def test_versions_of_the_pages_are_listed_newest_first():
     found = entries(["v0.2.0", "v0.10.0", "v0.9.1", "nightly", "v0.2.0"])
     assert [entry["version"] for entry in found] == ["v0.10.0", "v0.9.1", "v0.2.0"]
     assert [entry["preferred"] for entry in found] == [True, False, False]
+
+
+def test_every_supported_minor_version_of_jax_has_a_lock_and_a_row():
+    """The range in pyproject.toml, the locks, the recipe that makes them and the table agree."""
+    project = (ROOT / "pyproject.toml").read_text()
+    first, end = map(int, re.search(r'"jax>=0\.(\d+),<0\.(\d+)"', project).groups())
+    names = [f"0.{minor}" for minor in range(first, end)]
+    locks = {path.stem.removeprefix("jax_"): path for path in ROOT.glob("requirements/jax_*.txt")}
+    assert locks.keys() == set(names)
+    assert f"for minor in {' '.join(names)};" in (ROOT / "justfile").read_text()
+    page = (ROOT / "docs" / "install.md").read_text()
+    for name, path in locks.items():
+        (release,) = re.findall(rf"^jax==({name}(?:\.\d+)+) \\$", path.read_text(), re.M)
+        assert re.search(rf"^\| {release} \| runs \| \d+ passed \|", page, re.M), release
+    developed = re.search(r"^jax==\S+", (ROOT / "requirements" / "dev.txt").read_text(), re.M)
+    assert developed.group() in locks[names[-1]].read_text()

@@ -18,6 +18,7 @@ from xsake.errors import ArgumentError, UnsupportedError
 from xsake.kernels import dispatch
 from xsake.kernels.block_sparse import xla
 from xsake.kernels.block_sparse.api import OP
+from xsake.kernels.selected.api import OP as SELECTED_OP
 from xsake.masks import Causal
 
 Q = np.random.default_rng(0).standard_normal((1, 40, 2, 16), np.float32) / 2
@@ -197,3 +198,31 @@ assert not loaded, loaded
         [sys.executable, "-c", script], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+OTHER_RELEASE = "its kernels were certified with jax 0.12, this is jax 0.10.2"
+
+
+def test_kernels_decline_on_a_release_of_jax_they_were_not_certified_with(monkeypatch):
+    monkeypatch.setattr(jax, "__version__", "0.10.2")
+    q = jax.ShapeDtypeStruct((1, 256, 2, 64), jnp.bfloat16)
+    for platform, name in (("tpu", "mosaic_tpu"), ("sm_80", "mosaic_gpu"), ("cuda", "mosaic_gpu")):
+        there = xsake.explain(q, q, q, mask=Causal(), platform=platform)
+        assert (there.implementation, there.declined[name]) == ("xla", OTHER_RELEASE)
+        with pytest.raises(UnsupportedError, match=OTHER_RELEASE):
+            jax.eval_shape(lambda q, name=name: attend(q, implementation=name), q)
+    lowered = jax.jit(attend).trace(q).lower(lowering_platforms=("tpu",))
+    assert "tpu_custom_call" not in lowered.as_text()
+
+
+@pytest.mark.parametrize("op", [OP, SELECTED_OP], ids=["block_sparse", "selected"])
+def test_a_release_is_checked_before_a_kernel_is_imported(monkeypatch, op):
+    of_mosaic = [spec for spec in op.backends if "mosaic" in spec.name]
+    assert of_mosaic and all(spec.jax_releases == dispatch.MOSAIC_RELEASES for spec in of_mosaic)
+    monkeypatch.setattr(jax, "__version__", "0.10.2")
+    for spec in of_mosaic:
+        missing = spec._replace(module="xsake.kernels.no_such_module")
+        assert missing.unsupported_reason(None, None, spec.platforms[0]) == OTHER_RELEASE
+    for version in ("0.12.0", "0.12.0.1", "0.12.1"):
+        monkeypatch.setattr(jax, "__version__", version)
+        assert of_mosaic[0].platform_reason(of_mosaic[0].platforms[0]) is None

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from xsake._jax_compat import vary_over, varying_axes
 from xsake.kernels.block_sparse.types import BlockSparseInputs
 
 _POSITIONS = ("q_positions", "kv_positions")
@@ -75,19 +76,15 @@ def _map_sequentially(call: Callable, is_batched, arguments):
 
 def axes_of(*trees: Any) -> frozenset[str]:
     """Mesh axes that some array varies over; none outside `shard_map`, or without its checks."""
-    return frozenset().union(*map(_axes, jax.tree.leaves(trees)))
-
-
-def _axes(x: Any) -> frozenset[str]:
-    return jax.typeof(x).manual_axis_type.varying
+    return frozenset().union(*map(varying_axes, jax.tree.leaves(trees)))
 
 
 def vary[T](tree: T, axes: frozenset[str]) -> T:
     """The same arrays, typed as varying over `axes` too."""
 
     def cast(x):
-        missing = tuple(sorted(axes - _axes(x)))
-        return lax.pcast(x, missing, to="varying") if missing else x
+        missing = tuple(sorted(axes - varying_axes(x)))
+        return vary_over(x, missing) if missing else x
 
     return jax.tree.map(cast, tree) if axes else tree
 

@@ -19,6 +19,7 @@ import jax
 # that appeared only then would make it another trace, to be compiled a second time.
 import jax.experimental.pallas.fuser
 
+from xsake._jax_compat import is_release
 from xsake.errors import ArgumentError, UnsupportedError
 from xsake.kernels.lowering import (
     PLATFORMS,
@@ -30,6 +31,8 @@ from xsake.kernels.lowering import (
 )
 
 ANY_OTHER = "other"  # every platform without a name in PLATFORMS
+# Releases of JAX that the Mosaic kernels were certified with. Pallas changes with every release.
+MOSAIC_RELEASES = ("0.12",)
 
 type Implementation = str | Sequence[str] | None
 
@@ -41,6 +44,7 @@ class BackendSpec(NamedTuple):
         name: for `implementation=`.
         module: its name, imported when it is first used; or an object with the same functions.
         platforms: the only ones it runs on; None: every platform.
+        jax_releases: the only ones its kernels were certified with; None: every release.
         is_on_request: used only when it is named.
         is_portable: the same program on every platform, so it can be differentiated again.
     """
@@ -48,6 +52,7 @@ class BackendSpec(NamedTuple):
     name: str
     module: Any
     platforms: tuple[str, ...] | None = None
+    jax_releases: tuple[str, ...] | None = None
     is_on_request: bool = False
     is_portable: bool = False
 
@@ -57,10 +62,13 @@ class BackendSpec(NamedTuple):
         return importlib.import_module(self.module) if is_name else self.module
 
     def platform_reason(self, platform: str) -> str | None:
-        """Why it never runs on a platform; None if it may."""
-        if self.platforms is None or family_of(platform) in self.platforms:
-            return None
-        return f"it runs on {' and '.join(self.platforms)} only"
+        """Why it never runs on a platform with this release of JAX; None if it may."""
+        if self.platforms is not None and family_of(platform) not in self.platforms:
+            return f"it runs on {' and '.join(self.platforms)} only"
+        if self.jax_releases is not None and not is_release(self.jax_releases, jax.__version__):
+            releases = " and ".join(self.jax_releases)
+            return f"its kernels were certified with jax {releases}, this is jax {jax.__version__}"
+        return None
 
     def unsupported_reason(self, inputs: Any, config: Any, platform: str) -> str | None:
         """Why it cannot serve a call on a platform; None if it can."""

@@ -26,6 +26,7 @@ _EXP2_COEFFICIENTS = (
     0.0001537070482,
 )
 _ROUND = np.float32(1.5 * 2**23 + 127)
+_ROUND_BITS = _ROUND.view(np.int32)
 
 
 def exp2(x: Array) -> Array:
@@ -37,13 +38,13 @@ def exp2(x: Array) -> Array:
     if x.dtype != jnp.float32:
         return jnp.exp2(x)
     x = jnp.maximum(x, np.float32(-127))
-    shifted = x + _ROUND  # the nearest integer plus 127 is now in the low bits
-    fraction = x - (shifted - _ROUND)
+    bits = lax.bitcast_convert_type(x + _ROUND, jnp.int32)  # low bits: the nearest integer + 127
+    # Subtracted as integers: XLA before jax 0.12 simplifies (x + c) - c to x for floats too.
+    fraction = x - (bits - _ROUND_BITS).astype(jnp.float32)
     power = jnp.full_like(x, _EXP2_COEFFICIENTS[-1])
     for coefficient in _EXP2_COEFFICIENTS[-2::-1]:
         power = power * fraction + np.float32(coefficient)
-    exponent = lax.bitcast_convert_type(shifted, jnp.int32) << 23
-    return power * lax.bitcast_convert_type(exponent, jnp.float32)
+    return power * lax.bitcast_convert_type(bits << 23, jnp.float32)
 
 
 class Base(NamedTuple):

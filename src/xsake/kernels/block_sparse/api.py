@@ -11,6 +11,7 @@ from xsake.kernels import online_softmax, tuning  # noqa: F401
 from xsake.kernels.batching import vary_alike
 from xsake.kernels.block_sparse.types import BlockSparseConfig, BlockSparseInputs, Gradients
 from xsake.kernels.dispatch import (
+    MOSAIC_RELEASES,
     BackendSpec,
     Implementation,
     Op,
@@ -21,9 +22,9 @@ from xsake.layout import BlockLayout
 
 _PACKAGE = "xsake.kernels.block_sparse"
 OP = Op(
-    BackendSpec("mosaic_gpu_hopper", f"{_PACKAGE}.mosaic_gpu.hopper", ("cuda",)),
-    BackendSpec("mosaic_gpu", f"{_PACKAGE}.mosaic_gpu.ampere", ("cuda",)),
-    BackendSpec("mosaic_tpu", f"{_PACKAGE}.mosaic_tpu", ("tpu",)),
+    BackendSpec("mosaic_gpu_hopper", f"{_PACKAGE}.mosaic_gpu.hopper", ("cuda",), MOSAIC_RELEASES),
+    BackendSpec("mosaic_gpu", f"{_PACKAGE}.mosaic_gpu.ampere", ("cuda",), MOSAIC_RELEASES),
+    BackendSpec("mosaic_tpu", f"{_PACKAGE}.mosaic_tpu", ("tpu",), MOSAIC_RELEASES),
     BackendSpec("xla", f"{_PACKAGE}.xla"),
     BackendSpec("reference", f"{_PACKAGE}.reference", is_on_request=True, is_portable=True),
 )

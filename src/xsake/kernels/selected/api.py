@@ -3,13 +3,20 @@
 from jaxtyping import Array, Float
 
 from xsake.kernels.batching import vary_alike
-from xsake.kernels.dispatch import BackendSpec, Implementation, Op, StaticCall, define_attention
+from xsake.kernels.dispatch import (
+    MOSAIC_RELEASES,
+    BackendSpec,
+    Implementation,
+    Op,
+    StaticCall,
+    define_attention,
+)
 from xsake.kernels.selected.types import SelectedConfig, SelectedInputs
 
 _PACKAGE = "xsake.kernels.selected"
 OP = Op(
-    BackendSpec("mosaic_gpu", f"{_PACKAGE}.mosaic_gpu", ("cuda",)),
-    BackendSpec("mosaic_tpu", f"{_PACKAGE}.mosaic_tpu", ("tpu",)),
+    BackendSpec("mosaic_gpu", f"{_PACKAGE}.mosaic_gpu", ("cuda",), MOSAIC_RELEASES),
+    BackendSpec("mosaic_tpu", f"{_PACKAGE}.mosaic_tpu", ("tpu",), MOSAIC_RELEASES),
     BackendSpec("xla", f"{_PACKAGE}.xla"),
     BackendSpec("reference", f"{_PACKAGE}.reference", is_on_request=True, is_portable=True),
 )

@@ -17,6 +17,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.extend import backend
 
+from xsake._jax_compat import is_release
+
 # Releases of JAX whose lowering, interpreter and register layouts this module was checked with.
 CHECKED = ("0.12.0",)
 # Bytes per swizzle of shared memory. Products contract as many features at a time, so it decides
@@ -304,4 +306,4 @@ def launch(
 
 def is_checked(version: str = jax.__version__) -> bool:
     """Whether this module was checked with that release."""
-    return any(version == name or version.startswith(f"{name}.") for name in CHECKED)
+    return is_release(CHECKED, version)
