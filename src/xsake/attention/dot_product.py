@@ -1,12 +1,13 @@
 """`xsake.dot_product_attention`: the signature of `jax.nn.dot_product_attention`."""
 
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 
 from xsake.attention.block_sparse import attention
+from xsake.attention.types import Implementation
 from xsake.attention.validation import no_runtime_typecheck
 
 
@@ -71,7 +72,7 @@ def dot_product_attention(
         window=local_window_size,
         q_segment_ids=q_ids,
         kv_segment_ids=kv_ids,
-        implementation=implementation,
+        implementation=cast(Implementation, implementation),  # "cudnn" is refused
         return_lse=return_residual,
     )
 

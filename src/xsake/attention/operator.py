@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 
 from xsake.attention.block_sparse import attend
 from xsake.attention.sharded import attention_on_mesh
-from xsake.attention.types import DEFAULT_BLOCK, AttentionArgs, Mask
+from xsake.attention.types import DEFAULT_BLOCK, AttentionArgs, Implementation, Mask
 from xsake.attention.validation import (
     canonicalize_args,
     check_block_size,
@@ -20,7 +20,6 @@ from xsake.attention.validation import (
 )
 from xsake.errors import ArgumentError
 from xsake.kernels.block_sparse.types import BlockSparseConfig, BlockSparseInputs
-from xsake.kernels.dispatch import Implementation
 from xsake.layout import BlockLayout
 
 

@@ -1,7 +1,8 @@
 """Arguments and results of an attention call."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -12,6 +13,8 @@ from xsake.masks import AbstractMask
 DEFAULT_BLOCK = 128
 AnyArray = Array | np.ndarray | jax.ShapeDtypeStruct
 
+BackendName = Literal["mosaic_gpu_hopper", "mosaic_gpu", "mosaic_tpu", "xla", "reference"]
+type Implementation = BackendName | Sequence[BackendName] | None
 type Mask = AbstractMask | Bool[Array | np.ndarray, "..."] | str | None
 
 

@@ -8,6 +8,7 @@ import os
 import pathlib
 import platform
 import time
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -113,7 +114,7 @@ def _compilation_cache() -> CompilationCache:
 
 
 @functools.partial(jax.jit, static_argnames="implementation")
-def _forward_and_gradients(q, k, v, cotangent, *, implementation: str) -> jax.Array:
+def _forward_and_gradients(q, k, v, cotangent, *, implementation: Any) -> jax.Array:
     def forward(q, k, v):
         return xsake.attention(q, k, v, mask=Causal(), implementation=implementation)
 

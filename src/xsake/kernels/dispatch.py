@@ -15,10 +15,6 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 
-# Pallas adds settings to the key of a trace. Kernels are imported in the middle of one: settings
-# that appeared only then would make it another trace, to be compiled a second time.
-import jax.experimental.pallas.fuser
-
 from xsake._jax_compat import is_release
 from xsake.errors import ArgumentError, UnsupportedError
 from xsake.kernels.lowering import (

@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import checkify
 
 from xsake.errors import ArgumentError, ShapeError, UnsupportedError
 
@@ -111,6 +110,8 @@ def _check_range(name: str, values: Any, least: int | None) -> None:
                 fix=f"pass {name}.astype(jnp.int32), hashes modulo 2**31",
             )
         if values.dtype.itemsize > 4:
+            from jax.experimental import checkify  # imports Pallas
+
             is_inside = (values >= _INT32.min) & (values <= high)
             checkify.debug_check(is_inside.all(), f"XSK-102: `{name}` must hold {expected}")
         return

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from xsake.attention import block_sparse
 from xsake.attention.sharded import map_over_mesh
+from xsake.attention.types import Implementation
 from xsake.attention.validation import check_arrays, no_runtime_typecheck
 from xsake.errors import ArgumentError, ShapeError, UnsupportedError
 from xsake.kernels import selected, sharding
@@ -42,7 +43,7 @@ def attention(
     cu_seqlens: Int[Array | np.ndarray, " S"] | None = None,
     return_blocks: bool = False,
     mesh: Mesh | None = None,
-    implementation: str | None = None,
+    implementation: Implementation = None,
 ):
     """Native Sparse Attention (arXiv 2502.11089): three gated causal branches.
 
@@ -126,7 +127,7 @@ def selected_attention(
     block_size: int = 64,
     scale: float | None = None,
     cu_seqlens: Int[Array | np.ndarray, " S"] | None = None,
-    implementation: str | None = None,
+    implementation: Implementation = None,
 ):
     """Compute the selected branch with given block indices.
 
@@ -297,7 +298,7 @@ class _Branches(NamedTuple):
 
     config: Config
     scale: float
-    implementation: str | None
+    implementation: Implementation
     packed: PackedSequences | None
 
     def __call__(self, x: _Arrays) -> tuple[Array, BlockIndices]:
