@@ -20,7 +20,7 @@ from xsake.kernels.batching import axes_of, vary
 from xsake.kernels.block_sparse.mosaic_gpu import ops as gpu
 from xsake.kernels.block_sparse.mosaic_gpu.masking import TileCoords, TilePairs, locate_tile
 from xsake.kernels.block_sparse.mosaic_gpu.ops import Ref, Scalar
-from xsake.kernels.block_sparse.mosaic_gpu.schedule import GpuSchedule, RowLists, Tile, to_arrays
+from xsake.kernels.block_sparse.mosaic_gpu.schedule import GpuSchedule, RowLists, Tile
 from xsake.kernels.block_sparse.mosaic_gpu.split_rows import sum_pieces
 from xsake.kernels.block_sparse.types import BlockSparseInputs
 from xsake.kernels.blocking import KeyArrays, QueryArrays, pad_axis
@@ -107,22 +107,22 @@ class GpuLaunch:
         """
         schedule, grid = self.schedule, self.schedule.grid
         shapes = [self._result(*result) for result in results]
-        operands = to_arrays(schedule.lists), outer, inner, _pad_mask_blocks(schedule)
-        flat, tree = jax.tree.flatten(operands)
-        scratch = self._scratch(outer, inner)
-
+        lists = jax.tree.map(jnp.asarray, schedule.lists)
+        operands, tree = jax.tree.flatten((lists, outer, inner, _pad_mask_blocks(schedule)))
+        scratch, scratch_tree = jax.tree.flatten(self._scratch(outer, inner))
         run_row = _run_specialized if self.groups.workers else _run_alone
 
         def kernel(program: Scalar, *refs: Ref) -> None:
-            given, rest = jax.tree.unflatten(tree, refs[: len(flat)]), refs[len(flat) :]
-            memory = SharedMemory(*_unflatten(scratch, rest[len(results) :]))
-            refs = ProgramRefs(program, *given)
-            run_row(RowProgram(self, body, refs, rest[: len(results)], memory))
+            given, rest = refs[: len(operands)], refs[len(operands) :]
+            out, memory = rest[: len(results)], rest[len(results) :]
+            refs_of_program = ProgramRefs(program, *jax.tree.unflatten(tree, given))
+            memory = jax.tree.unflatten(scratch_tree, memory)
+            run_row(RowProgram(self, body, refs_of_program, out, memory))
 
         call = gpu.launch(
             kernel,
             shapes,
-            [leaf for group in scratch for leaf in group],
+            scratch,
             schedule.programs // max(self.groups.workers, 1),
             name=f"block_sparse_{body.name}",
             interpret=self.ops.interpret,
@@ -130,7 +130,7 @@ class GpuLaunch:
         )
         axes = axes_of(self.inputs.q)
         # Results of Mosaic GPU lack the mesh axes that they vary over.
-        outputs = vary(call(*vary(flat, axes)), axes)
+        outputs = vary(call(*vary(operands, axes)), axes)
         if schedule.max_pieces > 1:
             merge = lambda x: sum_pieces(x, schedule.first, schedule.max_pieces, grid)
             outputs = [merge(x) for x in outputs]
@@ -155,8 +155,8 @@ class GpuLaunch:
 
     def _scratch(
         self, outer: QueryArrays | KeyArrays, inner: QueryArrays | KeyArrays
-    ) -> tuple[list[Any], ...]:
-        """Shared memory of outer and inner tiles, and the barriers of both."""
+    ) -> "SharedMemory":
+        """Types of the shared memory."""
         grid, ops, groups = self.schedule.grid, self.ops, self.groups
         workers, (outer_tile, inner_tile) = groups.workers or 1, self.schedule.tiles
 
@@ -166,7 +166,7 @@ class GpuLaunch:
 
         outer_tiles = tiles(outer, workers, outer_tile, grid.outer_heads)
         inner_tiles = tiles(inner, STAGES, inner_tile, grid.inner_heads)
-        return (
+        return SharedMemory(
             outer_tiles,
             inner_tiles,
             ops.barriers(len(outer_tiles), workers),
@@ -186,13 +186,13 @@ class ProgramRefs(NamedTuple):
 
 
 class SharedMemory(NamedTuple):
-    """Shared memory of a thread block."""
+    """Shared memory of a thread block: types, or refs."""
 
-    outer: list[Ref]
-    inner: list[Ref]
-    outer_barriers: list[Ref]
-    inner_barriers: list[Ref]
-    read_barriers: list[Ref]
+    outer: list[Any]  # tiles
+    inner: list[Any]
+    outer_barriers: list[Any]
+    inner_barriers: list[Any]
+    read_barriers: list[Any]  # of slots that all compute groups have read
 
 
 class RowProgram:
@@ -354,12 +354,6 @@ def _with_tiles(side: Any, tiles: list[Ref], coords: TileCoords, tile: Tile) -> 
         elif name in _STATISTICS and x is not None:
             refs[name] = x.at[coords.vector(tile.tile)]
     return side._replace(**refs)
-
-
-def _unflatten(groups: Sequence[list[Any]], refs: Sequence[Ref]) -> list[list[Ref]]:
-    """The refs of scratch, in groups."""
-    remaining = iter(refs)
-    return [[next(remaining) for _ in group] for group in groups]
 
 
 def _pad_mask_blocks(schedule: GpuSchedule) -> Array | None:

@@ -5,7 +5,6 @@ import functools
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from xsake.kernels.block_sparse import cost
@@ -240,8 +239,3 @@ def _static_lists(
 def _no_named_device():
     """Evaluate masks on a device that exists: the default one may be a compile-only target."""
     return jax.default_device(None)
-
-
-def to_arrays(lists: RowLists) -> RowLists:
-    """Convert to JAX arrays."""
-    return RowLists(*(jnp.asarray(x) for x in lists))

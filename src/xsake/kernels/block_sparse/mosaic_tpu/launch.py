@@ -71,14 +71,6 @@ class TpuLaunch:
     interpret: Any  # as in `pallas_call`: False on a TPU
     estimate: pl.CostEstimate  # flops and bytes, for the compiler's scheduler
 
-    @property
-    def _grid(self) -> RaggedGrid:
-        return self.schedule.grid
-
-    @property
-    def _layout(self):
-        return self.inputs.layout
-
     def cut_queries(
         self,
         q: Array,
@@ -87,7 +79,7 @@ class TpuLaunch:
         delta: Array | None = None,
     ) -> QueryArrays:
         """Arrays of the queries by block."""
-        block, inputs = self._layout.block_q, self.inputs
+        block, inputs = self.inputs.layout.block_q, self.inputs
         return QueryArrays(
             _to_blocks(q, block),
             None if do is None else _to_blocks(do, block),
@@ -99,7 +91,7 @@ class TpuLaunch:
 
     def cut_keys(self, k: Array, v: Array, transpose_values: bool = False) -> KeyArrays:
         """Arrays of the keys by block."""
-        block, inputs = self._layout.block_kv, self.inputs
+        block, inputs = self.inputs.layout.block_kv, self.inputs
         v = _to_blocks(v, block)
         return KeyArrays(
             _to_blocks(k, block),
@@ -111,11 +103,13 @@ class TpuLaunch:
 
     def query_tokens(self, x: Array) -> Array:
         """[blocks, block_q, ...] -> [B, Tq, Hq, ...]."""
-        return _to_tokens(x, self._grid.q_heads, self._grid.q_blocks, self._layout.q_tokens)
+        grid = self.schedule.grid
+        return _to_tokens(x, grid.q_heads, grid.q_blocks, self.inputs.layout.q_tokens)
 
     def key_tokens(self, x: Array) -> Array:
         """[blocks, block_kv, ...] -> [B, Tk, Hk, ...]."""
-        return _to_tokens(x, self._grid.kv_heads, self._grid.kv_blocks, self._layout.kv_tokens)
+        grid = self.schedule.grid
+        return _to_tokens(x, grid.kv_heads, grid.kv_blocks, self.inputs.layout.kv_tokens)
 
     def run(
         self,
@@ -136,7 +130,7 @@ class TpuLaunch:
             scratch: shapes of the float32 sums that stay in VMEM while a row is computed.
             keys_first: tiles of scores are [keys, queries].
         """
-        grid, packed, like = self._grid, self.schedule.packed, self.inputs.q
+        grid, packed, like = self.schedule.grid, self.schedule.packed, self.inputs.q
         mask_blocks, mask_ids = self.schedule.mask_blocks(keys_first)
         arrays = InnerArrays(inner, None if mask_blocks is None else jnp.asarray(mask_blocks))
         kernel = functools.partial(_kernel, self.schedule, body, len(results), keys_first)
@@ -191,7 +185,7 @@ class TpuLaunch:
     ) -> tuple[Scalar, int, int]:
         """Index map of the outer block of a row."""
         row, _ = _row_of(ScalarLists(*lists), core, step)
-        return self._grid.outer_number(row, replica), 0, 0
+        return self.schedule.grid.outer_number(row, replica), 0, 0
 
     def _outer_specs(self, side: QueryArrays | KeyArrays) -> QueryArrays | KeyArrays:
         """Outer blocks by number, positions and segments by batch element."""
@@ -202,7 +196,7 @@ class TpuLaunch:
             index = self._outer_block
             if name in _BY_BATCH:
                 index = lambda *at: (
-                    _index_by_batch(self._grid, x, self._outer_block(*at)[0], True), 0, 0
+                    _index_by_batch(self.schedule.grid, x, self._outer_block(*at)[0], True), 0, 0
                 )  # fmt: skip
             return pl.BlockSpec((None, *x.shape[1:]), index)
 
