@@ -43,7 +43,7 @@ class Interpreted:
         return mosaic_tpu.forward(inputs, config, platform, self.interpret)
 
     def backward(self, inputs, config, platform, *residuals):
-        return mosaic_tpu.backward(inputs, config, platform, *residuals, self.interpret)
+        return mosaic_tpu.backward(inputs, config, platform, *residuals, interpret=self.interpret)
 
 
 # Memory that holds NaN until it is written, copies that end when a barrier says so, and every
@@ -68,4 +68,4 @@ class InterpretedGpu:
         return self.backend.forward(inputs, config, platform, self.interpret)
 
     def backward(self, inputs, config, platform, *residuals):
-        return self.backend.backward(inputs, config, platform, *residuals, self.interpret)
+        return self.backend.backward(inputs, config, platform, *residuals, interpret=self.interpret)

@@ -146,11 +146,12 @@ def test_the_group_chooses_by_the_sum_of_its_heads(implementation):
         assert np.asarray(blocks[0, t, h]).tolist() == wanted + [-1] * (4 - len(wanted))
 
 
-def test_backends_and_spans_agree_on_many_chunks():
+def test_backends_and_spans_agree_on_many_chunks(monkeypatch):
     arrays = tuple(map(jnp.asarray, drawn(200, 6, 2, batch=2)))
     right = reference.forward(CompressedInputs(*arrays), asking(200), "cpu")
     tuning = pooled_xla.CompressedTuning(logits=1, queries=16, spans=4)
-    forward = jax.jit(lambda *x: pooled_xla._forward(CompressedInputs(*x), asking(200), tuning))
+    monkeypatch.setattr(pooled_xla, "CPU", tuning)
+    forward = jax.jit(lambda *x: pooled_xla.forward(CompressedInputs(*x), asking(200), "cpu"))
     found = forward(*arrays)
     for x, y in zip(right, found, strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
@@ -158,7 +159,7 @@ def test_backends_and_spans_agree_on_many_chunks():
     given = d_out, jnp.zeros_like(found[1])
     right = reference.backward(CompressedInputs(*arrays), asking(200), "cpu", *found[:2], *given)
     backward = jax.jit(
-        lambda x, *rest: pooled_xla._backward(CompressedInputs(*x), asking(200), tuning, *rest)
+        lambda x, *rest: pooled_xla.backward(CompressedInputs(*x), asking(200), "cpu", *rest)
     )
     found = backward(arrays, *found[:2], *given)
     for x, y in zip(right[:3], found[:3], strict=True):

@@ -13,7 +13,8 @@ from jax.experimental import pallas as pl
 from jax.sharding import Mesh
 
 import xsake
-from xsake.attention.validation import LogitsSpec, MaskSpec, canonicalize_args
+from xsake.attention.types import AttentionArgs
+from xsake.attention.validation import canonicalize_args
 from xsake.errors import ArgumentError, UnsupportedError
 from xsake.kernels import dispatch
 from xsake.kernels.block_sparse import xla
@@ -149,7 +150,7 @@ def test_explain_tells_what_another_platform_would_run(only_tpu):
     there = xsake.explain(Q, Q, Q, platform="tpu")
     assert (there.implementation, there.platform) == ("only_tpu", "tpu")
     assert set(there.declined) == {"xla", "reference"}
-    operands, problem, _ = canonicalize_args(Q, Q, Q, MaskSpec(), LogitsSpec())
+    operands, problem, _ = canonicalize_args(Q, Q, Q, AttentionArgs())
     assert there.passes == xla.count_passes(operands, problem, "tpu") != here.passes
     assert "only_tpu on tpu" in str(there) and "tiles of" in str(there)
     other = xsake.explain(Q, Q, Q, softcap=2.0, platform="tpu")

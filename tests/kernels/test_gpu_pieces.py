@@ -75,7 +75,7 @@ def test_gradients_of_split_rows_are_those_of_whole_ones(backend, is_traced, mon
         schedule._static_lists.cache_clear()
         given = inputs._replace(layout=layout)
         max_pieces = schedule.schedule_keys(given, 64).max_pieces
-        grads = backend.dkv_pass(given, BlockSparseConfig(0.2), *residuals, GPU_CHECKED)
+        grads = backend.dkv_pass(given, BlockSparseConfig(0.2), *residuals, interpret=GPU_CHECKED)
         schedule._static_lists.cache_clear()
         return max_pieces, [np.asarray(x, np.float32) for x in grads]
 

@@ -20,6 +20,7 @@ from xsake.kernels.block_sparse.mosaic_gpu import (
     schedule,
 )
 from xsake.kernels.block_sparse.mosaic_gpu.ops import GpuOps
+from xsake.kernels.mask_program import MaskProgram
 from xsake.layout.numbering import RaggedGrid
 from xsake.masks import Causal, Explicit, PerHead, Window
 from xsake.testing.cases import ConformanceCase
@@ -148,21 +149,19 @@ def the_last_partial_item_of_a_row_counts_as_full(right):
     return broken
 
 
-@bug(masking.TilePairs, "_token")
+@bug(masking.GpuTileSide, "token_index")
 def tokens_are_counted_from_one(right):
-    return lambda self, axis: right(self, axis) + (1 if axis else 0)
+    return lambda self: right(self) + (1 if self.axis else 0)
 
 
-@bug(masking.TilePairs, "_padded_tiles", case="padded")
+@bug(masking.GpuTileSide, "block_index", case="padded")
 def keys_that_pad_a_tile_are_visible(right):
-    return lambda self: []
+    return lambda self: 0 * right(self)
 
 
-@bug(masking.TilePairs, "_scalars")
+@bug(MaskProgram, "scalars")
 def every_head_has_the_window_of_the_first(right):
-    return lambda self, program: [
-        self.lists.tables[row * program.heads] for row in range(len(program.rows))
-    ]
+    return lambda self, tables, grid, q_number: right(self, tables, grid, 0 * q_number)
 
 
 @bug(schedule, "build_mask_blocks", case="table")
@@ -174,9 +173,10 @@ def items_have_the_element_mask_of_their_neighbour(right):
     return broken
 
 
-@bug(masking.TilePairs, "_ids", case="packed")
+@bug(masking, "element_mask", case="packed")
 def segments_do_not_separate_keys(right):
-    return lambda self, axis: 0 * right(self, axis)
+    without = lambda side: dataclasses.replace(side, integers=side.integers._replace(segments=None))
+    return lambda q, kv, *rest: right(without(q), without(kv), *rest)
 
 
 @bug(online_softmax, "rescale")

@@ -162,7 +162,7 @@ def every_result(inputs: BlockSparseInputs, config: BlockSparseConfig) -> list[b
     def run(q, k, v, do, dlse):
         given = inputs._replace(q=q, k=k, v=v)
         o, lse = ampere.forward(given, config, "cuda", GPU_CHECKED)
-        grads = ampere.backward(given, config, "cuda", o, lse, do, dlse, GPU_CHECKED)
+        grads = ampere.backward(given, config, "cuda", o, lse, do, dlse, interpret=GPU_CHECKED)
         return o, lse, *grads[:3]
 
     rng = np.random.default_rng(1)

@@ -155,7 +155,7 @@ def every_result(inputs, config, seed=1):
     def run(q, k, v, do, dlse):
         given = inputs._replace(q=q, k=k, v=v)
         o, lse = mosaic_tpu.forward(given, config, "tpu", True)
-        grads = mosaic_tpu.backward(given, config, "tpu", o, lse, do, dlse, True)
+        grads = mosaic_tpu.backward(given, config, "tpu", o, lse, do, dlse, interpret=True)
         return o, lse, *grads[:3]
 
     rng = np.random.default_rng(seed)

@@ -31,7 +31,7 @@ class Interpreted:
         return mosaic_gpu.forward(inputs, config, platform, self.interpret)
 
     def backward(self, inputs, config, platform, *residuals):
-        return mosaic_gpu.backward(inputs, config, platform, *residuals, self.interpret)
+        return mosaic_gpu.backward(inputs, config, platform, *residuals, interpret=self.interpret)
 
 
 @pytest.fixture

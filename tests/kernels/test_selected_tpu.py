@@ -31,7 +31,7 @@ class Interpreted:
         return mosaic_tpu.forward(inputs, config, platform, self.interpret)
 
     def backward(self, inputs, config, platform, *residuals):
-        return mosaic_tpu.backward(inputs, config, platform, *residuals, self.interpret)
+        return mosaic_tpu.backward(inputs, config, platform, *residuals, interpret=self.interpret)
 
 
 @pytest.fixture

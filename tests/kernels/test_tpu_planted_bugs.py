@@ -15,6 +15,7 @@ from xsake.kernels import online_softmax
 from xsake.kernels.block_sparse import mosaic_tpu
 from xsake.kernels.block_sparse.api import OP
 from xsake.kernels.block_sparse.mosaic_tpu import launch, schedule
+from xsake.kernels.mask_program import MaskProgram
 from xsake.layout import BlockLayout
 from xsake.layout.numbering import RaggedGrid
 from xsake.masks import Causal, Explicit, PerHead, Window
@@ -199,14 +200,20 @@ def element_masks_are_never_applied(right):
     return 0
 
 
-@bug(launch.GroupMasks, "_scalars")
+@bug(MaskProgram, "scalars")
 def every_head_has_the_mask_of_the_first(right):
-    return lambda self, program, q_number: right(self, program, 0 * q_number)
+    return lambda self, tables, grid, q_number: right(self, tables, grid, 0 * q_number)
 
 
-@bug(launch, "_token_index")
+@bug(launch.TpuTileSide, "token_index")
 def positions_restart_in_every_block(right):
-    return lambda number, blocks, *rest: right(0 * number, blocks, *rest)
+    return lambda self: right(dataclasses.replace(self, first=0))
+
+
+@bug(launch, "element_mask", case="packed")
+def segments_do_not_separate_keys(right):
+    without = lambda side: dataclasses.replace(side, integers=side.integers._replace(segments=None))
+    return lambda q, kv, *rest: right(without(q), without(kv), *rest)
 
 
 @bug(launch, "_index_by_batch", case="packed")

@@ -18,7 +18,9 @@ from xsake.kernels.selected.chunking import (
     Chunk,
     ChunkResiduals,
     ChunkSizes,
+    ChunkTiles,
     PartialSoftmax,
+    TileGradients,
     chunk_sizes,
 )
 from xsake.kernels.selected.routing import QueryTiles
@@ -34,17 +36,13 @@ def build(case: CompileCase, kernels: ModuleType) -> BuiltCase:
     """
     problem, dtype = SelectedConfig(case.block, case.head_dim**-0.5), jnp.dtype(case.dtype)
     cut = _compute_cut(case, problem, kernels)
-    sizes = cut, problem, dtype, False
 
     def run(chunk, tiles, *rest):
+        call = ChunkTiles(cut, problem, dtype, False, Chunk(*chunk), QueryTiles(*tiles))
         if case.pass_name == "selected_forward":
-            return kernels.visit_forward(
-                *sizes, Chunk(*chunk), QueryTiles(*tiles), PartialSoftmax(*rest[0])
-            )
+            return kernels.visit_forward(call, PartialSoftmax(*rest[0]))
         known, sums = rest
-        return kernels.visit_backward(
-            *sizes, Chunk(*chunk), ChunkResiduals(*known), QueryTiles(*tiles), sums
-        )
+        return kernels.visit_backward(call, ChunkResiduals(*known), TileGradients(*sums))
 
     arguments = _arguments(case, cut)
     results = jax.eval_shape(run, *arguments)

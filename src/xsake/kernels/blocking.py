@@ -1,5 +1,6 @@
 """Arrays and lists of a call by block: cut, pad, look up, put back."""
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -8,12 +9,13 @@ import numpy as np
 from jax import Array
 
 from xsake.kernels.block_sparse.types import BlockSparseInputs
+from xsake.kernels.mask_program import TileSide
 from xsake.kernels.row_loop import RowTable
 from xsake.layout import BlockLayout, TransposedLayout
 from xsake.layout.csr import at_least_one, namespace, partial_first
 
 
-def to_blocks(x: Array, block: int, fill=0) -> Array:
+def to_blocks(x: Array, block: int, fill: int | float = 0) -> Array:
     """[B, T, H, ...] -> [B * H * (N + 1), block, ...]: each head ends with a block of `fill`.
 
     Rows read that block where they have no item: it is finite, whatever the arrays hold.
@@ -30,7 +32,7 @@ def from_blocks(blocks: Array, shape: tuple[int, ...]) -> Array:
     return jnp.moveaxis(blocks.reshape(batch, heads, -1, dim), 1, 2)[:, :tokens]
 
 
-def block_index(head, block, blocks: int):
+def block_index(head: Array, block: Array, blocks: int):
     """Index of a block in `to_blocks`; `block == blocks` is the one that ends the head."""
     return head * (blocks + 1) + block
 
@@ -44,7 +46,7 @@ def gather_blocks(x: Array, rows: Array, block: int) -> Array:
     return x.at[head // heads, index, :, head % heads].get(mode="promise_in_bounds")
 
 
-def empty_rows(batch: int, heads: int, blocks: int, *shape: int, dtype) -> Array:
+def empty_rows(batch: int, heads: int, blocks: int, *shape: int, dtype: Any) -> Array:
     """Zeros for one block of `shape` [block, ...] per row, as [B, N, block, H, ...]."""
     return jnp.zeros((batch, blocks, shape[0], heads, *shape[1:]), dtype)
 
@@ -59,6 +61,25 @@ def store_rows(buffer: Array, rows: Array, x: Array) -> Array:
 def to_tokens(buffer: Array, tokens: int) -> Array:
     """[B, N, block, H, ...] -> [B, T, H, ...]."""
     return buffer.reshape(buffer.shape[0], -1, *buffer.shape[3:])[:, :tokens]
+
+
+def by_kv_head(x: Array) -> Array:
+    """[B, T, Hk, ...] -> [B * Hk, T, ...]."""
+    return jnp.moveaxis(x, 2, 1).reshape(-1, x.shape[1], *x.shape[3:])
+
+
+def from_kv_heads(x: Array, like: Array) -> Array:
+    """[B * Hk, ...] -> [B, T, Hk, D], the shape and dtype of `like`; tokens after its end drop."""
+    batch, tokens, heads, dim = like.shape
+    x = x.reshape(batch, heads, -1, dim)[:, :, :tokens]
+    return jnp.moveaxis(x, 1, 2).astype(like.dtype)
+
+
+def to_chunks(x: Array, kv_heads: int, chunks: int, chunk: int) -> Array:
+    """[B, Tq, Hq, ...] -> [B * Hk, chunks, chunk, G, ...], zeros after the end."""
+    batch, tokens, q_heads, *rest = x.shape
+    x = by_kv_head(x.reshape(batch, tokens, kv_heads, q_heads // kv_heads, *rest))
+    return pad_axis(x, 1, chunks * chunk, 0).reshape(-1, chunks, chunk, *x.shape[2:])
 
 
 def pairs_to_blocks(bias: Array, block_q: int, block_kv: int) -> Array:
@@ -82,7 +103,7 @@ def take(blocks: Array, index: Any) -> Array:
     return blocks.at[index].get(mode="promise_in_bounds")
 
 
-def pad_axis(x: Array, axis: int, size: int, fill) -> Array:
+def pad_axis(x: Array, axis: int, size: int, fill: int | float) -> Array:
     """Pad an axis with `fill` up to `size` entries."""
     missing = size - x.shape[axis]
     if missing == 0:
@@ -90,6 +111,27 @@ def pad_axis(x: Array, axis: int, size: int, fill) -> Array:
     widths = [(0, 0)] * x.ndim
     widths[axis] = (0, missing)
     return jnp.pad(x, widths, constant_values=fill)
+
+
+class QueryArrays(NamedTuple):
+    """Arrays or refs of queries in the layout of a kernel; None where a pass needs none."""
+
+    q: Any
+    do: Any
+    lse: Any
+    delta: Any
+    positions: Any
+    segments: Any
+
+
+class KeyArrays(NamedTuple):
+    """Arrays or refs of keys in the layout of a kernel."""
+
+    k: Any
+    v: Any
+    poison: Any  # NaN where a key is not finite, else 0; None where `k` itself has the NaN
+    positions: Any
+    segments: Any
 
 
 class BlockLists(NamedTuple):
@@ -115,21 +157,21 @@ def list_columns(layout: TransposedLayout, batch: int, kv_heads: int) -> BlockLi
 
 
 @functools.lru_cache(maxsize=64)
-def _static_rows(layout, batch, heads):
+def _static_rows(layout: BlockLayout, batch: int, heads: int):
     return _lists(layout, layout.kv_block, None, batch, heads, layout.q_blocks)
 
 
 @functools.lru_cache(maxsize=64)
-def _static_columns(layout, batch, kv_heads):
+def _static_columns(layout: TransposedLayout, batch: int, kv_heads: int):
     return _lists(layout, layout.q_block, layout.q_head, batch, kv_heads, layout.kv_blocks)
 
 
-def _lists(layout, block, head, batch: int, heads: int, blocks: int) -> BlockLists:
+def _lists(layout: Any, block: Any, head: Any, batch: int, heads: int, blocks: int) -> BlockLists:
     xp = namespace(layout.row_starts)
     starts = layout.row_starts
     order, partial = partial_first(starts, layout.is_partial)
 
-    def spread(x):
+    def spread(x: Any):
         x = x.reshape(layout.batch, layout.heads, blocks)
         x = xp.repeat(x, heads // layout.heads, axis=1)
         return xp.broadcast_to(x, (batch, heads, blocks)).reshape(-1)
@@ -158,7 +200,9 @@ def kv_token_blocks(inputs: BlockSparseInputs, block: int) -> TokenBlocks:
     return _token_blocks(inputs.kv_positions, inputs.kv_segment_ids, inputs.k.shape[1], block)
 
 
-def _token_blocks(positions, segments, tokens: int, block: int) -> TokenBlocks:
+def _token_blocks(
+    positions: Array | None, segments: Array | None, tokens: int, block: int
+) -> TokenBlocks:
     size = -(-tokens // block) * block
     if positions is None:
         positions = jnp.asarray(np.arange(size, dtype=np.int32))[None]
@@ -166,3 +210,23 @@ def _token_blocks(positions, segments, tokens: int, block: int) -> TokenBlocks:
     if segments is not None:
         segments = pad_axis(segments, 1, size, -1).reshape(segments.shape[0], -1, block)
     return TokenBlocks(positions.reshape(positions.shape[0], -1, block), segments, tokens)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RowTileSide(TileSide):
+    """A block of tokens for each row of tiles [rows, ...]; integers are [B or 1, N, block]."""
+
+    batch: Array  # int32 [rows]
+    index: Array  # int32 [rows]: of the block
+    axis: int  # of the tiles
+
+    def token_index(self) -> Array:
+        """See `TileSide`."""
+        return self._expand(self.index[:, None] * self.block + np.arange(self.block)[None])
+
+    def along_axis(self, integers: Array) -> Array:
+        """See `TileSide`."""
+        return self._expand(take(integers, (self.batch % integers.shape[0], self.index)))
+
+    def _expand(self, x: Array) -> Array:
+        return jnp.expand_dims(x, 3 - self.axis)

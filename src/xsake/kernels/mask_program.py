@@ -1,13 +1,14 @@
-"""Masks inside kernels: an elementwise integer program on positions, and integers per head.
+"""Masks inside kernels: `element_mask` of a tile, and masks as integer programs on positions.
 
 A kernel reads no tables of tokens and knows its head as a scalar only. `trace_mask` partially
 evaluates a mask: what does not depend on positions is computed at trace time for every head, the
-rest becomes the program, which every kernel evaluates by `MaskProgram.allows`.
+rest becomes the program, which kernels evaluate by `MaskProgram.allows`.
 """
 
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from operator import and_
 from typing import Any, NamedTuple
 
 import jax
@@ -17,8 +18,68 @@ from jax import Array
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 from jaxtyping import Bool, Int32
 
+from xsake.layout.numbering import RaggedGrid, quotient
 from xsake.masks import AbstractMask
 from xsake.masks.algebra import AbstractCombination, Not, PerHead
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TileSide:
+    """The queries or the keys of a tile of scores, as `element_mask` reads them.
+
+    Each kernel has its own way to lay tokens out along an axis of a tile: the two methods without a
+    body. Only arrays that a mask needs are computed.
+    """
+
+    integers: Any  # `positions` and `segments` of the tokens, in the kernel's memory; None without
+    tokens: int  # of the sequence
+    block: int  # tokens of a block
+
+    def token_index(self) -> Array:
+        """Indices of the tokens in their sequence, broadcast to the tile."""
+        raise NotImplementedError
+
+    def along_axis(self, integers: Any) -> Array:
+        """Integers of the tokens, broadcast to the tile."""
+        raise NotImplementedError
+
+    def positions(self) -> Array:
+        """Positions as masks see them: the index, unless the call has positions."""
+        x = self.integers.positions
+        return self.token_index() if x is None else self.along_axis(x)
+
+    def segments(self) -> Array | None:
+        """Segment ids, negative for padding."""
+        x = self.integers.segments
+        return None if x is None else self.along_axis(x)
+
+
+def element_mask(
+    q: TileSide,
+    kv: TileSide,
+    allows: Callable[[Array, Array], Any] | None,
+    mask_block: Callable[[], Array] | None = None,
+) -> Array | None:
+    """Pairs of a tile that may attend, the same rule in every kernel; None if all pairs may.
+
+    Args:
+        q, kv: the two sides of the tile.
+        allows: the mask on positions; None without a mask.
+        mask_block: instead of `allows`: load integers of the tile, 0 where a pair is masked.
+    """
+    conditions = []
+    for side in (kv, q):
+        # Scores of padded queries may be NaN, like those of padded keys.
+        if side.tokens % side.block:
+            conditions.append(side.token_index() < side.tokens)
+    if allows is not None:
+        conditions.append(allows(q.positions(), kv.positions()))
+    if mask_block is not None:
+        conditions.append(mask_block() != 0)
+    q_ids, kv_ids = q.segments(), kv.segments()
+    if q_ids is not None:
+        conditions.append((q_ids == kv_ids) & (q_ids >= 0))
+    return functools.reduce(and_, conditions) if conditions else None
 
 
 def _broadcast(operation: Callable[..., Any]) -> Callable[..., Any]:
@@ -115,12 +176,6 @@ class ProgramStep(NamedTuple):
 class MaskProgram:
     """A mask as an elementwise program on positions and integers of the head; plain data, hashable.
 
-    Args:
-        rows: for each integer its value for every head.
-        steps: of the program, each after those it reads.
-        answer: result of the program.
-        heads: number of different heads; 1 if the program is the same for every head.
-
     Example:
         >>> from xsake.masks import PerHead, Window
         >>> rule = trace_mask(PerHead([Window(3, 0), Window(9, 0)]))
@@ -130,15 +185,29 @@ class MaskProgram:
         True
     """
 
-    rows: tuple[tuple[int, ...], ...]
-    steps: tuple[ProgramStep, ...]
-    answer: Term
-    heads: int
+    rows: tuple[tuple[int, ...], ...]  # for each integer its value for every head
+    steps: tuple[ProgramStep, ...]  # of the program, each after those it reads
+    answer: Term  # result of the program
+    heads: int  # number of different heads; 1 if the program is the same for every head
 
     @property
     def tables(self) -> Int32[np.ndarray, "numbers heads"]:
         """The integers of each head; booleans are 0 and 1, unsigned integers are bits."""
         return np.array(self.rows, np.int32).reshape(len(self.rows), self.heads)
+
+    def of_query_block(
+        self, tables: Any, grid: RaggedGrid, q_number: Any
+    ) -> Callable[[Array, Array], Array]:
+        """`allows` for the head of a query block, with `tables` flat in the memory of a kernel."""
+        scalars = lambda: self.scalars(tables, grid, q_number)
+        return lambda q_pos, kv_pos: self.allows(q_pos, kv_pos, scalars())
+
+    def scalars(self, tables: Any, grid: RaggedGrid, q_number: Any) -> list[Any]:
+        """Integers of the head of a query block."""
+        head = 0
+        if self.heads > 1:
+            head = quotient(grid.q_head(q_number), grid.q_heads // self.heads)
+        return [tables[row * self.heads + head] for row in range(len(self.rows))]
 
     def allows(
         self, q_pos: Int32[Array, "..."], kv_pos: Int32[Array, "..."], scalars: Sequence[Any]
@@ -166,6 +235,13 @@ class MaskProgram:
             done.append(OPERATIONS[step.operation](*map(value, step.terms)))
         shape = np.broadcast_shapes(q_pos.shape, kv_pos.shape)
         return jnp.broadcast_to(value(self.answer), shape)
+
+
+def flat_tables(program: MaskProgram | str | None) -> Int32[np.ndarray, " numbers"]:
+    """The integers of a program for every head; at least one, for memory of a fixed size."""
+    if isinstance(program, MaskProgram) and program.rows:
+        return program.tables.reshape(-1)
+    return np.zeros(1, np.int32)
 
 
 _CALLS = ("jit", "closed_call", "custom_jvp_call", "custom_vjp_call")
@@ -355,7 +431,7 @@ def _is_copy(equation: JaxprEqn) -> bool:
 def _evaluate(equation: JaxprEqn, values: Sequence[_Constant]) -> list[_Constant]:
     """Evaluate an equation for each head."""
 
-    def bind(*arrays):
+    def bind(*arrays: Any):
         outputs = equation.primitive.bind(*arrays, **equation.params)
         return outputs if equation.primitive.multiple_results else [outputs]
 

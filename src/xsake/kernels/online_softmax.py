@@ -6,7 +6,7 @@ blocks and [rows, keys, queries] in passes over kv blocks.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -92,7 +92,7 @@ class SoftmaxState(NamedTuple):
     l: Array  # [rows, queries]: sum of p
 
 
-def init(rows: int, queries: int, dim: int, dtype) -> SoftmaxState:
+def init(rows: int, queries: int, dim: int, dtype: Any) -> SoftmaxState:
     """State before the first tile."""
     return SoftmaxState(
         jnp.zeros((rows, queries, dim), dtype),
@@ -161,7 +161,7 @@ def score_grad(p: Array, dp: Array, delta: Array, slope: Array | None) -> Array:
 
 
 def backward_rows(
-    dtype, o: Array, lse: Array, do: Array, dlse: Array, base: Base = BASE_2
+    dtype: Any, o: Array, lse: Array, do: Array, dlse: Array, base: Base = BASE_2
 ) -> tuple[Array, Array, Array]:
     """Per-query inputs of the backward passes: `(do, lse in base, delta)`.
 

@@ -13,42 +13,28 @@ from contextlib import AbstractContextManager
 import jax
 
 from xsake.kernels.block_sparse.types import TileSizes
+from xsake.layout import BlockLayout
 
 _SMALLEST = 8  # rows below it are one bucket
 
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Bucket:
-    """Calls that share their tile sizes.
+    """Calls that share their tile sizes."""
 
-    Args:
-        platform: "cpu", or "accelerator" for all others.
-        dtype: of the operands.
-        head_dim: of queries and keys.
-        block_q, block_kv: tokens of a block.
-        rows: rows of blocks, rounded down to a power of two.
-        blocks: mean blocks of a row, rounded down to a power of two.
-    """
-
-    platform: str
-    dtype: str
-    head_dim: int
-    block_q: int
+    platform: str  # "cpu", or "accelerator" for all others
+    dtype: str  # of the operands
+    head_dim: int  # of queries and keys
+    block_q: int  # tokens of a block
     block_kv: int
-    rows: int
-    blocks: int
+    rows: int  # rows of blocks, rounded down to a power of two
+    blocks: int  # mean blocks of a row, rounded down to a power of two
 
     @classmethod
-    def of(cls, layout, rows: int, platform: str, dtype: str, head_dim: int) -> "Bucket":
-        """The bucket of one pass over a layout; a traced one counts with its capacity.
-
-        Args:
-            layout: a `BlockLayout`.
-            rows: of the pass.
-            platform: that the pass is lowered for.
-            dtype: of the operands.
-            head_dim: of queries and keys.
-        """
+    def of(
+        cls, layout: BlockLayout, rows: int, platform: str, dtype: str, head_dim: int
+    ) -> "Bucket":
+        """The bucket of a pass over `rows` rows of a layout; a traced one counts by capacity."""
         items = rows * layout.capacity / (layout.row_starts.shape[0] - 1)
         return cls(
             platform, dtype, head_dim, layout.block_q, layout.block_kv,
@@ -83,15 +69,13 @@ _current = jax.make_user_context(TileTable())
 
 
 def pin_tiles(table: TileTable) -> AbstractContextManager[None]:
-    """Calls that are traced inside take their tiles from this table, where it knows them.
-
-    Args:
-        table: instead of the one that was pinned before.
-    """
+    """Calls that are traced inside take their tiles from this table, where it knows them."""
     return _current(table)
 
 
-def pinned_sizes(layout, rows: int, platform: str, dtype: str, head_dim: int) -> TileSizes | None:
+def pinned_sizes(
+    layout: BlockLayout, rows: int, platform: str, dtype: str, head_dim: int
+) -> TileSizes | None:
     """The pinned tile sizes of one pass; None: the default ones. Arguments as in `Bucket.of`."""
     table: TileTable = _current.value
     if not table.entries:

@@ -2,35 +2,25 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
 
 from xsake.kernels import blocking
-from xsake.kernels.block_sparse.types import (
-    BlockSparseConfig,
-    BlockSparseInputs,
-    TileSizes,
-    compute_dtype,
-)
+from xsake.kernels.block_sparse.types import BlockSparseConfig, BlockSparseInputs, TileSizes
 from xsake.kernels.row_loop import RowTable, count_items
+from xsake.kernels.validation import sum_dtype
 
 
-@dataclasses.dataclass(frozen=True)
-class KernelCost:
-    """Cost of one pass over the layout.
-
-    If the layout is known only at run time, `listed` is the most it can list, and flops and bytes
-    are for that many blocks.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScheduleCost:
+    """Cost of one schedule of a backend.
 
     Attributes:
-        name: "forward", "dQ", "dK/dV", or "backward" where these two are one.
         tiles: tile sizes; None for a dense implementation.
-        listed: blocks the layout lists, over all batch elements and heads.
         computed: blocks really computed, as a short row waits for the longest one of its group;
             None if known only at run time.
-        flops: of the matrix products of these blocks.
-        bytes_read, bytes_written: between arrays and tiles; what a cache saves is not subtracted.
         launches: kernels that are launched; None where the compiler makes its own of it.
         steps: groups of blocks that these kernels take; at most, if known only at run time.
         balance: steps of the busiest core over their mean; None if known at run time only.
@@ -39,13 +29,8 @@ class KernelCost:
             longest one of any head; None if not counted.
     """
 
-    name: str
-    tiles: TileSizes | None
-    listed: int
+    tiles: Any  # TileSizes | None
     computed: int | None
-    flops: int
-    bytes_read: int
-    bytes_written: int
     launches: int | None = None
     steps: int | None = None
     balance: float | None = None
@@ -53,25 +38,19 @@ class KernelCost:
     padded: float | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class ScheduleCost:
-    """Cost of one schedule of a backend.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KernelCost(ScheduleCost):
+    """Cost of one pass over the layout.
 
-    Attributes:
-        tiles: its tile sizes.
-        computed: blocks it computes; None if known only at run time.
-        fetches_all: whether it also reads blocks that are computed and dropped.
-        launches, steps, balance, cores, padded: as in `KernelCost`.
+    If the layout is known only at run time, `listed` is the most it can list, and flops and bytes
+    are for that many blocks.
     """
 
-    tiles: TileSizes
-    computed: int | None
-    fetches_all: bool
-    launches: int | None = None
-    steps: int | None = None
-    balance: float | None = None
-    cores: int = 2
-    padded: float | None = None
+    name: str  # "forward", "dQ", "dK/dV", or "backward" where these two are one
+    listed: int  # blocks the layout lists, over all batch elements and heads
+    flops: int  # of the matrix products of the computed blocks
+    bytes_read: int  # between arrays and tiles; what a cache saves is not subtracted
+    bytes_written: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +67,7 @@ class _Sizes:
     bias: int  # bytes of one pair's bias
 
 
-def is_known(*arrays) -> bool:
+def is_known(*arrays: Any) -> bool:
     """Whether values can be read now; neither a tracer's nor an abstract array's can."""
     return not any(isinstance(x, jax.core.Tracer | jax.ShapeDtypeStruct) for x in arrays)
 
@@ -116,22 +95,23 @@ def blockwise(
     pairs = layout.block_q * layout.block_kv
     listed = _count_blocks(inputs)
 
-    def count(name, schedule: ScheduleCost, flops, per_block, per_row, written, written_by_block=0):
+    def count(
+        name: str,
+        schedule: ScheduleCost,
+        flops: int,
+        per_block: int,
+        per_row: int,
+        written: int,
+        written_by_block: int = 0,
+    ) -> KernelCost:
         blocks = listed if schedule.computed is None else schedule.computed
-        read = blocks if schedule.fetches_all else listed
         return KernelCost(
-            name,
-            schedule.tiles,
-            listed,
-            schedule.computed,
-            blocks * pairs * flops,
-            read * per_block + per_row,
-            written + read * written_by_block,
-            schedule.launches,
-            schedule.steps,
-            schedule.balance,
-            schedule.cores,
-            schedule.padded,
+            **vars(schedule),
+            name=name,
+            listed=listed,
+            flops=blocks * pairs * flops,
+            bytes_read=blocks * per_block + per_row,
+            bytes_written=written + blocks * written_by_block,
         )
 
     bias = pairs * size.bias
@@ -173,8 +153,8 @@ def grouped_rows(
     rows = batch * inputs.k.shape[2] * layout.kv_blocks
     keys = config.tiles or tiles_of(layout, rows // sets)
     return (
-        ScheduleCost(queries, _rows_of_queries(inputs, queries), fetches_all=True),
-        ScheduleCost(keys, _rows_of_keys(inputs, keys, sets), fetches_all=True),
+        ScheduleCost(tiles=queries, computed=_rows_of_queries(inputs, queries)),
+        ScheduleCost(tiles=keys, computed=_rows_of_keys(inputs, keys, sets)),
     )
 
 
@@ -189,42 +169,32 @@ def dense(inputs: BlockSparseInputs) -> tuple[KernelCost, ...]:
     queries, keys = batch * q_heads * q_tokens, batch * q_heads * kv_tokens
     arrays = queries * size.q + keys * (size.k + size.v)
     planes = pairs * (size.row + size.bias)
+    known: dict[str, Any] = {"tiles": None, "computed": blocks, "listed": listed}
     return (
         KernelCost(
-            "forward",
-            None,
-            listed,
-            blocks,
-            pairs * (size.key + size.value),
-            arrays + planes,
-            queries * (size.out + size.row) + planes,
+            **known,
+            name="forward",
+            flops=pairs * (size.key + size.value),
+            bytes_read=arrays + planes,
+            bytes_written=queries * (size.out + size.row) + planes,
         ),
         KernelCost(
-            "backward",
-            None,
-            listed,
-            blocks,
-            pairs * (3 * size.key + 2 * size.value),
-            arrays + queries * (size.out + 2 * size.row) + 2 * planes,
-            arrays + 2 * planes,
+            **known,
+            name="backward",
+            flops=pairs * (3 * size.key + 2 * size.value),
+            bytes_read=arrays + queries * (size.out + 2 * size.row) + 2 * planes,
+            bytes_written=arrays + 2 * planes,
         ),
     )
 
 
 def _sizes(inputs: BlockSparseInputs, widens: bool) -> _Sizes:
-    wide, own = np.dtype(compute_dtype(inputs)).itemsize, np.dtype(inputs.q.dtype).itemsize
+    wide, own = np.dtype(sum_dtype(inputs.q.dtype)).itemsize, np.dtype(inputs.q.dtype).itemsize
     read = wide if widens else own
     dim, value_dim = inputs.k.shape[-1], inputs.v.shape[-1]
     bias = 0 if inputs.bias is None else np.dtype(inputs.bias.dtype).itemsize
     return _Sizes(
-        key=2 * dim,
-        value=2 * value_dim,
-        q=dim * read,
-        k=dim * own,
-        v=value_dim * own,
-        out=value_dim * read,
-        row=wide,
-        bias=bias,
+        2 * dim, 2 * value_dim, dim * read, dim * own, value_dim * own, value_dim * read, wide, bias
     )
 
 

@@ -16,38 +16,32 @@ def unsupported_reason(
     return None
 
 
-def forward(inputs: CompressedInputs, config: CompressedConfig, platform: str):
+def forward(
+    inputs: CompressedInputs, config: CompressedConfig, platform: str
+) -> tuple[Array, Array, Array | None]:
     """`(o [B, Tq, Hq, Dv], lse [B, Tq, Hq], blocks [B, Tq, Hk, Ns] or None)`."""
-    seen = visible(inputs, config)
-    out, lse, weight = reference_attention.forward(*inputs[:3], seen, config.scale)
+    mask = visible(inputs, config)
+    o, lse, p = reference_attention.forward(*inputs[:3], mask, config.scale)
     if config.selection is None:
-        return out, lse, None
+        return o, lse, None
     batch, queries, q_heads, _ = inputs.q.shape
     heads = inputs.k.shape[2]
-    shared = weight.reshape(batch, heads, q_heads // heads, queries, -1).sum(2)
+    shared = p.reshape(batch, heads, q_heads // heads, queries, -1).sum(2)
     scores = topk.block_scores(shared, config, config.selection.number)
     position, start = (jnp.broadcast_to(x[:, None], (batch, heads, queries)) for x in inputs.bounds)
     blocks = topk.select_blocks(scores, position, start, config.selection)
-    return out, lse, jnp.moveaxis(blocks, 1, 2)
+    return o, lse, jnp.moveaxis(blocks, 1, 2)
 
 
 def backward(
-    inputs: CompressedInputs,
-    config: CompressedConfig,
-    platform: str,
-    o: Array,
-    lse: Array,
-    do: Array,
-    dlse: Array,
+    inputs: CompressedInputs, config: CompressedConfig, platform: str, *residuals: Array
 ) -> Gradients:
-    """Gradients by the formulas, over all pairs."""
-    seen, arrays = visible(inputs, config), tuple(inputs[:3])
-    return Gradients(
-        *reference_attention.backward(arrays, seen, config.scale, (o, lse), (do, dlse))
-    )
+    """Gradients from (o, lse, do, dlse) by the formulas, over all pairs."""
+    mask = visible(inputs, config)
+    return reference_attention.backward(*inputs[:3], mask, residuals, config.scale)
 
 
-def visible(inputs: CompressedInputs, config: CompressedConfig):
+def visible(inputs: CompressedInputs, config: CompressedConfig) -> Array:
     """bool [B, Hk, Tq, Nc]: the summaries that each query sees."""
     batch, number, heads, _ = inputs.k.shape
     position, start = (jnp.broadcast_to(x, (batch, x.shape[1])) for x in inputs.bounds)

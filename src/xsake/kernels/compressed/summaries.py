@@ -38,7 +38,7 @@ def means(x: Float[Array, "B Tk Hk D"], length: int, stride: int) -> Float[Array
     return (sum(parts[1:], parts[0]) / length).astype(x.dtype)
 
 
-def _strides(x, length: int, stride: int):
+def _strides(x: Array, length: int, stride: int):
     """[B, strides, stride, Hk, D], with as many strides as whole runs need."""
     number = num_summaries(x.shape[1], length, stride)
     tokens = (number - 1) * stride + length

@@ -12,38 +12,23 @@ from xsake.kernels.validation import sum_dtype
 
 @dataclasses.dataclass(frozen=True)
 class BlockSelection:
-    """Selection of blocks by the attention to their summaries.
+    """Selection of blocks by the attention to their summaries."""
 
-    Args:
-        block: keys per block.
-        number: of blocks.
-        slots: maximum blocks of a query.
-        first: blocks at the start of a sequence that are always selected.
-        local: blocks up to the query's own one that are always selected.
-    """
-
-    block: int
-    number: int
-    slots: int
-    first: int = 1
-    local: int = 2
+    block: int  # keys per block
+    number: int  # of blocks
+    slots: int  # maximum blocks of a query
+    first: int = 1  # blocks at the start of a sequence that are always selected
+    local: int = 2  # blocks up to the query's own one that are always selected
 
 
 @dataclasses.dataclass(frozen=True)
 class CompressedConfig:
-    """Numbers of a call: hashable, part of the key of a compiled program.
+    """Numbers of a call: hashable, part of the key of a compiled program."""
 
-    Args:
-        length: keys of a summary.
-        stride: keys between the starts of two summaries.
-        scale: factor on q.k.
-        selection: of blocks; None: none.
-    """
-
-    length: int
-    stride: int
-    scale: float
-    selection: BlockSelection | None = None
+    length: int  # keys of a summary
+    stride: int  # keys between the starts of two summaries
+    scale: float  # factor on q.k
+    selection: BlockSelection | None = None  # of blocks; None: none
 
 
 class CompressedInputs(NamedTuple):

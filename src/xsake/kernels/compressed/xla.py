@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
+from xsake.kernels import blocking
 from xsake.kernels import online_softmax as softmax
 from xsake.kernels.batching import axes_of, vary
 from xsake.kernels.block_sparse.types import Gradients
@@ -62,24 +63,6 @@ def unsupported_reason(
     return None
 
 
-def forward(inputs: CompressedInputs, config: CompressedConfig, platform: str):
-    """`(o [B, Tq, Hq, Dv], lse [B, Tq, Hq], blocks [B, Tq, Hk, Ns] or None)`."""
-    return _forward(inputs, config, _tuning(platform))
-
-
-def backward(
-    inputs: CompressedInputs,
-    config: CompressedConfig,
-    platform: str,
-    o: Array,
-    lse: Array,
-    do: Array,
-    dlse: Array,
-) -> Gradients:
-    """Gradients for q, k and v; the probabilities are recomputed once."""
-    return _backward(inputs, config, _tuning(platform), o, lse, do, dlse)
-
-
 def _tuning(platform: str) -> CompressedTuning:
     return CPU if platform == "cpu" else ACCELERATOR
 
@@ -91,28 +74,27 @@ def _cut_call(inputs: CompressedInputs, tuning: CompressedTuning) -> CompressedC
     chunks = -(-queries // min(chunk, queries))
     chunk = -(-queries // chunks)
     k, v = isolate_nonfinite(*(x.astype(inputs.dtype) for x in inputs[1:3]))
-    by_head = lambda x: jnp.moveaxis(x, 2, 1).reshape(batch * heads, number, -1)
 
-    def by_chunk(x, fill):
+    def by_chunk(x: Array, fill: int) -> Array:
         x = jnp.pad(x, ((0, 0), (0, chunks * chunk - queries)), constant_values=fill)
         x = x if x.shape[0] == 1 else jnp.repeat(x, heads, axis=0)
         return x.reshape(x.shape[0], chunks, chunk)
 
     position, start = inputs.bounds
-    q = to_chunks(inputs.q.astype(inputs.dtype), heads, chunks, chunk)
+    q = _to_chunks(inputs.q.astype(inputs.dtype), heads, chunks, chunk)
     bounds = by_chunk(position, -1), by_chunk(start, 0)
-    return CompressedCall(q, by_head(k), by_head(v), *bounds, q_heads // heads)
+    return CompressedCall(
+        q, blocking.by_kv_head(k), blocking.by_kv_head(v), *bounds, q_heads // heads
+    )
 
 
-def to_chunks(x, heads: int, chunks: int, chunk: int):
+def _to_chunks(x: Array, heads: int, chunks: int, chunk: int) -> Array:
     """[B, Tq, Hq, dim] as [heads, chunks, chunk * G, dim], zeros after the end."""
-    batch, queries, q_heads, dim = x.shape
-    x = jnp.pad(x, ((0, 0), (0, chunks * chunk - queries), (0, 0), (0, 0)))
-    x = jnp.moveaxis(x.reshape(batch, chunks * chunk, heads, -1), 2, 1)
-    return x.reshape(batch * heads, chunks, chunk * (q_heads // heads), dim)
+    x = blocking.to_chunks(x, heads, chunks, chunk)
+    return x.reshape(*x.shape[:2], -1, x.shape[-1])
 
 
-def _from_chunks(x, like, width: int):
+def _from_chunks(x: Array, like: Array, width: int) -> Array:
     """[chunks, heads, chunk * n, ...] as [B, Tq, `width`, ...], the inverse of `to_chunks`."""
     batch, queries = like.shape[:2]
     chunks, rows, per_chunk, *rest = x.shape
@@ -142,7 +124,9 @@ def _spans(
     return spans
 
 
-def _scores(call: CompressedCall, config: CompressedConfig, span: Span, number):
+def _scores(
+    call: CompressedCall, config: CompressedConfig, span: Span, number: Array
+) -> tuple[Array, Array, Array]:
     """Scores of a chunk in base 2, [heads, chunk * G, summaries], -inf for masked pairs."""
     at = lambda x: lax.dynamic_index_in_dim(x, number, 1, keepdims=False)
     factor = softmax.query_factor(config.scale, None)
@@ -155,11 +139,15 @@ def _scores(call: CompressedCall, config: CompressedConfig, span: Span, number):
     return jnp.where(mask, s, -jnp.inf), position, start
 
 
-def _forward(inputs: CompressedInputs, config: CompressedConfig, tuning: CompressedTuning):
+def forward(
+    inputs: CompressedInputs, config: CompressedConfig, platform: str
+) -> tuple[Array, Array, Array | None]:
+    """`(o [B, Tq, Hq, Dv], lse [B, Tq, Hq], blocks [B, Tq, Hk, Ns] or None)`."""
+    tuning = _tuning(platform)
     call, parts = _cut_call(inputs, tuning), []
     for span in _spans(inputs, config, call, tuning):
 
-        def one(number, span=span):
+        def one(number: Array, span: Span = span):
             s, position, start = _scores(call, config, span, number)
             m = s.max(-1)
             p = softmax.probabilities(s, jnp.where(m == -jnp.inf, 0, m)[..., None])
@@ -170,14 +158,20 @@ def _forward(inputs: CompressedInputs, config: CompressedConfig, tuning: Compres
             return o, softmax.log_sum_exp(m, l), blocks
 
         parts.append(lax.map(one, span.first + jnp.arange(span.chunks)))
-    joined = [None if x[0] is None else jnp.concatenate(x) for x in zip(*parts, strict=True)]
+    o, lse, blocks = zip(*parts, strict=True)
+    join = lambda x, heads: _from_chunks(jnp.concatenate(x), inputs.q, heads)
     q_heads, heads = inputs.q.shape[2], inputs.k.shape[2]
-    o, lse = (_from_chunks(x, inputs.q, q_heads) for x in joined[:2])
-    blocks = None if joined[2] is None else _from_chunks(joined[2], inputs.q, heads)
-    return o.astype(inputs.q.dtype), lse, blocks
+    blocks = None if config.selection is None else join(blocks, heads)
+    return join(o, q_heads).astype(inputs.q.dtype), join(lse, q_heads), blocks
 
 
-def _select(call: CompressedCall, config: CompressedConfig, span: Span, p, bounds):
+def _select(
+    call: CompressedCall,
+    config: CompressedConfig,
+    span: Span,
+    p: Array,
+    bounds: tuple[Array, Array],
+) -> Array | None:
     """The selected blocks of a chunk, [heads, chunk, slots]; None without a selection."""
     if config.selection is None:
         return None
@@ -187,27 +181,31 @@ def _select(call: CompressedCall, config: CompressedConfig, span: Span, p, bound
     return topk.select_blocks(scores, position, start, config.selection)
 
 
-def _backward(
+def backward(
     inputs: CompressedInputs,
     config: CompressedConfig,
-    tuning: CompressedTuning,
+    platform: str,
     o: Array,
     lse: Array,
     do: Array,
     dlse: Array,
 ) -> Gradients:
-    call, dtype = _cut_call(inputs, tuning), inputs.dtype
+    """Gradients for q, k and v; the probabilities are recomputed once."""
+    tuning, dtype = _tuning(platform), inputs.dtype
+    call = _cut_call(inputs, tuning)
     heads, chunks = inputs.k.shape[2], call.q.shape[1]
     do = do.astype(dtype)
     delta = (do * o.astype(dtype)).sum(-1) - dlse.astype(dtype)
-    cut = lambda x: to_chunks(x, heads, chunks, call.chunk)
+    cut = lambda x: _to_chunks(x, heads, chunks, call.chunk)
     residuals = cut(do), cut(softmax.lse_to_base(lse)[..., None]), cut(delta[..., None])
     dk, dv, dq = jnp.zeros_like(call.k), jnp.zeros_like(call.v), []
     over_rows = lambda x, y: jnp.einsum("rmn,rmd->rnd", x, y, precision="highest")
     for span in _spans(inputs, config, call, tuning):
         k, v = call.k[:, : span.summaries], call.v[:, : span.summaries]
 
-        def one(sums, number, span=span, k=k, v=v):
+        def one(
+            sums: tuple[Array, ...], number: Array, span: Span = span, k: Array = k, v: Array = v
+        ):
             at = lambda x: lax.dynamic_index_in_dim(x, number, 1, keepdims=False)
             s, _, _ = _scores(call, config, span, number)
             do, lse, delta = map(at, residuals)
@@ -226,12 +224,6 @@ def _backward(
     dq = _from_chunks(jnp.concatenate(dq), inputs.q, inputs.q.shape[2]) * config.scale
     return Gradients(
         dq.astype(inputs.q.dtype),
-        _from_heads(dk * config.scale, inputs.k),
-        _from_heads(dv, inputs.v),
+        blocking.from_kv_heads(dk * config.scale, inputs.k),
+        blocking.from_kv_heads(dv, inputs.v),
     )
-
-
-def _from_heads(x, like):
-    """[heads, Nc, dim] as [B, Nc, Hk, dim]."""
-    batch, number, heads, dim = like.shape
-    return jnp.moveaxis(x.reshape(batch, heads, number, dim), 1, 2).astype(like.dtype)

@@ -9,8 +9,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
+from xsake.kernels import blocking
 from xsake.kernels import online_softmax as softmax
 from xsake.kernels.batching import axes_of, vary
 from xsake.kernels.block_sparse.types import Gradients
@@ -83,6 +84,47 @@ class PartialSoftmax(NamedTuple):
     l: Any  # [slots, rows]
 
 
+class TileGradients(NamedTuple):
+    """Gradients of a kv head's tiles, not scaled; dk and dv are sums over chunks."""
+
+    dq: Any  # [slots, rows, D]
+    dk: Any  # [Nk, block, D]
+    dv: Any  # [Nk, block, Dv]
+
+
+class ChunkTiles(NamedTuple):
+    """A chunk and its tiles: what a backend computes at a time.
+
+    A backend has two functions of it. `visit_forward(call, partial)` returns the partial softmaxes
+    of the tiles. `visit_backward(call, residuals, sums)` returns dq of the tiles' rows, and dk and
+    dv added to those of `sums`.
+    """
+
+    sizes: ChunkSizes
+    config: SelectedConfig
+    dtype: Any  # of the caller's arrays
+    interpret: Any  # as in `pallas_call`
+    chunk: Chunk
+    tiles: QueryTiles
+
+    def gather_rows(self, x: Array) -> Array:
+        """Rows [slots, rows, ...] of all tiles; unused tiles read the padding row."""
+        sizes = self.sizes
+        padding = jnp.full((sizes.step, sizes.tile), sizes.chunk, jnp.int32)
+        query = jnp.concatenate([self.tiles.query, padding])
+        return x.at[query].get(mode="promise_in_bounds").reshape(sizes.slots, sizes.rows, -1)
+
+    def position_rows(self) -> Array:
+        """[slots, 1, rows]: the position of every row of every tile."""
+        rows = self.gather_rows(jnp.repeat(self.chunk.positions[:, None], self.sizes.group, axis=1))
+        return rows.reshape(self.sizes.slots, 1, self.sizes.rows)
+
+    def slot_blocks(self) -> Array:
+        """The block of every slot [slots]; unused ones stay at the last block."""
+        last = jnp.maximum(self.tiles.total - 1, 0)
+        return self.tiles.block[jnp.minimum(jnp.arange(self.sizes.slots, dtype=jnp.int32), last)]
+
+
 def chunk_sizes(
     inputs: SelectedInputs, config: SelectedConfig, tuning: SelectedTuning
 ) -> ChunkSizes:
@@ -103,9 +145,9 @@ def _cut_call(inputs: SelectedInputs, config: SelectedConfig, cut: ChunkSizes) -
     batch, tokens, heads, _ = inputs.k.shape
     k, v = isolate_nonfinite(*(x.astype(inputs.dtype) for x in inputs[1:3]))
 
-    def in_blocks(x):
+    def in_blocks(x: Array) -> Array:
         pad = ((0, 0), (0, -tokens % config.block), (0, 0), (0, 0))
-        x = jnp.moveaxis(jnp.pad(x, pad), 2, 1)
+        x = blocking.by_kv_head(jnp.pad(x, pad))
         return x.reshape(batch * heads, -1, config.block, x.shape[-1])
 
     positions = jnp.repeat(inputs.positions, heads, axis=0)
@@ -113,7 +155,7 @@ def _cut_call(inputs: SelectedInputs, config: SelectedConfig, cut: ChunkSizes) -
         positions = positions[:1]
     spare = cut.chunks * cut.chunk - inputs.q.shape[1]
     positions = jnp.pad(positions, ((0, 0), (0, spare)), constant_values=-1)
-    blocks = jnp.moveaxis(inputs.blocks, 2, 1).reshape(batch * heads, inputs.q.shape[1], -1)
+    blocks = blocking.by_kv_head(inputs.blocks)
     blocks = jnp.pad(blocks, ((0, 0), (0, spare), (0, 0)), constant_values=-1)
     return ChunkedCall(
         _to_groups(inputs.q, heads, cut),
@@ -124,16 +166,13 @@ def _cut_call(inputs: SelectedInputs, config: SelectedConfig, cut: ChunkSizes) -
     )
 
 
-def _to_groups(x, heads: int, cut: ChunkSizes):
+def _to_groups(x: Array, heads: int, cut: ChunkSizes) -> Array:
     """[B, Tq, Hq, ...] as [batch * kv heads, chunks, chunk, G * ...], zeros after the end."""
-    batch, tokens, q_heads, *rest = x.shape
-    x = x.reshape(batch, tokens, heads, q_heads // heads * math.prod(rest))
-    x = jnp.moveaxis(x, 2, 1).reshape(batch * heads, tokens, -1)
-    x = jnp.pad(x, ((0, 0), (0, cut.chunks * cut.chunk - tokens), (0, 0)))
-    return x.reshape(batch * heads, cut.chunks, cut.chunk, -1)
+    x = blocking.to_chunks(x, heads, cut.chunks, cut.chunk)
+    return x.reshape(*x.shape[:3], -1)
 
 
-def _from_groups(x, like, dim: int | None):
+def _from_groups(x: Array, like: Array, dim: int | None) -> Array:
     """The inverse: [heads, chunks, chunk, G (, dim)] as [B, Tq, Hq (, dim)]."""
     batch, tokens, q_heads, _ = like.shape
     x = x.reshape(batch, x.shape[0] // batch, -1, *x.shape[3:])[:, :, :tokens]
@@ -141,15 +180,15 @@ def _from_groups(x, like, dim: int | None):
     return jnp.moveaxis(x, 1, 2).reshape(shape)
 
 
-def _add_padding_row(x, value=0):
+def _add_padding_row(x: Array, value: int = 0) -> Array:
     """One more row, for slots of a tile without a query."""
     return jnp.pad(x, ((0, 1),) + ((0, 0),) * (x.ndim - 1), constant_values=value)
 
 
-def _sum_slots(partial, place, weight=None):
+def _sum_slots(partial: Array, place: Array, weight: Array | None = None) -> Array:
     """Sum the partial results of a query's slots, [queries, G, dim]; unused ones are zero."""
 
-    def add(total, slot):
+    def add(total: Array, slot: tuple[Array, Array | None]):
         where, factor = slot
         part = partial.at[where].get(mode="promise_in_bounds")
         return total + (part if factor is None else factor[..., None] * part), None
@@ -160,13 +199,20 @@ def _sum_slots(partial, place, weight=None):
     return lax.scan(add, start, (place.T, factors), unroll=min(8, place.shape[1]))[0]
 
 
-def forward(inputs: SelectedInputs, config: SelectedConfig, cut: ChunkSizes, visit: Callable):
-    """`(o, lse)`; `visit(chunk, tiles, partial)` returns partial results of a chunk's tiles."""
+def forward(
+    inputs: SelectedInputs,
+    config: SelectedConfig,
+    tuning: SelectedTuning,
+    visit: Callable[[ChunkTiles, PartialSoftmax], PartialSoftmax],
+    interpret: Any = False,
+) -> tuple[Array, Array]:
+    """`(o [B, Tq, Hq, Dv], lse [B, Tq, Hq])`, by `visit_forward` of a backend."""
+    cut = chunk_sizes(inputs, config, tuning)
     call, dim, dtype = _cut_call(inputs, config, cut), inputs.v.shape[-1], inputs.dtype
 
-    def one(partial, number):
+    def one(partial: PartialSoftmax, number: Array):
         chunk, tiles = _chunk_of(call, number // cut.chunks, number % cut.chunks, cut)
-        partial = visit(chunk, tiles, partial)
+        partial = visit(ChunkTiles(cut, config, inputs.q.dtype, interpret, chunk, tiles), partial)
         return partial, _merge_slots(partial, tiles.place, cut)
 
     partial = PartialSoftmax(
@@ -182,7 +228,7 @@ def forward(inputs: SelectedInputs, config: SelectedConfig, cut: ChunkSizes, vis
     return out, _from_groups(shaped(lse), inputs.q, None)
 
 
-def _merge_slots(partial: PartialSoftmax, place, cut: ChunkSizes):
+def _merge_slots(partial: PartialSoftmax, place: Array, cut: ChunkSizes) -> tuple[Array, Array]:
     """`(o, lse)` of a chunk's queries from their partial softmaxes."""
     acc, m, l = (x.reshape(-1, cut.group, *x.shape[2:]) for x in partial)
     m, l = (x.at[place].get(mode="promise_in_bounds") for x in (m, l))
@@ -196,44 +242,45 @@ def _merge_slots(partial: PartialSoftmax, place, cut: ChunkSizes):
 def backward(
     inputs: SelectedInputs,
     config: SelectedConfig,
-    cut: ChunkSizes,
-    visit: Callable,
-    residuals: tuple,
-    cotangents: tuple,
+    tuning: SelectedTuning,
+    visit: Callable[[ChunkTiles, ChunkResiduals, TileGradients], TileGradients],
+    residuals: tuple[Array, ...],
+    interpret: Any = False,
 ) -> Gradients:
-    """Gradients from the residuals (o, lse) and the cotangents of both.
-
-    `visit(chunk, residuals, tiles, (dq, dk, dv))` adds the gradients of a chunk's tiles to dk and
-    dv of its kv head, and returns dq of the tiles' rows.
-    """
+    """Gradients from the residuals (o, lse, do, dlse), by `visit_backward` of a backend."""
+    cut = chunk_sizes(inputs, config, tuning)
     call, dtype = _cut_call(inputs, config, cut), inputs.dtype
-    (o, lse), do = residuals, cotangents[0].astype(dtype)
-    delta = (do * o.astype(dtype)).sum(-1) - cotangents[1].astype(dtype)
+    o, lse, do, dlse = residuals
+    do = do.astype(dtype)
+    delta = (do * o.astype(dtype)).sum(-1) - dlse.astype(dtype)
     arrays = do, softmax.lse_to_base(lse), delta
     given = [_to_groups(x, inputs.k.shape[2], cut) for x in arrays]
     dim, axes = inputs.q.shape[3], axes_of(inputs.q)
 
-    def of_head(buffer, head):
-        def one(carry, part):
+    def of_head(buffer: Array, head: Array):
+        def one(sums: TileGradients, part: Array):
             chunk, tiles = _chunk_of(call, head, part, cut)
             rows = ChunkResiduals(*(_add_padding_row(x[head, part]) for x in given))
-            dq, *sums = visit(chunk, rows, tiles, carry)
-            return (dq, *sums), _sum_slots(dq.reshape(-1, cut.group, dim), tiles.place)
+            tiled = ChunkTiles(cut, config, inputs.q.dtype, interpret, chunk, tiles)
+            sums = visit(tiled, rows, sums)
+            return sums, _sum_slots(sums.dq.reshape(-1, cut.group, dim), tiles.place)
 
-        start = vary((buffer, jnp.zeros_like(call.k[0]), jnp.zeros_like(call.v[0])), axes)
-        (buffer, dk, dv), dq = lax.scan(one, start, jnp.arange(cut.chunks))
+        start = TileGradients(buffer, jnp.zeros_like(call.k[0]), jnp.zeros_like(call.v[0]))
+        (buffer, dk, dv), dq = lax.scan(one, vary(start, axes), jnp.arange(cut.chunks))
         return buffer, (dq, dk, dv)
 
     buffer = vary(jnp.zeros((cut.slots, cut.rows, dim), dtype), axes)
     _, (dq, dk, dv) = lax.scan(of_head, buffer, jnp.arange(call.q.shape[0]))
     return Gradients(
         _from_groups(dq * config.scale, inputs.q, dim).astype(inputs.q.dtype),
-        _from_blocks(dk * config.scale, inputs.k),
-        _from_blocks(dv, inputs.v),
+        blocking.from_kv_heads(dk * config.scale, inputs.k),
+        blocking.from_kv_heads(dv, inputs.v),
     )
 
 
-def _chunk_of(call: ChunkedCall, head, part, cut: ChunkSizes) -> tuple[Chunk, QueryTiles]:
+def _chunk_of(
+    call: ChunkedCall, head: Array, part: Array, cut: ChunkSizes
+) -> tuple[Chunk, QueryTiles]:
     """One chunk of one kv head, and its tiles."""
     chunk = Chunk(
         _add_padding_row(call.q[head, part]),
@@ -242,23 +289,3 @@ def _chunk_of(call: ChunkedCall, head, part, cut: ChunkSizes) -> tuple[Chunk, Qu
         call.v[head],
     )
     return chunk, route_queries(call.blocks[head, part], call.k.shape[1], cut.tile, cut.capacity)
-
-
-def gather_rows(x, tiles: QueryTiles, cut: ChunkSizes):
-    """Rows [slots, rows, ...] of all tiles; unused tiles read the padding row."""
-    padding = jnp.full((cut.step, cut.tile), cut.chunk, jnp.int32)
-    query = jnp.concatenate([tiles.query, padding])
-    return x.at[query].get(mode="promise_in_bounds").reshape(cut.slots, cut.rows, -1)
-
-
-def position_rows(chunk: Chunk, tiles: QueryTiles, cut: ChunkSizes):
-    """[slots, 1, rows]: the position of every row of every tile."""
-    rows = gather_rows(jnp.repeat(chunk.positions[:, None], cut.group, axis=1), tiles, cut)
-    return rows.reshape(cut.slots, 1, cut.rows)
-
-
-def _from_blocks(x, like):
-    """[heads, Nk, block, dim] as [B, Tk, Hk, dim]."""
-    batch, tokens, heads, dim = like.shape
-    x = x.reshape(batch, heads, -1, dim)[:, :, :tokens]
-    return jnp.moveaxis(x, 1, 2).astype(like.dtype)

@@ -7,6 +7,7 @@ never cross lanes.
 """
 
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -20,17 +21,15 @@ from xsake.kernels.block_sparse.types import Gradients
 from xsake.kernels.online_softmax import zero_nonfinite
 from xsake.kernels.selected import chunking
 from xsake.kernels.selected.chunking import (
-    Chunk,
     ChunkResiduals,
-    ChunkSizes,
+    ChunkTiles,
     PartialSoftmax,
     SelectedTuning,
-    chunk_sizes,
-    gather_rows,
-    position_rows,
+    TileGradients,
 )
-from xsake.kernels.selected.routing import QueryTiles
 from xsake.kernels.selected.types import SelectedConfig, SelectedInputs
+
+type Ref = Any  # memory that a kernel reads by `ref[...]`
 
 TUNING = SelectedTuning(rows=512, tiles=1, queries=4096)
 LAUNCHES = {"selected_forward": 1, "selected_backward": 1}  # of a chunk
@@ -45,30 +44,25 @@ def unsupported_reason(inputs: SelectedInputs, config: SelectedConfig, platform:
     return None
 
 
-def forward(inputs: SelectedInputs, config: SelectedConfig, platform: str, interpret: Any = False):
+def forward(
+    inputs: SelectedInputs, config: SelectedConfig, platform: str, interpret: Any = False
+) -> tuple[Array, Array]:
     """`(o [B, Tq, Hq, Dv], lse [B, Tq, Hq])`."""
-    cut = chunk_sizes(inputs, config, TUNING)
-    visit = functools.partial(visit_forward, cut, config, inputs.q.dtype, interpret)
-    return chunking.forward(inputs, config, cut, visit)
+    return chunking.forward(inputs, config, TUNING, visit_forward, interpret)
 
 
 def backward(
     inputs: SelectedInputs,
     config: SelectedConfig,
     platform: str,
-    o: Array,
-    lse: Array,
-    do: Array,
-    dlse: Array,
+    *residuals: Array,
     interpret: Any = False,
 ) -> Gradients:
-    """Gradients for q, k and v, with probabilities recomputed once."""
-    cut = chunk_sizes(inputs, config, TUNING)
-    visit = functools.partial(visit_backward, cut, config, inputs.q.dtype, interpret)
-    return chunking.backward(inputs, config, cut, visit, (o, lse), (do, dlse))
+    """Gradients from (o, lse, do, dlse), with probabilities recomputed once."""
+    return chunking.backward(inputs, config, TUNING, visit_backward, residuals, interpret)
 
 
-def _dot(a, b, over: tuple[int, int], dtype):
+def _dot(a: Array, b: Array, over: tuple[int, int], dtype: Any) -> Array:
     """Sum of `a` times `b` over one axis of each, in float32, inputs in the caller's dtype."""
     precision = lax.Precision.HIGHEST if dtype == jnp.float32 else lax.Precision.DEFAULT
     return lax.dot_general(
@@ -80,7 +74,7 @@ def _dot(a, b, over: tuple[int, int], dtype):
     )
 
 
-def _scores(block, q, k, position, factor: float, dtype):
+def _scores(block: Array, q: Array, k: Array, position: Array, factor: float, dtype: Any) -> Array:
     """[keys, rows] in base 2, -inf for masked pairs."""
     s = _dot(k, q, (1, 1), dtype) * factor
     size, rows = s.shape
@@ -88,15 +82,15 @@ def _scores(block, q, k, position, factor: float, dtype):
     return jnp.where(key <= position, s, -jnp.inf)
 
 
-def _exp2(x):
+def _exp2(x: Array) -> Array:
     """2^x: TPUs have an instruction for e^x only."""
     return jnp.exp(x * LN_2)
 
 
 def _forward_kernel(
-    block_ref, total_ref, q_ref, position_ref, k_ref, v_ref, acc_ref, m_ref, l_ref,
-    *, factor: float, dtype,
-):  # fmt: skip
+    block_ref: Ref, total_ref: Ref, q_ref: Ref, position_ref: Ref, k_ref: Ref, v_ref: Ref,
+    acc_ref: Ref, m_ref: Ref, l_ref: Ref, *, factor: float, dtype: Any,
+) -> None:  # fmt: skip
     """One tile of queries and its block.
 
     Grid    (tile), in order; tiles of one block are neighbours.
@@ -123,9 +117,10 @@ def _forward_kernel(
 
 
 def _backward_kernel(
-    block_ref, total_ref, q_ref, position_ref, do_ref, lse_ref, delta_ref, k_ref, v_ref,
-    dq_ref, dk_ref, dv_ref, *, factor: float, dtype,
-):  # fmt: skip
+    block_ref: Ref, total_ref: Ref, q_ref: Ref, position_ref: Ref, do_ref: Ref, lse_ref: Ref,
+    delta_ref: Ref, k_ref: Ref, v_ref: Ref, dq_ref: Ref, dk_ref: Ref, dv_ref: Ref,
+    *, factor: float, dtype: Any,
+) -> None:  # fmt: skip
     """One tile of queries and its block.
 
     Grid    (tile), in order; tiles of one block are neighbours.
@@ -158,117 +153,82 @@ def _backward_kernel(
         dq_ref[...] = jnp.zeros_like(dq_ref)
 
 
-def _scalar_lists(tiles: QueryTiles, cut: ChunkSizes):
-    """The block of every tile, and the number of used tiles; unused ones stay at the last block."""
-    last = jnp.maximum(tiles.total - 1, 0)
-    used = jnp.minimum(jnp.arange(cut.slots, dtype=jnp.int32), last)
-    return tiles.block[used], tiles.total.reshape(1).astype(jnp.int32)
+def _launch(
+    kernel: Callable[..., None],
+    name: str,
+    call: ChunkTiles,
+    rows: Sequence[Array],
+    by_tile: Sequence[tuple[int, ...]],
+    by_block: Sequence[tuple[int, ...]] = (),
+) -> Sequence[Array]:
+    """Run a kernel over the tiles of a chunk.
 
-
-def _tile_spec(*shape: int) -> pl.BlockSpec:
-    """BlockSpec of arrays by tile."""
-    return pl.BlockSpec((None, *shape), lambda tile, *lists: (tile, 0, 0))
-
-
-def _block_spec(*shape: int) -> pl.BlockSpec:
-    """BlockSpec of arrays by block."""
-    return pl.BlockSpec((None, *shape), lambda tile, block_ref, *lists: (block_ref[tile], 0, 0))
-
-
-def _launch(kernel, name: str, cut: ChunkSizes, specs: tuple, shapes, interpret, lists, inputs):
-    arithmetic = pl.CostEstimate(
-        flops=2 * cut.slots * cut.rows * sum(x.shape[-1] for x in inputs) * inputs[-1].shape[1],
-        bytes_accessed=sum(x.size * x.dtype.itemsize for x in inputs),
-        transcendentals=cut.slots * cut.rows * inputs[-1].shape[1],
+    Args:
+        kernel: of the pass.
+        name: as profiles show it.
+        call: the chunk.
+        rows: arrays by tile, [slots, ...] each; keys and values follow them.
+        by_tile, by_block: shapes of one tile's results, and of one block's.
+    """
+    chunk, slots = call.chunk, call.sizes.slots
+    kv = chunk.k.astype(call.dtype), chunk.v.astype(call.dtype)
+    inputs, (number, size, _) = (*rows, *kv), chunk.k.shape
+    tile_spec = lambda shape: pl.BlockSpec((None, *shape), lambda tile, *lists: (tile, 0, 0))
+    block_spec = lambda shape: pl.BlockSpec(
+        (None, *shape), lambda tile, block_ref, *lists: (block_ref[tile], 0, 0)
     )
-    in_specs, out_specs = specs
+    shapes = [(slots, *shape) for shape in by_tile] + [(number, *shape) for shape in by_block]
+    factor = softmax.query_factor(call.config.scale, None)
+    in_specs = [tile_spec(x.shape[1:]) for x in rows] + [block_spec(x.shape[1:]) for x in kv]
     return pl.pallas_call(
-        kernel,
+        functools.partial(kernel, factor=factor, dtype=call.dtype),
         out_shape=[result_shape(shape, jnp.float32, inputs[0]) for shape in shapes],
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(lists),
-            grid=(cut.slots,),
-            in_specs=list(in_specs),
-            out_specs=list(out_specs),
+            num_scalar_prefetch=2,
+            grid=(slots,),
+            in_specs=in_specs,
+            out_specs=[*map(tile_spec, by_tile), *map(block_spec, by_block)],
         ),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
-        cost_estimate=arithmetic,
-        interpret=interpret,
+        cost_estimate=pl.CostEstimate(
+            flops=2 * slots * call.sizes.rows * sum(x.shape[-1] for x in inputs) * size,
+            bytes_accessed=sum(x.size * x.dtype.itemsize for x in inputs),
+            transcendentals=slots * call.sizes.rows * size,
+        ),
+        interpret=call.interpret,
         name=f"selected_{name}",
-    )(*lists, *inputs)
+    )(call.slot_blocks(), call.tiles.total.reshape(1).astype(jnp.int32), *inputs)
 
 
-def visit_forward(
-    cut: ChunkSizes,
-    config: SelectedConfig,
-    dtype,
-    interpret,
-    chunk: Chunk,
-    tiles: QueryTiles,
-    partial: PartialSoftmax,
-) -> PartialSoftmax:
+def visit_forward(call: ChunkTiles, partial: PartialSoftmax) -> PartialSoftmax:
     """Partial softmaxes of all tiles of a chunk, in one launch."""
     del partial  # every tile is written
-    _, size, dim = chunk.k.shape
-    out_dim, rows = chunk.v.shape[-1], cut.rows
-    factor = softmax.query_factor(config.scale, None)
-    inputs = (
-        gather_rows(chunk.q, tiles, cut),
-        position_rows(chunk, tiles, cut),
-        chunk.k.astype(dtype),
-        chunk.v.astype(dtype),
-    )
-    in_specs = (
-        _tile_spec(rows, dim),
-        _tile_spec(1, rows),
-        _block_spec(size, dim),
-        _block_spec(size, out_dim),
-    )
-    out_specs = _tile_spec(rows, out_dim), _tile_spec(1, rows), _tile_spec(1, rows)
-    shapes = (cut.slots, rows, out_dim), (cut.slots, 1, rows), (cut.slots, 1, rows)
-    kernel = functools.partial(_forward_kernel, factor=factor, dtype=dtype)
-    specs = in_specs, out_specs
-    acc, m, l = _launch(
-        kernel, "forward", cut, specs, shapes, interpret, _scalar_lists(tiles, cut), inputs
-    )
+    rows = call.gather_rows(call.chunk.q), call.position_rows()
+    line = 1, call.sizes.rows
+    results = (call.sizes.rows, call.chunk.v.shape[-1]), line, line
+    acc, m, l = _launch(_forward_kernel, "forward", call, rows, results)
     return PartialSoftmax(acc, m[:, 0], l[:, 0])
 
 
 def visit_backward(
-    cut: ChunkSizes,
-    config: SelectedConfig,
-    dtype,
-    interpret,
-    chunk: Chunk,
-    residuals: ChunkResiduals,
-    tiles: QueryTiles,
-    sums,
-):
-    """Gradients of all tiles of a chunk in one launch; dk and dv are summed."""
-    number, size, dim = chunk.k.shape
-    out_dim, rows = chunk.v.shape[-1], cut.rows
-    factor = softmax.query_factor(config.scale, None)
-    in_line = lambda x: gather_rows(x, tiles, cut).reshape(cut.slots, 1, rows)
-    inputs = (
-        gather_rows(chunk.q, tiles, cut),
-        position_rows(chunk, tiles, cut),
-        gather_rows(residuals.do, tiles, cut),
+    call: ChunkTiles, residuals: ChunkResiduals, sums: TileGradients
+) -> TileGradients:
+    """Gradients of all tiles of a chunk, in one launch."""
+    slots, rows, chunk, tiles = call.sizes.slots, call.sizes.rows, call.chunk, call.tiles
+    in_line = lambda x: call.gather_rows(x).reshape(slots, 1, rows)
+    given = (
+        call.gather_rows(chunk.q),
+        call.position_rows(),
+        call.gather_rows(residuals.do),
         in_line(residuals.lse),
         in_line(residuals.delta),
-        chunk.k.astype(dtype),
-        chunk.v.astype(dtype),
     )
-    line, keys, values = _tile_spec(1, rows), _block_spec(size, dim), _block_spec(size, out_dim)
-    in_specs = _tile_spec(rows, dim), line, _tile_spec(rows, out_dim), line, line, keys, values
-    out_specs = _tile_spec(rows, dim), keys, values
-    shapes = (cut.slots, rows, dim), (number, size, dim), (number, size, out_dim)
-    kernel = functools.partial(_backward_kernel, factor=factor, dtype=dtype)
-    lists = _scalar_lists(tiles, cut)
-    specs = in_specs, out_specs
-    dq, dk, dv = _launch(kernel, "backward", cut, specs, shapes, interpret, lists, inputs)
+    number, blocks = chunk.k.shape[0], (chunk.k.shape[1:], chunk.v.shape[1:])
+    results = [(rows, chunk.k.shape[-1])]
+    dq, dk, dv = _launch(_backward_kernel, "backward", call, given, results, blocks)
     # A block that no query selected was never written.
-    used = jnp.arange(cut.capacity) < tiles.total
+    used = jnp.arange(call.sizes.capacity) < tiles.total
     is_written = jnp.zeros(number + 1, bool).at[jnp.where(used, tiles.block, number)].set(True)
     is_written = is_written[:number, None, None]
-    _, dk_sum, dv_sum = sums
-    return dq, dk_sum + jnp.where(is_written, dk, 0), dv_sum + jnp.where(is_written, dv, 0)
+    dk, dv = (jnp.where(is_written, x, 0) for x in (dk, dv))
+    return TileGradients(dq, sums.dk + dk, sums.dv + dv)

@@ -14,30 +14,20 @@ def unsupported_reason(inputs: SelectedInputs, config: SelectedConfig, platform:
     return None
 
 
-def forward(inputs: SelectedInputs, config: SelectedConfig, platform: str):
+def forward(inputs: SelectedInputs, config: SelectedConfig, platform: str) -> tuple[Array, Array]:
     """`(o [B, Tq, Hq, Dv], lse [B, Tq, Hq])`."""
-    seen = visible(inputs, config)
-    return reference_attention.forward(*inputs[:3], seen, config.scale)[:2]
+    return reference_attention.forward(*inputs[:3], visible(inputs, config), config.scale)[:2]
 
 
 def backward(
-    inputs: SelectedInputs,
-    config: SelectedConfig,
-    platform: str,
-    o: Array,
-    lse: Array,
-    do: Array,
-    dlse: Array,
+    inputs: SelectedInputs, config: SelectedConfig, platform: str, *residuals: Array
 ) -> Gradients:
-    """Gradients by the formulas, over all pairs."""
-    seen = visible(inputs, config)
-    arrays = tuple(inputs[:3])
-    return Gradients(
-        *reference_attention.backward(arrays, seen, config.scale, (o, lse), (do, dlse))
-    )
+    """Gradients from (o, lse, do, dlse) by the formulas, over all pairs."""
+    mask = visible(inputs, config)
+    return reference_attention.backward(*inputs[:3], mask, residuals, config.scale)
 
 
-def visible(inputs: SelectedInputs, config: SelectedConfig):
+def visible(inputs: SelectedInputs, config: SelectedConfig) -> Array:
     """bool [B, Hk, Tq, Tk]: the key's block is among the query's, and the key is not later."""
     tokens = inputs.k.shape[1]
     number = -(-tokens // config.block)

@@ -12,15 +12,10 @@ from xsake.kernels.validation import sum_dtype
 
 @dataclasses.dataclass(frozen=True)
 class SelectedConfig:
-    """Numbers of a call: hashable, part of the key of a compiled program.
+    """Numbers of a call: hashable, part of the key of a compiled program."""
 
-    Args:
-        block: keys per block; block j holds the keys from `j * block` on.
-        scale: factor on q.k.
-    """
-
-    block: int
-    scale: float
+    block: int  # keys per block; block j holds the keys from `j * block` on
+    scale: float  # factor on q.k
 
 
 class SelectedInputs(NamedTuple):

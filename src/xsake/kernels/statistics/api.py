@@ -1,6 +1,7 @@
 """Attention statistics as an operation: one dense pass, several backends."""
 
 import functools
+from typing import Any
 
 import jax
 import numpy as np
@@ -94,7 +95,7 @@ def _check_rule(placing: Placing | None, config: StatisticsConfig) -> None:
 # Jitted here so that calls outside of `jit` compile once.
 @functools.partial(jax.jit, static_argnums=0)
 def _run(call: StaticCall, inputs: StatisticsInputs) -> Statistics:
-    def compute(platform: str, *arrays) -> Statistics:
+    def compute(platform: str, *arrays: Any) -> Statistics:
         inputs = StatisticsInputs(*arrays)
         backend = OP.choose(inputs, call.config, platform, call.implementation).load()
         return backend.statistics(inputs, call.config, platform)

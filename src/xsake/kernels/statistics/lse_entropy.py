@@ -6,7 +6,7 @@ entropy has the same sign, and a block far below the maximum of its row keeps al
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -32,7 +32,7 @@ class Reductions(NamedTuple):
     total: Callable
 
 
-def init_moments(shape: tuple[int, ...], dtype) -> Moments:
+def init_moments(shape: tuple[int, ...], dtype: Any) -> Moments:
     """Moments of no scores."""
     zeros = jnp.zeros(shape, dtype)
     return Moments(jnp.full(shape, -jnp.inf, dtype), zeros, zeros)
@@ -75,7 +75,7 @@ def _below(s: Array, m: Array) -> Array:
     return jnp.maximum(s - jnp.where(m == -jnp.inf, 0, m), lowest)
 
 
-def _tree(combine: Callable, reduce: Callable, x, axis: int):
+def _tree(combine: Callable, reduce: Callable, x: Array, axis: int):
     """Reduce an axis by combining slices, in passes that nothing is fused across.
 
     XLA:CPU computes one number at a time of what it fuses into a reduction; sums of slices of an

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from xsake.kernels import reference_attention
 from xsake.kernels.statistics.types import Statistics, StatisticsConfig, StatisticsInputs
 
 
@@ -15,8 +16,9 @@ def unsupported_reason(
 
 def statistics(inputs: StatisticsInputs, config: StatisticsConfig, platform: str) -> Statistics:
     """Compute every statistic from the whole matrix of scores."""
-    mask = _mask_pairs(inputs, config)
-    s = jnp.where(mask, _scores(inputs, config), -jnp.inf)
+    pairs = reference_attention
+    mask = pairs.mask_pairs(config.mask, inputs) & pairs.segment_pairs(inputs)
+    s, _ = pairs.scores(inputs.q, inputs.k, mask, config.scale, config.softcap)
     m = s.max(-1, keepdims=True)
     below = jnp.where(s == -jnp.inf, -jnp.inf, s - m)
     p = jnp.exp(below)
@@ -28,30 +30,3 @@ def statistics(inputs: StatisticsInputs, config: StatisticsConfig, platform: str
     blocks = blocks.reshape(*s.shape[:3], -1, config.block_kv)
     block_lse = jax.nn.logsumexp(blocks, axis=-1)
     return Statistics(*(jnp.swapaxes(x, 1, 2) for x in (lse, entropy, block_lse)))
-
-
-def _scores(inputs: StatisticsInputs, config: StatisticsConfig):
-    """Scores [B, Hq, Tq, Tk], masked pairs included."""
-    group = inputs.q.shape[2] // inputs.k.shape[2]
-    q, k = (x.astype(inputs.dtype) for x in (inputs.q, inputs.k))
-    k = jnp.repeat(k, group, axis=2)
-    s = jnp.einsum("bqhd,bkhd->bhqk", q * config.scale, k, precision="highest")
-    if config.softcap is None:
-        return s
-    return config.softcap * jnp.tanh(s / config.softcap)
-
-
-def _mask_pairs(inputs: StatisticsInputs, config: StatisticsConfig):
-    """bool [B or 1, Hq or 1, Tq, Tk]: visible pairs."""
-    mask, heads = config.mask, inputs.q.shape[2]
-    q_pos, kv_pos = inputs.q_positions, inputs.kv_positions
-    q_pos = jnp.arange(inputs.q.shape[1])[None] if q_pos is None else q_pos
-    kv_pos = jnp.arange(inputs.k.shape[1])[None] if kv_pos is None else kv_pos
-    q_pos, kv_pos = q_pos[:, None, :, None], kv_pos[:, None, None, :]
-    head = None if mask.heads is None else jnp.arange(heads) * mask.heads // heads
-    mask = mask.allows(q_pos, kv_pos, None if head is None else head[None, :, None, None])
-    if inputs.q_segment_ids is not None and inputs.kv_segment_ids is not None:
-        q_ids = inputs.q_segment_ids[:, None, :, None]
-        kv_ids = inputs.kv_segment_ids[:, None, None, :]
-        mask = mask & (q_ids == kv_ids) & (q_ids >= 0)
-    return mask

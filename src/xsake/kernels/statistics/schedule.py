@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from xsake.kernels.row_loop import RowTable
 from xsake.kernels.statistics.tiles import StatisticsSizes
@@ -38,7 +39,7 @@ def list_spans(
     order = xp.argsort(xp.where(partial, 0, xp.where(full, 1, 2)), axis=-1, stable=True)
     lists = np.arange(np.prod(codes.shape[:-1]), dtype=np.int32).reshape(codes.shape[:-1])
 
-    def spread(x):
+    def spread(x: Any):
         x = xp.repeat(x, cut.heads // x.shape[1], axis=1)
         return xp.broadcast_to(x, (inputs.q.shape[0], *x.shape[1:])).reshape(-1)
 
@@ -66,7 +67,7 @@ def _codes(inputs: StatisticsInputs, config: StatisticsConfig, cut: StatisticsSi
     return namespace(codes).where(cut_off, SOME, codes)
 
 
-def _of_mask(mask: AbstractMask, q_ends, kv_ends):
+def _of_mask(mask: AbstractMask, q_ends: Any, kv_ends: Any):
     """What the mask says of each chunk and span."""
     ends = _rectangles(q_ends, kv_ends)
     if namespace(*ends) is np:
@@ -77,7 +78,7 @@ def _of_mask(mask: AbstractMask, q_ends, kv_ends):
     return mask.coverage(*ends, head=np.arange(mask.heads).reshape(1, -1, 1, 1))
 
 
-def _within_segments(codes, q_ends, kv_ends):
+def _within_segments(codes: Any, q_ends: Any, kv_ends: Any):
     """The codes for pairs that are also in one segment."""
     q_low, q_high, kv_low, kv_high = _rectangles(q_ends, kv_ends)
     # Negative ids are padding: it sees nothing and is not seen.
@@ -87,12 +88,12 @@ def _within_segments(codes, q_ends, kv_ends):
     return jnp.where(meet, narrowed, NONE)
 
 
-def _rectangles(q_ends, kv_ends):
+def _rectangles(q_ends: Any, kv_ends: Any):
     """`(q_first, q_last, kv_first, kv_last)`, broadcast against [B, heads, chunks, spans]."""
     return *(x[:, None, :, None] for x in q_ends), *(x[:, None, None, :] for x in kv_ends)
 
 
-def _ends(values, tokens: int, size: int) -> Any:
+def _ends(values: Array | None, tokens: int, size: int) -> Any:
     """Least and greatest value of each piece, [B or 1, pieces]; of token indices if None."""
     if values is None:
         first = np.arange(count_blocks(tokens, size), dtype=np.int32)[None] * size

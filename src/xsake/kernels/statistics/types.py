@@ -12,19 +12,12 @@ from xsake.masks import AbstractMask
 
 @dataclasses.dataclass(frozen=True)
 class StatisticsConfig:
-    """What is known while tracing: hashable, so that `jit` can key on it.
+    """Numbers of a call: hashable, part of the key of a compiled program."""
 
-    Args:
-        mask: who may see whom, by position.
-        block_kv: keys per block; at most as many as there are.
-        scale: factor on q.k.
-        softcap: logits become `softcap * tanh(logits / softcap)`; None leaves them.
-    """
-
-    mask: AbstractMask
-    block_kv: int
-    scale: float
-    softcap: float | None = None
+    mask: AbstractMask  # who may see whom, by position
+    block_kv: int  # keys per block; at most as many as there are
+    scale: float  # factor on q.k
+    softcap: float | None = None  # scores become `softcap * tanh(scores / softcap)`; None: no cap
 
 
 class StatisticsInputs(NamedTuple):

@@ -1,6 +1,9 @@
 """Checks and completes the arguments of a call for statistics, before anything is traced."""
 
+from typing import Any
+
 import jax.numpy as jnp
+from jax import Array
 
 from xsake.errors import ArgumentError, ShapeError
 from xsake.kernels.statistics.types import StatisticsConfig, StatisticsInputs
@@ -9,7 +12,9 @@ from xsake.masks import AbstractMask
 from xsake.masks.base import require_mask
 
 
-def operands_of(q, k, q_positions, kv_positions, q_segment_ids, kv_segment_ids) -> StatisticsInputs:
+def operands_of(
+    q: Any, k: Any, q_positions: Any, kv_positions: Any, q_segment_ids: Any, kv_segment_ids: Any
+) -> StatisticsInputs:
     """The checked arrays of a call, positions and segment ids as [B or 1, T]."""
     q, k = jnp.asarray(q), jnp.asarray(k)
     _check_arrays(q, k)
@@ -70,7 +75,7 @@ def problem_of(
     return StatisticsConfig(mask, min(block_kv, inputs.k.shape[1]), scale, softcap)
 
 
-def _check_arrays(q, k) -> None:
+def _check_arrays(q: Array, k: Array) -> None:
     check_sizes(q=q, k=k)
     shapes = f"q {q.dtype} {q.shape}, k {k.dtype} {k.shape}"
     fits = q.ndim == k.ndim == 4 and min(*q.shape, *k.shape) > 0

@@ -5,11 +5,11 @@ query heads of a kv head lie along the last one.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from xsake.kernels.batching import axes_of
 from xsake.kernels.block_sparse.types import TileSizes
@@ -68,11 +68,11 @@ def _statistics(
     lists = list_spans(inputs, config, call.cut)
     blocks = call.cut.span // config.block_kv
 
-    def prologue(rows):
+    def prologue(rows: Array):
         shape = rows.shape[0], call.spans, blocks, call.queries
         return (rows, take(call.q, rows)), lse_entropy.init_moments(shape, inputs.dtype)
 
-    def body(tile, state, shared, step: Step):
+    def body(tile: tuple[Array, Array], state: Moments, shared: Any, step: Step):
         rows, q = tile
         span = step.items[:, 0]
         s = call.scores(rows, q, span)
@@ -86,7 +86,7 @@ def _statistics(
         index = jnp.where(step.exists[:, 0], row, row.size), span
         return Moments(*map(functools.partial(_store, index), state, new)), shared
 
-    def epilogue(rows, state, shared):
+    def epilogue(rows: Array, state: Moments, shared: Any):
         state = Moments(*(x.reshape(x.shape[0], -1, call.queries) for x in state))
         whole = lse_entropy.merge_moments(state, 1)
         results = lse_entropy.lse(whole), lse_entropy.entropy(whole), lse_entropy.lse(state)
@@ -100,7 +100,7 @@ def _statistics(
     return call.in_order(*loop_rows(lists.rows, row_body, sizes, (each, each, every), axes=axes))
 
 
-def _store(index, buffer, x):
+def _store(index: Any, buffer: Array, x: Array):
     """Store results; indices past the end are dropped."""
     return buffer.at[index].set(x, mode="drop")
 
@@ -115,7 +115,7 @@ def _span_lookup(lists: SpanLists):
     """Make `RowBody.lookup`: spans of rows, [rows, 1]; any where there is none."""
     start, span = (jnp.asarray(x) for x in (lists.rows.start, lists.span))
 
-    def lookup(rows, index, exists):
+    def lookup(rows: Array, index: Array, exists: Array):
         return take(span, jnp.minimum(take(start, rows)[:, None] + index, span.shape[0] - 1))
 
     return lookup

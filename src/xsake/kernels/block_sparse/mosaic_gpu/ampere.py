@@ -10,8 +10,7 @@ from typing import Any
 from xsake.kernels.block_sparse import cost
 from xsake.kernels.block_sparse.mosaic_gpu import kernels, schedule
 from xsake.kernels.block_sparse.mosaic_gpu import ops as gpu
-from xsake.kernels.block_sparse.mosaic_gpu.launch import STAGES, GpuLaunch
-from xsake.kernels.block_sparse.mosaic_gpu.padding import pad_features
+from xsake.kernels.block_sparse.mosaic_gpu.launch import STAGES, GpuLaunch, pad_features
 from xsake.kernels.block_sparse.types import BlockSparseConfig, BlockSparseInputs
 from xsake.kernels.lowering import capability_of
 
@@ -81,17 +80,12 @@ def count_passes(
     return cost.blockwise(inputs, *schedule.count_schedules(inputs, inner_sizes), widens=False)
 
 
-def _gpu_ops(interpret: Any) -> gpu.GpuOps:
-    if interpret:
-        return gpu.GpuOps(True, interpret)
-    capability = gpu.capability()
-    return gpu.GpuOps(capability is None or capability[0] >= 9)
-
-
 def launch_of(name: str, inputs: BlockSparseInputs, interpret: Any) -> GpuLaunch:
     """The launch of a pass: "forward", "dq" or "dkv"."""
     make = schedule.schedule_keys if name == "dkv" else schedule.schedule_queries
-    return GpuLaunch(inputs, make(inputs, inner_tile(name, inputs)), _gpu_ops(interpret))
+    capability = None if interpret else gpu.capability()
+    ops = gpu.GpuOps(capability is None or capability[0] >= 9, interpret or None)
+    return GpuLaunch(inputs, make(inputs, inner_tile(name, inputs)), ops)
 
 
 _PASSES = kernels.Passes(launch_of)

@@ -15,15 +15,18 @@ from xsake.kernels import online_softmax
 from xsake.kernels.batching import fold_batch
 from xsake.kernels.block_sparse.mosaic_gpu import ops as gpu
 from xsake.kernels.block_sparse.mosaic_gpu import schedule
-from xsake.kernels.block_sparse.mosaic_gpu.launch import GpuKernelBody, GpuLaunch
-from xsake.kernels.block_sparse.mosaic_gpu.padding import pad_features
+from xsake.kernels.block_sparse.mosaic_gpu.launch import GpuKernelBody, GpuLaunch, pad_features
+from xsake.kernels.block_sparse.mosaic_gpu.masking import TilePairs
 from xsake.kernels.block_sparse.types import BlockSparseConfig, BlockSparseInputs, Gradients
+from xsake.kernels.blocking import KeyArrays, QueryArrays
 from xsake.kernels.mask_program import unsupported_mask
 from xsake.kernels.online_softmax import backward_rows, isolate_nonfinite, zero_nonfinite
 
 # GPUs have an instruction for 2^x.
 BASE = online_softmax.Base(online_softmax.LOG2E, jnp.exp2)
 MAX_FEATURES = 256
+
+type State = tuple[Array, ...]  # what a loop carries, in registers
 
 
 def common_reason(inputs: BlockSparseInputs, config: BlockSparseConfig) -> str | None:
@@ -44,18 +47,19 @@ def common_reason(inputs: BlockSparseInputs, config: BlockSparseConfig) -> str |
 
 @dataclasses.dataclass(frozen=True)
 class Passes:
-    """Forward and backward of a GPU backend.
+    """Forward and backward of a GPU backend."""
 
-    Args:
-        launch_of: from a pass ("forward", "dq" or "dkv"), inputs and interpreter parameters (None:
-            not interpreted) to the launch.
-    """
-
+    # From a pass ("forward", "dq" or "dkv"), inputs and interpreter parameters (None: not
+    # interpreted) to the launch
     launch_of: Callable[[str, BlockSparseInputs, Any], GpuLaunch]
 
     def forward(
-        self, inputs: BlockSparseInputs, config: BlockSparseConfig, platform: str, interpret=None
-    ):
+        self,
+        inputs: BlockSparseInputs,
+        config: BlockSparseConfig,
+        platform: str,
+        interpret: Any = None,
+    ) -> tuple[Array, Array]:
         """`(o [B, Tq, Hq, Dv], lse [B, Tq, Hq])`."""
         run = lambda inputs: forward_pass(self.launch_of("forward", inputs, interpret), config)
         return fold_batch(run, inputs)
@@ -65,36 +69,45 @@ class Passes:
         inputs: BlockSparseInputs,
         config: BlockSparseConfig,
         platform: str,
-        o: Array,
-        lse: Array,
-        do: Array,
-        dlse: Array,
+        *residuals: Array,
         interpret: Any = None,
     ) -> Gradients:
-        """Gradients for q, k and v; the probabilities of the listed blocks are recomputed twice."""
+        """Gradients from (o, lse, do, dlse), with probabilities recomputed twice."""
 
-        def grads(inputs, *residuals):
+        def grads(inputs: BlockSparseInputs, *residuals: Array) -> tuple[Array, ...]:
             dq = self.dq_pass(inputs, config, *residuals, interpret=interpret)
             return dq, *self.dkv_pass(inputs, config, *residuals, interpret=interpret)
 
-        return Gradients(*fold_batch(grads, inputs, o, lse, do, dlse))
+        return Gradients(*fold_batch(grads, inputs, *residuals))
 
     def dq_pass(
-        self, inputs: BlockSparseInputs, config: BlockSparseConfig, o, lse, do, dlse, interpret=None
+        self,
+        inputs: BlockSparseInputs,
+        config: BlockSparseConfig,
+        *residuals: Array,
+        interpret: Any = None,
     ) -> Array:
-        """dq [B, Tq, Hq, D]."""
+        """dq [B, Tq, Hq, D] from (o, lse, do, dlse)."""
+        o, lse, do, dlse = residuals
         rows = backward_rows(jnp.float32, o, lse, do, dlse, BASE)
         return dq_given_delta(self.launch_of("dq", inputs, interpret), config, *rows)
 
     def dkv_pass(
-        self, inputs: BlockSparseInputs, config: BlockSparseConfig, o, lse, do, dlse, interpret=None
+        self,
+        inputs: BlockSparseInputs,
+        config: BlockSparseConfig,
+        *residuals: Array,
+        interpret: Any = None,
     ) -> tuple[Array, Array]:
-        """dk [B, Tk, Hk, D] and dv [B, Tk, Hk, Dv]."""
+        """dk [B, Tk, Hk, D] and dv [B, Tk, Hk, Dv] from (o, lse, do, dlse)."""
+        o, lse, do, dlse = residuals
         rows = backward_rows(jnp.float32, o, lse, do, dlse, BASE)
         return dkv_given_delta(self.launch_of("dkv", inputs, interpret), config, *rows)
 
 
-def forward_pass(launch: GpuLaunch, config: BlockSparseConfig, dtype=None):
+def forward_pass(
+    launch: GpuLaunch, config: BlockSparseConfig, dtype: Any = None
+) -> tuple[Array, Array]:
     """`(o [B, Tq, Hq, Dv], lse [B, Tq, Hq])`; o in `dtype`, or in that of the queries."""
     inputs = launch.inputs
     k, v = isolate_nonfinite(inputs.k, inputs.v)
@@ -114,7 +127,7 @@ def dq_given_delta(
     lse: Array,
     delta: Array,
     *,
-    dtype=None,
+    dtype: Any = None,
     grad_scale: float | None = None,
 ) -> Array:
     """dq [B, Tq, Hq, D] from the rows of `backward_rows`.
@@ -148,7 +161,7 @@ def dkv_given_delta(
     lse: Array,
     delta: Array,
     *,
-    dtype=None,
+    dtype: Any = None,
     grad_scale: float | None = None,
 ) -> tuple[Array, Array]:
     """dk [B, Tk, Hk, D] and dv [B, Tk, Hk, Dv]; arguments as in `dq_given_delta`."""
@@ -168,12 +181,14 @@ def forward_body(config: BlockSparseConfig, launch: GpuLaunch) -> GpuKernelBody:
     """Online softmax; s [queries, keys]."""
     ops, rows = launch.ops, launch.schedule.outer.tile
 
-    def prologue(q):
+    def prologue(q: QueryArrays) -> State:
         features = pad_features(launch.inputs.v.shape[-1])
         acc = gpu.full((rows, features), 0.0)
         return acc, gpu.full((rows,), -jnp.inf), gpu.full((rows,), 0.0)
 
-    def body(pairs, q, kv, state, is_masked):
+    def body(
+        pairs: TilePairs, q: QueryArrays, kv: KeyArrays, state: State, is_masked: bool
+    ) -> State:
         acc, m, l = state
         s = _scores(ops, q.q, kv.k, config)
         mask = pairs.element_mask() if is_masked else None
@@ -187,7 +202,7 @@ def forward_body(config: BlockSparseConfig, launch: GpuLaunch) -> GpuKernelBody:
         ops.release()
         return acc, m, l
 
-    def epilogue(state):
+    def epilogue(state: State) -> tuple[Array, ...]:
         acc, m, l = state
         inverse = 1 / jnp.where(l != 0, l, 1.0)
         o = acc * gpu.along(inverse, acc.shape, 0)
@@ -200,11 +215,13 @@ def dq_body(config: BlockSparseConfig, launch: GpuLaunch, grad_scale: float) -> 
     """s [queries, keys]; ds is the left operand of the product of dq."""
     ops, rows = launch.ops, launch.schedule.outer.tile
 
-    def prologue(q):
+    def prologue(q: QueryArrays) -> State:
         dq = gpu.full((rows, pad_features(launch.inputs.q.shape[-1])), 0.0)
         return dq, gpu.vector(q.lse, 0), gpu.vector(q.delta, 0)
 
-    def body(pairs, q, kv, state, is_masked):
+    def body(
+        pairs: TilePairs, q: QueryArrays, kv: KeyArrays, state: State, is_masked: bool
+    ) -> State:
         dq, lse, delta = state
         shape = pairs.shape
         s = _scores(ops, q.q, kv.k, config)
@@ -221,7 +238,7 @@ def dq_body(config: BlockSparseConfig, launch: GpuLaunch, grad_scale: float) -> 
         ops.release()
         return dq, lse, delta
 
-    def epilogue(state):
+    def epilogue(state: State) -> tuple[Array, ...]:
         return (state[0] * grad_scale,)
 
     return GpuKernelBody("dq", prologue, body, epilogue)
@@ -231,11 +248,13 @@ def dkv_body(config: BlockSparseConfig, launch: GpuLaunch, grad_scale: float) ->
     """Rows are kv blocks; s [keys, queries]."""
     ops, rows = launch.ops, launch.schedule.outer.tile
 
-    def prologue(kv):
+    def prologue(kv: KeyArrays) -> State:
         arrays = launch.inputs.k, launch.inputs.v
         return tuple(gpu.full((rows, pad_features(x.shape[-1])), 0.0) for x in arrays)
 
-    def body(pairs, kv, q, state, is_masked):
+    def body(
+        pairs: TilePairs, kv: KeyArrays, q: QueryArrays, state: State, is_masked: bool
+    ) -> State:
         dk, dv = state
         shape = pairs.shape
         s = _scores(ops, kv.k, q.q, config)
@@ -252,13 +271,13 @@ def dkv_body(config: BlockSparseConfig, launch: GpuLaunch, grad_scale: float) ->
         ops.release()
         return dk, dv
 
-    def epilogue(state):
+    def epilogue(state: State) -> tuple[Array, ...]:
         return state[0] * grad_scale, state[1]
 
     return GpuKernelBody("dkv", prologue, body, epilogue)
 
 
-def _scores(ops: gpu.GpuOps, outer, inner, config: BlockSparseConfig):
+def _scores(ops: gpu.GpuOps, outer: gpu.Ref, inner: gpu.Ref, config: BlockSparseConfig) -> Array:
     """Scores in base 2."""
     qk = ops.dot_products(outer, inner)
     if config.softcap is None:
@@ -266,11 +285,11 @@ def _scores(ops: gpu.GpuOps, outer, inner, config: BlockSparseConfig):
     return _tanh(qk * (config.scale / config.softcap)) * (config.softcap * BASE.factor)
 
 
-def _tanh(x):
+def _tanh(x: Array) -> Array:
     """tanh; the hardware's own has a relative error of 2^-11."""
     return 1 - 2 / (jnp.exp2(x * (2 * online_softmax.LOG2E)) + 1)
 
 
-def _score_grad(p, dp, delta, s, config: BlockSparseConfig):
+def _score_grad(p: Array, dp: Array, delta: Array, s: Array, config: BlockSparseConfig) -> Array:
     slope = online_softmax.softcap_grad(s, config.softcap, base=BASE)
     return online_softmax.score_grad(p, dp, delta, slope)

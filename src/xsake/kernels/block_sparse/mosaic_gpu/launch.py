@@ -1,8 +1,9 @@
 """Launch of GPU kernels over a schedule: arrays, shared memory, copies, warp groups, loops.
 
 Arrays keep the order of the call: [B, T, H, D] is viewed as [B, T, H * D], and tiles are slices of
-it. Arrays are copied only where tokens or features have to be padded to whole tiles. `outer` is the
-side that owns a row, `inner` the side that its items name.
+it; statistics are [B, H, T], positions and segments [B or 1, T]. Arrays are copied only where
+tokens or features have to be padded to whole tiles. `outer` is the side that owns a row, `inner`
+the side that its items name.
 """
 
 import dataclasses
@@ -12,50 +13,26 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from xsake.kernels.batching import axes_of, vary
 from xsake.kernels.block_sparse.mosaic_gpu import ops as gpu
 from xsake.kernels.block_sparse.mosaic_gpu.masking import TileCoords, TilePairs, locate_tile
-from xsake.kernels.block_sparse.mosaic_gpu.padding import (
-    pack_integers,
-    pack_rows,
-    pack_tokens,
-    pad_features,
-    unpad,
-)
-from xsake.kernels.block_sparse.mosaic_gpu.schedule import GpuSchedule, RowLists, Tile, to_arrays
+from xsake.kernels.block_sparse.mosaic_gpu.ops import Ref, Scalar
+from xsake.kernels.block_sparse.mosaic_gpu.schedule import GpuSchedule, RowLists, Tile
 from xsake.kernels.block_sparse.mosaic_gpu.split_rows import sum_pieces
 from xsake.kernels.block_sparse.types import BlockSparseInputs
+from xsake.kernels.blocking import KeyArrays, QueryArrays, pad_axis
 from xsake.layout.numbering import quotient, remainder
 
+# Tensor cores contract this many features at once.
+FEATURES = 16
 # Double buffering: one tile is computed while the next one is copied.
 STAGES = 2
 # Arrays that are copied into shared memory, and those that are read from global memory.
 _TILES = ("q", "do", "k", "v")
 _STATISTICS = ("lse", "delta", "poison")
-
-
-class GpuQueries(NamedTuple):
-    """Arrays or refs of queries; None where a pass does not need them."""
-
-    q: Any  # [B, T, H * D]
-    do: Any  # [B, T, H * Dv]
-    lse: Any  # [B, H, T]
-    delta: Any  # [B, H, T]
-    positions: Any  # [B or 1, T]
-    segments: Any  # [B or 1, T]
-
-
-class GpuKeys(NamedTuple):
-    """Arrays or refs of keys."""
-
-    k: Any  # [B, T, H * D]
-    v: Any  # [B, T, H * Dv]
-    poison: Any  # [B, H, T]: NaN where a key is not finite, else 0
-    positions: Any  # [B or 1, T]
-    segments: Any  # [B or 1, T]
 
 
 class GpuKernelBody(NamedTuple):
@@ -68,64 +45,61 @@ class GpuKernelBody(NamedTuple):
     """
 
     name: str
-    prologue: Callable
-    body: Callable
-    epilogue: Callable
+    prologue: Callable[..., Any]
+    body: Callable[..., Any]
+    epilogue: Callable[..., Any]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class GpuLaunch:
-    """One pass of a call over a schedule.
+    """One pass of a call over a schedule."""
 
-    Args:
-        inputs: of the call.
-        schedule: of the pass.
-        ops: instructions of the GPU, or of the interpreter.
-        groups: warp specialization of a thread block.
-    """
+    inputs: BlockSparseInputs  # of the call
+    schedule: GpuSchedule  # of the pass
+    ops: gpu.GpuOps  # instructions of the GPU, or of the interpreter
+    groups: gpu.WarpGroups = gpu.WarpGroups()  # warp specialization of a thread block
 
-    inputs: BlockSparseInputs
-    schedule: GpuSchedule
-    ops: gpu.GpuOps
-    groups: gpu.WarpGroups = gpu.WarpGroups()
-
-    @property
-    def _q_tile(self) -> Tile:
-        return self.schedule.inner if self.schedule.grid.is_kv_major else self.schedule.outer
-
-    @property
-    def _kv_tile(self) -> Tile:
-        return self.schedule.outer if self.schedule.grid.is_kv_major else self.schedule.inner
-
-    def pack_queries(self, q, do=None, lse=None, delta=None) -> GpuQueries:
+    def pack_queries(
+        self,
+        q: Array,
+        do: Array | None = None,
+        lse: Array | None = None,
+        delta: Array | None = None,
+    ) -> QueryArrays:
         """Arrays of the queries, padded to whole tiles."""
-        inputs, tile = self.inputs, self._q_tile
-        return GpuQueries(
-            pack_tokens(q, tile),
-            None if do is None else pack_tokens(do, tile),
-            None if lse is None else pack_rows(lse, tile, jnp.inf),
-            None if delta is None else pack_rows(delta, tile, 0),
-            pack_integers(inputs.q_positions, tile, 0),
-            pack_integers(inputs.q_segment_ids, tile, -1),
+        inputs, (tile, _) = self.inputs, self.schedule.grid.q_and_kv(*self.schedule.tiles)
+        return QueryArrays(
+            _pack_tokens(q, tile),
+            None if do is None else _pack_tokens(do, tile),
+            None if lse is None else _pack_rows(lse, tile, jnp.inf),
+            None if delta is None else _pack_rows(delta, tile, 0),
+            _pack_integers(inputs.q_positions, tile, 0),
+            _pack_integers(inputs.q_segment_ids, tile, -1),
         )
 
-    def pack_keys(self, k, v, poison=None) -> GpuKeys:
+    def pack_keys(self, k: Array, v: Array, poison: Array | None = None) -> KeyArrays:
         """Arrays of the keys, padded to whole tiles."""
-        inputs, tile = self.inputs, self._kv_tile
-        return GpuKeys(
-            pack_tokens(k, tile),
-            pack_tokens(v, tile),
-            None if poison is None else pack_rows(poison, tile, 0),
-            pack_integers(inputs.kv_positions, tile, 0),
-            pack_integers(inputs.kv_segment_ids, tile, -1),
+        inputs, (_, tile) = self.inputs, self.schedule.grid.q_and_kv(*self.schedule.tiles)
+        return KeyArrays(
+            _pack_tokens(k, tile),
+            _pack_tokens(v, tile),
+            None if poison is None else _pack_rows(poison, tile, 0),
+            _pack_integers(inputs.kv_positions, tile, 0),
+            _pack_integers(inputs.kv_segment_ids, tile, -1),
         )
 
-    def run(self, body: GpuKernelBody, outer, inner, results):
+    def run(
+        self,
+        body: GpuKernelBody,
+        outer: QueryArrays | KeyArrays,
+        inner: QueryArrays | KeyArrays,
+        results: Sequence[tuple[int | None, Any]],
+    ) -> list[Array]:
         """Run the kernel.
 
         Args:
             body: of the pass.
-            outer, inner: a `GpuQueries` and a `GpuKeys`, or the other way round.
+            outer, inner: arrays of the two sides.
             results: (features or None for a statistic, dtype) of each result.
 
         Returns:
@@ -133,22 +107,22 @@ class GpuLaunch:
         """
         schedule, grid = self.schedule, self.schedule.grid
         shapes = [self._result(*result) for result in results]
-        operands = to_arrays(schedule.lists), outer, inner, _pad_mask_blocks(schedule)
-        flat, tree = jax.tree.flatten(operands)
-        scratch = self._scratch(outer, inner)
-
+        lists = jax.tree.map(jnp.asarray, schedule.lists)
+        operands, tree = jax.tree.flatten((lists, outer, inner, _pad_mask_blocks(schedule)))
+        scratch, scratch_tree = jax.tree.flatten(self._scratch(outer, inner))
         run_row = _run_specialized if self.groups.workers else _run_alone
 
-        def kernel(program, *refs):
-            given, rest = jax.tree.unflatten(tree, refs[: len(flat)]), refs[len(flat) :]
-            memory = SharedMemory(*_unflatten(scratch, rest[len(results) :]))
-            refs = ProgramRefs(program, *given)
-            run_row(RowProgram(self, body, refs, rest[: len(results)], memory))
+        def kernel(program: Scalar, *refs: Ref) -> None:
+            given, rest = refs[: len(operands)], refs[len(operands) :]
+            out, memory = rest[: len(results)], rest[len(results) :]
+            refs_of_program = ProgramRefs(program, *jax.tree.unflatten(tree, given))
+            memory = jax.tree.unflatten(scratch_tree, memory)
+            run_row(RowProgram(self, body, refs_of_program, out, memory))
 
         call = gpu.launch(
             kernel,
             shapes,
-            [leaf for group in scratch for leaf in group],
+            scratch,
             schedule.programs // max(self.groups.workers, 1),
             name=f"block_sparse_{body.name}",
             interpret=self.ops.interpret,
@@ -156,19 +130,16 @@ class GpuLaunch:
         )
         axes = axes_of(self.inputs.q)
         # Results of Mosaic GPU lack the mesh axes that they vary over.
-        outputs = vary(call(*vary(flat, axes)), axes)
+        outputs = vary(call(*vary(operands, axes)), axes)
         if schedule.max_pieces > 1:
             merge = lambda x: sum_pieces(x, schedule.first, schedule.max_pieces, grid)
             outputs = [merge(x) for x in outputs]
-        outer_tokens = self.schedule.layout.q_tokens
-        if grid.is_kv_major:
-            outer_tokens = self.schedule.layout.kv_tokens
         return [
-            unpad(x, schedule.outer, outer_tokens, features).astype(dtype)
+            _unpad(x, schedule.outer, schedule.tokens[0], features).astype(dtype)
             for x, (features, dtype) in zip(outputs, results, strict=True)
         ]
 
-    def _result(self, features: int | None, dtype) -> jax.ShapeDtypeStruct:
+    def _result(self, features: int | None, dtype: Any) -> jax.ShapeDtypeStruct:
         """Shape of a kernel output: a padded result, or a partial sum for every piece of a row."""
         schedule, grid = self.schedule, self.schedule.grid
         padded = schedule.outer.padded
@@ -182,22 +153,23 @@ class GpuLaunch:
             shape = grid.batch, tokens, grid.outer_heads * pad_features(features)
         return jax.ShapeDtypeStruct(shape, dtype)
 
-    def _scratch(self, outer, inner) -> tuple[list, ...]:
-        """Shared memory of outer and inner tiles, and the barriers of both."""
+    def _scratch(
+        self, outer: QueryArrays | KeyArrays, inner: QueryArrays | KeyArrays
+    ) -> "SharedMemory":
+        """Types of the shared memory."""
         grid, ops, groups = self.schedule.grid, self.ops, self.groups
-        outer_shape = (groups.workers or 1, self.schedule.outer.tile)
-        inner_shape = STAGES, self.schedule.inner.tile
-        of = lambda side, shape, heads: [
-            gpu.shared((*shape, x.shape[-1] // heads), x.dtype, ops) for x in _tiles(side)
-        ]
-        outer_tiles, inner_tiles = (
-            of(outer, outer_shape, grid.outer_heads),
-            of(inner, inner_shape, grid.inner_heads),
-        )
-        return (
+        workers, (outer_tile, inner_tile) = groups.workers or 1, self.schedule.tiles
+
+        def tiles(side: QueryArrays | KeyArrays, number: int, tile: Tile, heads: int) -> list[Any]:
+            shape = lambda x: (number, tile.tile, x.shape[-1] // heads)
+            return [gpu.shared(shape(x), x.dtype, ops) for x in _tiles(side)]
+
+        outer_tiles = tiles(outer, workers, outer_tile, grid.outer_heads)
+        inner_tiles = tiles(inner, STAGES, inner_tile, grid.inner_heads)
+        return SharedMemory(
             outer_tiles,
             inner_tiles,
-            ops.barriers(len(outer_tiles), outer_shape[0]),
+            ops.barriers(len(outer_tiles), workers),
             ops.barriers(len(inner_tiles), STAGES),
             groups.barriers(STAGES) if groups.workers else [],
         )
@@ -206,21 +178,21 @@ class GpuLaunch:
 class ProgramRefs(NamedTuple):
     """Refs in global memory that a thread block reads."""
 
-    number: Any
+    number: Scalar  # of the thread block
     lists: RowLists
-    outer: Any
+    outer: Any  # `QueryArrays` or `KeyArrays`
     inner: Any
-    mask_blocks: Any
+    mask_blocks: Ref
 
 
 class SharedMemory(NamedTuple):
-    """Shared memory of a thread block."""
+    """Shared memory of a thread block: types, or refs."""
 
-    outer: Any
-    inner: Any
-    outer_barriers: Any
-    inner_barriers: Any
-    read_barriers: Any
+    outer: list[Any]  # tiles
+    inner: list[Any]
+    outer_barriers: list[Any]
+    inner_barriers: list[Any]
+    read_barriers: list[Any]  # of slots that all compute groups have read
 
 
 class RowProgram:
@@ -231,7 +203,7 @@ class RowProgram:
         launch: GpuLaunch,
         body: GpuKernelBody,
         refs: ProgramRefs,
-        results: Sequence[Any],
+        results: Sequence[Ref],
         memory: SharedMemory,
     ):
         self.launch, self.body, self.refs = launch, body, refs
@@ -248,13 +220,13 @@ class RowProgram:
         self.steps = (self.lists.stops[self._piece] - self._first) * tiles
         self.masked_steps = (self.lists.first_unmasked[self._piece] - self._first) * tiles
 
-    def outer_coords(self, worker: Any) -> TileCoords:
+    def outer_coords(self, worker: Scalar) -> TileCoords:
         """Coordinates of the outer tile of a warp group."""
         part = self._group * max(self.launch.groups.workers, 1) + worker
         tile, grid = self.schedule.outer, self.grid
         return locate_tile(self._outer_number, part, tile, grid.outer_heads, grid.outer_blocks)
 
-    def _inner_coords(self, step: Any) -> tuple[Any, TileCoords]:
+    def _inner_coords(self, step: Scalar) -> tuple[Scalar, TileCoords]:
         """The item of a step, and the coordinates of its tile."""
         tile, grid = self.schedule.inner, self.grid
         item = self._first + quotient(step, tile.tiles)
@@ -262,21 +234,21 @@ class RowProgram:
         part = remainder(step, tile.tiles)
         return item, locate_tile(number, part, tile, grid.inner_heads, grid.inner_blocks)
 
-    def prefetch(self, step: Any) -> None:
+    def prefetch(self, step: Scalar) -> None:
         """Start the copies of the inner tiles of a step."""
         slot, (_, coords) = lax.rem(step, STAGES), self._inner_coords(step)
         for source, target in zip(_tiles(self.refs.inner), self.memory.inner, strict=True):
             index, barriers = coords.tokens(*target.shape[1:]), self.memory.inner_barriers
             self.launch.ops.copy(source.at[index], target.at[slot], barriers, slot)
 
-    def prefetch_outer(self, worker: Any) -> None:
+    def prefetch_outer(self, worker: Scalar) -> None:
         """Start the copies of the outer tiles of a warp group."""
         coords = self.outer_coords(worker)
         for source, target in zip(_tiles(self.refs.outer), self.memory.outer, strict=True):
             index, barriers = coords.tokens(*target.shape[1:]), self.memory.outer_barriers
             self.launch.ops.copy(source.at[index], target.at[worker], barriers, worker)
 
-    def compute(self, worker: Any, before: Callable, after: Callable) -> None:
+    def compute(self, worker: Scalar, before: Callable, after: Callable) -> None:
         """Compute the row for the outer tile of a warp group, which is in shared memory.
 
         `before(step)` is called when the tile of a step has arrived, `after(step)` when it is read.
@@ -284,16 +256,16 @@ class RowProgram:
         schedule, memory, coords = self.schedule, self.memory, self.outer_coords(worker)
         tiles = [x.at[worker] for x in memory.outer]
         outer = _with_tiles(self.refs.outer, tiles, coords, schedule.outer)
-        sides = self.grid.q_and_kv(self.refs.outer, self.refs.inner)
+        sides = self.refs.outer, self.refs.inner
 
-        def take(is_masked: bool):
-            def loop_body(step, state):
+        def take(is_masked: bool) -> Callable[..., Any]:
+            def loop_body(step: Scalar, state: Any) -> Any:
                 slot = lax.rem(step, STAGES)
                 self.launch.ops.wait(memory.inner_barriers, slot)
                 before(step)
                 item, inner_coords = self._inner_coords(step)
                 pairs = TilePairs(
-                    schedule, self.lists, coords, inner_coords, item, step < self.masked_steps,
+                    schedule, self.lists, (coords, inner_coords), item, step < self.masked_steps,
                     sides, self.refs.mask_blocks,
                 )  # fmt: skip
                 tiles = [x.at[slot] for x in memory.inner]
@@ -349,18 +321,18 @@ def _run_specialized(row: RowProgram) -> None:
     group = groups.index()
 
     @pl.when(group == groups.workers)
-    def _():
+    def _() -> None:
         groups.give_registers()
 
         @pl.loop(0, row.steps)
-        def _(step):
+        def _(step: Scalar) -> None:
             slot = lax.rem(step, STAGES)
             wait_until_read = lambda: ops.wait(memory.read_barriers, slot)
             pl.when(step >= STAGES)(wait_until_read)
             row.prefetch(step)
 
     @pl.when(group < groups.workers)
-    def _():
+    def _() -> None:
         groups.take_registers()
         row.prefetch_outer(group)
         ops.wait(memory.outer_barriers, group)
@@ -368,11 +340,12 @@ def _run_specialized(row: RowProgram) -> None:
         row.compute(group, lambda step: None, mark_read)
 
 
-def _tiles(side) -> list:
+def _tiles(side: QueryArrays | KeyArrays) -> list[Any]:
+    """Arrays that are copied into shared memory."""
     return [x for name, x in side._asdict().items() if name in _TILES and x is not None]
 
 
-def _with_tiles(side, tiles: list, coords: TileCoords, tile: Tile):
+def _with_tiles(side: Any, tiles: list[Ref], coords: TileCoords, tile: Tile) -> Any:
     """A side as kernel bodies see it: tiles in shared memory, statistics in global memory."""
     refs, remaining = {}, iter(tiles)
     for name, x in side._asdict().items():
@@ -383,15 +356,54 @@ def _with_tiles(side, tiles: list, coords: TileCoords, tile: Tile):
     return side._replace(**refs)
 
 
-def _unflatten(groups, refs) -> list:
-    """The refs of scratch, in groups."""
-    remaining = iter(refs)
-    return [[next(remaining) for _ in group] for group in groups]
-
-
-def _pad_mask_blocks(schedule: GpuSchedule):
+def _pad_mask_blocks(schedule: GpuSchedule) -> Array | None:
     """Element masks of blocks, padded to whole tiles; None if there are none."""
     if schedule.mask_blocks is None:
         return None
     rows, columns = (x.padded - x.block for x in (schedule.outer, schedule.inner))
     return jnp.asarray(np.pad(schedule.mask_blocks, ((0, 0), (0, rows), (0, columns))))
+
+
+def pad_features(features: int) -> int:
+    """Round up to a multiple of `FEATURES`."""
+    return -(-features // FEATURES) * FEATURES
+
+
+def _pack_tokens(x: Array, tile: Tile) -> Array:
+    """[B, T, H, D] -> [B, T, H * D], with blocks of whole tiles and features of whole steps."""
+    x = pad_axis(x, 3, pad_features(x.shape[-1]), 0)
+    return _pad_tiles(x.reshape(*x.shape[:2], -1), tile, 1, 0)
+
+
+def _pack_rows(x: Array, tile: Tile, fill: int | float) -> Array:
+    """[B, T, H] -> [B, H, T]."""
+    return _pad_tiles(jnp.swapaxes(x, 1, 2), tile, 2, fill)
+
+
+def _pack_integers(x: Array | None, tile: Tile, fill: int) -> Array | None:
+    """[B or 1, T]; None stays None."""
+    return None if x is None else _pad_tiles(x.astype(jnp.int32), tile, 1, fill)
+
+
+def _pad_tiles(x: Array, tile: Tile, axis: int, fill: int | float) -> Array:
+    """Pad an axis to whole blocks, and each of them to whole tiles."""
+    x = pad_axis(x, axis, -(-x.shape[axis] // tile.block) * tile.block, fill)
+    if not tile.is_padded:
+        return x
+    before, after = x.shape[:axis], x.shape[axis + 1 :]
+    x = pad_axis(x.reshape(*before, -1, tile.block, *after), axis + 1, tile.padded, fill)
+    return x.reshape(*before, -1, *after)
+
+
+def _unpad(x: Array, tile: Tile, tokens: int, features: int | None) -> Array:
+    """Remove the padding of a result: [B, T, H, ...]."""
+    axis = 2 if features is None else 1
+    if tile.is_padded:
+        before, after = x.shape[:axis], x.shape[axis + 1 :]
+        x = x.reshape(*before, -1, tile.padded, *after)
+        x = lax.slice_in_dim(x, 0, tile.block, axis=axis + 1)
+        x = x.reshape(*before, -1, *after)
+    x = lax.slice_in_dim(x, 0, tokens, axis=axis)
+    if features is None:
+        return jnp.swapaxes(x, 1, 2)
+    return x.reshape(*x.shape[:2], -1, pad_features(features))[..., :features]

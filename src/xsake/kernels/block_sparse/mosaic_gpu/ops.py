@@ -19,6 +19,8 @@ from jax.extend import backend
 
 from xsake._jax_compat import is_release
 
+type Ref = Any  # memory that a kernel reads
+type Scalar = Any  # int32 in a register, or an int
 # Releases of JAX whose lowering, interpreter and register layouts this module was checked with.
 CHECKED = ("0.12.0",)
 # Bytes per swizzle of shared memory. Products contract as many features at a time, so it decides
@@ -53,17 +55,13 @@ def capability() -> tuple[int, int] | None:
 
 @dataclasses.dataclass(frozen=True)
 class GpuOps:
-    """Instructions that differ between GPUs.
+    """Instructions that differ between GPUs."""
 
-    Args:
-        uses_tma: the tensor memory accelerator copies and signals barriers; else threads copy by
-            `cp.async` and wait.
-        interpret: parameters of the interpreter; None on a GPU.
-        uses_wgmma: products by `wgmma`, from shared memory; else by `mma`, from registers.
-    """
-
+    # The tensor memory accelerator copies and signals barriers; else threads copy by `cp.async` and
+    # wait
     uses_tma: bool
-    interpret: Any = None
+    interpret: Any = None  # parameters of the interpreter; None on a GPU
+    # Products by `wgmma`, from shared memory; else by `mma`, from registers
     uses_wgmma: bool = False
 
     def barriers(self, arrivals: int, number: int = 1) -> list[Any]:
@@ -96,19 +94,20 @@ class GpuOps:
         """[outer, D] x [inner, D] -> [outer, inner], both in shared memory."""
         shape = outer.shape[0], inner.shape[0]
         if self.uses_wgmma:
-            run = lambda acc: self._wgmma(acc, outer, inner.transpose((1, 0)))
+
+            def run(acc: Ref) -> Any:
+                _plgpu().wgmma(acc, outer, inner.transpose((1, 0)))
+                return acc[...]
+
             return pl.run_scoped(run, _plgpu().ACC(shape, jnp.float32))
-        acc, step = full(shape, 0.0), features_at_once(outer.dtype)
+        # Slices of a tile begin at multiples of the features of one swizzle.
+        acc, step = full(shape, 0.0), SWIZZLE // outer.dtype.itemsize
         for start in range(0, outer.shape[1], step):
             some = pl.ds(start, step)
             a = fragment(outer.at[:, some], left(outer.dtype))
             b = fragment(inner.at[:, some].transpose((1, 0)), right(inner.dtype))
             acc = self.mma(acc, a, b)
         return acc
-
-    def _wgmma(self, acc: Any, a: Any, b: Any) -> Any:
-        _plgpu().wgmma(acc, a, b)
-        return acc[...]
 
     def add_product(self, acc: Any, p: Any, inner: Any, zero_nonfinite: bool = False) -> Any:
         """`acc + p @ inner`, [outer, inner] x [inner, D].
@@ -121,18 +120,16 @@ class GpuOps:
         """
         if self.uses_wgmma:
             assert not zero_nonfinite, "wgmma reads shared memory itself"
-            return self._add_product_wgmma(acc, p.astype(inner.dtype), inner)
+            p = p.astype(inner.dtype)
+            if self.interpret is not None:
+                return acc + jnp.dot(p, inner[...], preferred_element_type=jnp.float32)
+            run = lambda acc: _plgpu().wgmma(acc, p, inner)
+            return pl.run_state(run)(_plgpu().ACC.init(acc))
         for start in range(0, p.shape[1], KEYS_AT_ONCE):
             a = self.to_operand(p[:, start : start + KEYS_AT_ONCE], inner.dtype)
             b = fragment(inner.at[pl.ds(start, KEYS_AT_ONCE)], right(inner.dtype))
             acc = self.mma(acc, a, _zero_nonfinite(b) if zero_nonfinite else b)
         return acc
-
-    def _add_product_wgmma(self, acc: Any, p: Any, inner: Any) -> Any:
-        if self.interpret is not None:
-            return acc + jnp.dot(p, inner[...], preferred_element_type=jnp.float32)
-        run = lambda acc: _plgpu().wgmma(acc, p, inner)
-        return pl.run_state(run)(_plgpu().ACC.init(acc))
 
     def mma(self, acc: Any, a: Any, b: Any) -> Any:
         """`acc + a @ b` by tensor cores, summed in float32."""
@@ -156,7 +153,7 @@ class GpuOps:
             arg_types=(accumulator(),),
             return_type=_plgpu().ShapeDtypeStruct(x.shape, dtype, layout=lhs),
         )
-        def cast(_, x):
+        def cast(_, x: Any):
             x, layout = x.astype(dtype_to_ir_type(dtype)), lhs.to_mgpu()
             registers = x.registers.reshape(layout.registers_shape(x.shape))
             return type(x)(_registers=registers, _layout=layout, _is_signed=None)
@@ -191,11 +188,6 @@ def shared(shape: Sequence[int], dtype: Any, ops: GpuOps) -> Any:
     return _plgpu().SMEM(tuple(shape), dtype, transforms=transforms)
 
 
-def features_at_once(dtype: Any) -> int:
-    """Features of one swizzle: slices of a tile begin at multiples of it."""
-    return SWIZZLE // jnp.dtype(dtype).itemsize
-
-
 def _zero_nonfinite(x: Any) -> Any:
     """Replace non-finite values by zero; isfinite is not supported on registers."""
     return jnp.where(jnp.abs(x.astype(jnp.float32)) < jnp.inf, x, jnp.zeros_like(x))
@@ -217,7 +209,7 @@ def full(shape: tuple[int, ...], value: Any, dtype: Any = jnp.float32) -> Any:
     return _plgpu().layout_cast(jnp.full(shape, value, dtype), layout)
 
 
-def along(x: Any, shape: tuple[int, int], axis: int) -> Any:
+def along(x: Any, shape: tuple[int, ...], axis: int) -> Any:
     """A vector as a tile that varies along `axis` only."""
     return lax.broadcast_in_dim(x, shape, (axis,))
 
@@ -234,18 +226,9 @@ def indices(shape: tuple[int, int], axis: int) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class WarpGroups:
-    """How the warp groups of a thread block share its work.
+    """How the warp groups of a thread block share its work."""
 
-    Args:
-        workers: warp groups that compute; one more copies for them. 0: one group does both.
-    """
-
-    workers: int = 0
-
-    @property
-    def threads(self) -> dict[str, Any]:
-        """Arguments of `plgpu.kernel`."""
-        return {"num_threads": self.workers + 1, "thread_name": "group"} if self.workers else {}
+    workers: int = 0  # warp groups that compute; one more copies for them. 0: one group does both
 
     def index(self) -> Any:
         """Index of the current warp group; the last one copies."""
@@ -279,18 +262,12 @@ def launch(
     name: str,
     interpret: Any,
     groups: WarpGroups,
-):
-    """A kernel of `programs` thread blocks that call `body`.
+) -> Any:
+    """A kernel of `programs` thread blocks that call `body(program, *refs)`.
 
-    Args:
-        body: `(program, *refs)`: refs of inputs, results and scratch, in this order.
-        results: their shapes and dtypes.
-        scratch: from `shared` and `GpuOps.barriers`.
-        programs: number of thread blocks.
-        name: of the kernel.
-        interpret: parameters of the interpreter; None on a GPU.
-        groups: warp specialization.
+    Refs are those of inputs, `results` and `scratch`, in this order.
     """
+    threads = {"num_threads": groups.workers + 1, "thread_name": "group"} if groups.workers else {}
     return _plgpu().kernel(
         lambda *refs: body(lax.axis_index("program"), *refs),
         out_type=list(results),
@@ -300,7 +277,7 @@ def launch(
         interpret=interpret,
         compiler_params=_plgpu().CompilerParams(approx_math=True),
         kernel_name=name,
-        **groups.threads,
+        **threads,
     )
 
 

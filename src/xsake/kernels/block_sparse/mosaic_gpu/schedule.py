@@ -5,14 +5,13 @@ import functools
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from xsake.kernels.block_sparse import cost
 from xsake.kernels.block_sparse.mosaic_gpu import split_rows
 from xsake.kernels.block_sparse.mosaic_gpu.split_rows import Pieces
 from xsake.kernels.block_sparse.types import BlockSparseInputs, TileSizes
-from xsake.kernels.mask_program import MaskProgram, trace_mask
+from xsake.kernels.mask_program import MaskProgram, flat_tables, trace_mask
 from xsake.layout.csr import at_least_one, namespace, partial_first
 from xsake.layout.numbering import (
     RaggedGrid,
@@ -20,6 +19,9 @@ from xsake.layout.numbering import (
     items_by_key,
     items_by_query,
 )
+from xsake.masks import AbstractMask
+
+type Layout = Any  # `BlockLayout`, or `TransposedLayout` of a pass over kv blocks
 
 # Tensor cores take 64 rows of the side that owns results: 16 for each of four warps.
 OUTER_TILE = 64
@@ -42,15 +44,10 @@ class RowLists(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """Tiles of the blocks of one side.
+    """Tiles of the blocks of one side."""
 
-    Args:
-        block: tokens of a block.
-        tile: tokens of a tile.
-    """
-
-    block: int
-    tile: int
+    block: int  # tokens of a block
+    tile: int  # tokens of a tile
 
     @property
     def tiles(self) -> int:
@@ -69,33 +66,34 @@ class Tile:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class GpuSchedule:
-    """Schedule of one pass.
+    """Schedule of one pass."""
 
-    Args:
-        layout: the layout, or its transpose.
-        grid: numbering of the blocks.
-        lists: in the order of execution.
-        first: int32 [R + 1], first piece of a row.
-        max_pieces: of one row; 1: all rows are whole.
-        mask_program: of the mask; the reason why it has none; or None without a mask.
-        outer, inner: tiles of the side that owns results, and of the other one.
-        mask_blocks: element masks of blocks, for masks without a program; else None.
-    """
-
-    layout: Any
-    grid: RaggedGrid
-    lists: RowLists
-    first: Any
-    max_pieces: int
+    layout: Layout
+    grid: RaggedGrid  # numbering of the blocks
+    lists: RowLists  # in the order of execution
+    first: Any  # int32 [R + 1], first piece of a row
+    max_pieces: int  # of one row; 1: all rows are whole
+    # Of the mask; the reason why it has none; or None without a mask
     mask_program: MaskProgram | str | None
-    outer: Tile
-    inner: Tile
-    mask_blocks: Any
+    outer: Tile  # of the side that owns results
+    inner: Tile  # of the other side
+    mask_blocks: Any  # element masks of blocks, for masks without a program; else None
 
     @property
     def programs(self) -> int:
         """Thread blocks: one for each tile of a piece."""
         return self.lists.rows.shape[0] * self.grid.replicas * self.outer.tiles
+
+    @property
+    def tiles(self) -> tuple[Tile, Tile]:
+        """Tiles of the outer and the inner side."""
+        return self.outer, self.inner
+
+    @property
+    def tokens(self) -> tuple[int, int]:
+        """Tokens of the outer and the inner sequence."""
+        tokens = self.layout.q_tokens, self.layout.kv_tokens
+        return tokens[::-1] if self.grid.is_kv_major else tokens
 
     @property
     def has_masked(self) -> bool:
@@ -130,7 +128,7 @@ def schedule_keys(inputs: BlockSparseInputs, inner_tile: int) -> GpuSchedule:
     return _schedule(transposed, outer, inner, inputs)
 
 
-def gpu_mask_program(mask) -> MaskProgram | str | None:
+def gpu_mask_program(mask: AbstractMask | None) -> MaskProgram | str | None:
     """The program of a mask as GPU kernels can evaluate it, or the reason why there is none."""
     with _no_named_device():
         program = None if mask is None else trace_mask(mask)
@@ -148,7 +146,8 @@ def count_schedules(
     layout = inputs.layout
     if not cost.is_known(*jax.tree.leaves(layout)):
         replicas = (inputs.q.shape[0] // layout.batch) * (inputs.q.shape[2] // layout.heads)
-        most = cost.ScheduleCost(TileSizes(1, 1), None, True, 1, layout.capacity * replicas)
+        steps = layout.capacity * replicas
+        most = cost.ScheduleCost(tiles=TileSizes(1, 1), computed=None, launches=1, steps=steps)
         return most, most
     queries, keys = inner_tiles
     return (
@@ -167,32 +166,30 @@ def _count_schedule(schedule: GpuSchedule) -> cost.ScheduleCost:
     heads = of_rows.astype(np.int64).reshape(grid.list_batch, -1, grid.outer_blocks)
     widest = int(heads.max(1).sum()) * heads.shape[1] * grid.replicas
     return cost.ScheduleCost(
-        TileSizes(1, 1),
-        round(items * waste),
-        True,
-        1,
-        items,
-        split_rows.balance(lengths, grid.replicas * outer.tiles),
-        split_rows.CORES,
-        widest / items if items else 1.0,
+        tiles=TileSizes(1, 1),
+        computed=round(items * waste),
+        launches=1,
+        steps=items,
+        balance=split_rows.balance(lengths, grid.replicas * outer.tiles),
+        cores=split_rows.CORES,
+        padded=widest / items if items else 1.0,
     )
 
 
-def _schedule(layout, outer: Tile, inner: Tile, inputs: BlockSparseInputs) -> GpuSchedule:
+def _schedule(layout: Layout, outer: Tile, inner: Tile, inputs: BlockSparseInputs) -> GpuSchedule:
     program = gpu_mask_program(layout.mask)
     grid = RaggedGrid.of(layout, inputs.q.shape, inputs.k.shape)
     make = _static_lists if layout.is_static else _lists
     lists, pieces, mask_blocks = make(layout, grid, outer.tiles, isinstance(program, str))
-    tables = np.zeros(1, np.int32)
-    if isinstance(program, MaskProgram) and program.rows:
-        tables = program.tables.reshape(-1)
-    lists = lists._replace(tables=tables)
+    lists = lists._replace(tables=flat_tables(program))
     return GpuSchedule(
         layout, grid, lists, pieces.first, pieces.max_of_row, program, outer, inner, mask_blocks
     )
 
 
-def _lists(layout, grid: RaggedGrid, tiles: int, has_masks: bool) -> tuple[RowLists, Pieces, Any]:
+def _lists(
+    layout: Layout, grid: RaggedGrid, tiles: int, has_masks: bool
+) -> tuple[RowLists, Pieces, Any]:
     xp = namespace(layout.row_starts)
     items = (items_by_key if grid.is_kv_major else items_by_query)(layout, grid)
     order, partial = partial_first(items.row_starts, items.is_partial)
@@ -213,7 +210,9 @@ def _lists(layout, grid: RaggedGrid, tiles: int, has_masks: bool) -> tuple[RowLi
     return lists, pieces, mask_blocks
 
 
-def _pieces(starts, first_unmasked, grid: RaggedGrid, tiles: int, capacity: int) -> Pieces:
+def _pieces(
+    starts: Any, first_unmasked: Any, grid: RaggedGrid, tiles: int, capacity: int
+) -> Pieces:
     """Rows of keys are split where cores would wait for the longest; rows of queries never are."""
     rows, repeats = split_rows.keep_rows(starts, first_unmasked), grid.replicas * tiles
     if not grid.is_kv_major:
@@ -231,7 +230,7 @@ def _pieces(starts, first_unmasked, grid: RaggedGrid, tiles: int, capacity: int)
 # Cached: forward and backward, and every layer, use the same ones.
 @functools.lru_cache(maxsize=64)
 def _static_lists(
-    layout, grid: RaggedGrid, tiles: int, has_masks: bool
+    layout: Layout, grid: RaggedGrid, tiles: int, has_masks: bool
 ) -> tuple[RowLists, Pieces, Any]:
     with _no_named_device():
         return _lists(layout, grid, tiles, has_masks)
@@ -240,8 +239,3 @@ def _static_lists(
 def _no_named_device():
     """Evaluate masks on a device that exists: the default one may be a compile-only target."""
     return jax.default_device(None)
-
-
-def to_arrays(lists: RowLists) -> RowLists:
-    """Convert to JAX arrays."""
-    return RowLists(*(jnp.asarray(x) for x in lists))

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from xsake.layout.csr import counts_to_starts, item_rows, namespace
 from xsake.layout.numbering import RaggedGrid
@@ -40,7 +41,7 @@ class Pieces(NamedTuple):
     max_of_row: int
 
 
-def keep_rows(starts, first_unmasked) -> Pieces:
+def keep_rows(starts: Any, first_unmasked: Any) -> Pieces:
     """Every row is one piece."""
     xp = namespace(starts)
     rows = xp.arange(first_unmasked.shape[0], dtype=xp.int32)
@@ -48,7 +49,7 @@ def keep_rows(starts, first_unmasked) -> Pieces:
     return Pieces(rows, starts[:-1], starts[1:], first_unmasked, first, 1)
 
 
-def split(starts, first_unmasked, length: int, capacity: int, longest: int) -> Pieces:
+def split(starts: Any, first_unmasked: Any, length: int, capacity: int, longest: int) -> Pieces:
     """Split rows into pieces of about equal size, none of more than `length` items.
 
     Args:
@@ -105,7 +106,7 @@ def balance(lengths: np.ndarray, repeats: int) -> float:
     return max(cores) * CORES / sum(cores)
 
 
-def sum_pieces(parts, first, max_pieces: int, grid: RaggedGrid):
+def sum_pieces(parts: Array, first: Any, max_pieces: int, grid: RaggedGrid):
     """Sum the pieces of every row, always in the same order.
 
     Args:

@@ -19,8 +19,15 @@ from xsake.kernels import online_softmax
 from xsake.kernels.batching import fold_batch
 from xsake.kernels.block_sparse import cost
 from xsake.kernels.block_sparse.mosaic_tpu import schedule
-from xsake.kernels.block_sparse.mosaic_tpu.launch import TpuKernelBody, TpuLaunch, to_column
+from xsake.kernels.block_sparse.mosaic_tpu.launch import (
+    GroupMasks,
+    Refs,
+    TpuKernelBody,
+    TpuLaunch,
+    to_column,
+)
 from xsake.kernels.block_sparse.types import BlockSparseConfig, BlockSparseInputs, Gradients
+from xsake.kernels.blocking import KeyArrays, QueryArrays
 from xsake.kernels.mask_program import trace_mask, unsupported_mask
 from xsake.kernels.online_softmax import backward_rows, isolate_nonfinite
 
@@ -55,7 +62,7 @@ def count_passes(
 
 def forward(
     inputs: BlockSparseInputs, config: BlockSparseConfig, platform: str, interpret: Any = False
-):
+) -> tuple[Array, Array]:
     """`(o [B, Tq, Hq, Dv], lse [B, Tq, Hq])`."""
     return fold_batch(lambda inputs: forward_pass(inputs, config, interpret), inputs)
 
@@ -64,22 +71,21 @@ def backward(
     inputs: BlockSparseInputs,
     config: BlockSparseConfig,
     platform: str,
-    o: Array,
-    lse: Array,
-    do: Array,
-    dlse: Array,
+    *residuals: Array,
     interpret: Any = False,
 ) -> Gradients:
-    """Gradients for q, k and v; the probabilities of the listed blocks are recomputed twice."""
+    """Gradients from (o, lse, do, dlse), with probabilities recomputed twice."""
 
-    def grads(inputs, *residuals):
+    def grads(inputs: BlockSparseInputs, *residuals: Array) -> tuple[Array, ...]:
         dq = dq_pass(inputs, config, *residuals, interpret=interpret)
         return dq, *dkv_pass(inputs, config, *residuals, interpret=interpret)
 
-    return Gradients(*fold_batch(grads, inputs, o, lse, do, dlse))
+    return Gradients(*fold_batch(grads, inputs, *residuals))
 
 
-def forward_pass(inputs: BlockSparseInputs, config: BlockSparseConfig, interpret: Any = False):
+def forward_pass(
+    inputs: BlockSparseInputs, config: BlockSparseConfig, interpret: Any = False
+) -> tuple[Array, Array]:
     """`(o [B, Tq, Hq, Dv], lse [B, Tq, Hq])`, with a batch axis that `vmap` does not see."""
     launch = _launch(_FORWARD, schedule.schedule_queries(inputs, config), inputs, interpret)
     k, v = isolate_nonfinite(inputs.k, inputs.v)
@@ -97,22 +103,17 @@ def forward_pass(inputs: BlockSparseInputs, config: BlockSparseConfig, interpret
 
 
 def dq_pass(
-    inputs: BlockSparseInputs,
-    config: BlockSparseConfig,
-    o: Array,
-    lse: Array,
-    do: Array,
-    dlse: Array,
-    interpret: Any = False,
+    inputs: BlockSparseInputs, config: BlockSparseConfig, *residuals: Array, interpret: Any = False
 ) -> Array:
-    """dq [B, Tq, Hq, D]."""
+    """dq [B, Tq, Hq, D] from (o, lse, do, dlse)."""
     launch = _launch(_DQ, schedule.schedule_queries(inputs, config), inputs, interpret)
     block = inputs.layout.block_q, inputs.q.shape[-1]
     column = block[0], LANES
-    residuals = backward_rows(jnp.float32, o, lse, do, dlse, BASE)
+    o, lse, do, dlse = residuals
+    rows = backward_rows(jnp.float32, o, lse, do, dlse, BASE)
     (dq,) = launch.run(
         dq_body(config),
-        launch.cut_queries(_scale(inputs.q, config), *residuals),
+        launch.cut_queries(_scale(inputs.q, config), *rows),
         launch.cut_keys(*isolate_nonfinite(inputs.k, inputs.v)),
         results=[(block, inputs.q.dtype)],
         scratch=[block, column, column],
@@ -122,22 +123,17 @@ def dq_pass(
 
 
 def dkv_pass(
-    inputs: BlockSparseInputs,
-    config: BlockSparseConfig,
-    o: Array,
-    lse: Array,
-    do: Array,
-    dlse: Array,
-    interpret: Any = False,
+    inputs: BlockSparseInputs, config: BlockSparseConfig, *residuals: Array, interpret: Any = False
 ) -> tuple[Array, Array]:
-    """dk [B, Tk, Hk, D] and dv [B, Tk, Hk, Dv]."""
+    """dk [B, Tk, Hk, D] and dv [B, Tk, Hk, Dv] from (o, lse, do, dlse)."""
     launch = _launch(_DKV, schedule.schedule_keys(inputs, config), inputs, interpret)
     blocks = [(inputs.layout.block_kv, x.shape[-1]) for x in (inputs.k, inputs.v)]
-    residuals = backward_rows(jnp.float32, o, lse, do, dlse, BASE)
+    o, lse, do, dlse = residuals
+    rows = backward_rows(jnp.float32, o, lse, do, dlse, BASE)
     dk, dv = launch.run(
         dkv_body(config),
         launch.cut_keys(*isolate_nonfinite(inputs.k, inputs.v)),
-        launch.cut_queries(_scale(inputs.q, config), *residuals),
+        launch.cut_queries(_scale(inputs.q, config), *rows),
         results=[(block, inputs.k.dtype) for block in blocks],
         scratch=blocks,
         keys_first=True,
@@ -148,19 +144,21 @@ def dkv_pass(
 def forward_body(config: BlockSparseConfig) -> TpuKernelBody:
     """Online softmax; s [keys, queries], acc [Dv, queries]."""
 
-    def prologue(q, scratch):
+    def prologue(q: QueryArrays, scratch: Refs) -> None:
         acc, m, l = scratch
         acc[...] = jnp.zeros_like(acc)
         m[...] = jnp.full_like(m, -jnp.inf)
         l[...] = jnp.zeros_like(l)
 
-    def body(masks, q, kv, scratch, is_masked):
+    def body(
+        masks: GroupMasks, q: QueryArrays, kv: list[KeyArrays], scratch: Refs, is_masked: bool
+    ) -> None:
         acc, m, l = scratch
         q_block, s = q.q[...], []
         for slot, block in enumerate(kv):
             s_block = _scores(block.k[...], q_block, config)
             if is_masked:
-                s_block = jnp.where(masks.element_mask(slot, q, block), s_block, -jnp.inf)
+                s_block = jnp.where(masks.of_slot(slot, q, block), s_block, -jnp.inf)
             s.append(s_block)
         m_group = jnp.max(s[0], 0, keepdims=True)
         for s_block in s[1:]:
@@ -173,7 +171,7 @@ def forward_body(config: BlockSparseConfig) -> TpuKernelBody:
             acc_new = acc_new + _dot(block.v[...], p)
         l[...], acc[...] = l_new, acc_new
 
-    def epilogue(results, scratch):
+    def epilogue(results: Refs, scratch: Refs) -> None:
         (o, lse), (acc, m, l) = results, scratch
         o[...] = online_softmax.normalize(acc[...], l[...]).astype(o.dtype)
         lse[...] = online_softmax.log_sum_exp(m[...], l[...], BASE)
@@ -188,13 +186,15 @@ def dq_body(config: BlockSparseConfig) -> TpuKernelBody:
     slot after slot would take a third more bundles.
     """
 
-    def prologue(q, scratch):
+    def prologue(q: QueryArrays, scratch: Refs) -> None:
         dq, lse, delta = scratch
         dq[...] = jnp.zeros_like(dq)
         lse[...] = to_column(q.lse[...], LANES)
         delta[...] = to_column(q.delta[...], LANES)
 
-    def body(masks, q, kv, scratch, is_masked):
+    def body(
+        masks: GroupMasks, q: QueryArrays, kv: list[KeyArrays], scratch: Refs, is_masked: bool
+    ) -> None:
         dq, lse, delta = scratch
         q_block, do = q.q[...], q.do[...]
         s = [_scores(q_block, block.k[...], config) for block in kv]
@@ -205,12 +205,12 @@ def dq_body(config: BlockSparseConfig) -> TpuKernelBody:
         for slot, (block, ds_block) in enumerate(zip(kv, ds, strict=True)):
             k = block.k[...]
             if is_masked:
-                ds_block = jnp.where(masks.element_mask(slot, q, block), ds_block, 0)
+                ds_block = jnp.where(masks.of_slot(slot, q, block), ds_block, 0)
                 k = _zero_nonfinite(k)
             dq_new = dq_new + _dot(ds_block, k)
         dq[...] = dq_new
 
-    def epilogue(results, scratch):
+    def epilogue(results: Refs, scratch: Refs) -> None:
         (dq,), (acc, _, _) = results, scratch
         dq[...] = (acc[...] * config.scale).astype(dq.dtype)
 
@@ -220,11 +220,13 @@ def dq_body(config: BlockSparseConfig) -> TpuKernelBody:
 def dkv_body(config: BlockSparseConfig) -> TpuKernelBody:
     """Rows are kv blocks; s [keys, queries]."""
 
-    def prologue(kv, scratch):
+    def prologue(kv: KeyArrays, scratch: Refs) -> None:
         for acc in scratch:
             acc[...] = jnp.zeros_like(acc)
 
-    def body(masks, kv, queries, scratch, is_masked):
+    def body(
+        masks: GroupMasks, kv: KeyArrays, queries: list[QueryArrays], scratch: Refs, is_masked: bool
+    ) -> None:
         k, v = kv.k[...], kv.v[...]
         s = [_scores(k, block.q[...], config) for block in queries]
         dp = [_dot_t(v, block.do[...]) for block in queries]
@@ -236,14 +238,14 @@ def dkv_body(config: BlockSparseConfig) -> TpuKernelBody:
         for slot, (block, (p, ds)) in enumerate(zip(queries, p_ds, strict=True)):
             q = block.q[...]
             if is_masked:
-                mask = masks.element_mask(slot, block, kv)
+                mask = masks.of_slot(slot, block, kv)
                 p, ds = (jnp.where(mask, x, 0) for x in (p, ds))
                 q = _zero_nonfinite(q)
             dk, dv = dk + _dot(ds, q), dv + _dot(p, block.do[...])
         for acc, new in zip(scratch, (dk, dv), strict=True):
             acc[...] = new
 
-    def epilogue(results, scratch):
+    def epilogue(results: Refs, scratch: Refs) -> None:
         (dk, dv), (dk_acc, dv_acc) = results, scratch
         dk[...] = (dk_acc[...] * _late_scale(dk.dtype, config)).astype(dk.dtype)
         dv[...] = dv_acc[...].astype(dv.dtype)
@@ -254,14 +256,7 @@ def dkv_body(config: BlockSparseConfig) -> TpuKernelBody:
 def _launch(
     index: int, made: schedule.TpuSchedule, inputs: BlockSparseInputs, interpret: Any
 ) -> TpuLaunch:
-    """Launch of a pass, with the cost of one kernel as an estimate for the compiler.
-
-    Args:
-        index: of the pass in `count_passes`.
-        made: schedule of the pass.
-        inputs: of the call.
-        interpret: as in `pallas_call`: False on a TPU.
-    """
+    """Launch of the pass `count_passes()[index]`, with its cost for the compiler's scheduler."""
     layout, own = inputs.layout, schedule.count_schedule(made, inputs)
     # A pass depends on its own schedule only, so the other one is not built for the estimate.
     counted = cost.blockwise(inputs, own, own, widens=False)[index]
@@ -274,7 +269,9 @@ def _launch(
     return TpuLaunch(inputs, made, interpret, estimate)
 
 
-def _p_and_ds(s: Array, dp: Array, lse: Array, delta: Array, config: BlockSparseConfig):
+def _p_and_ds(
+    s: Array, dp: Array, lse: Array, delta: Array, config: BlockSparseConfig
+) -> tuple[Array, Array]:
     """`(p, ds)` of a tile."""
     p = online_softmax.probabilities(s, lse, base=BASE)
     slope = online_softmax.softcap_grad(s, config.softcap, base=BASE)
@@ -293,7 +290,7 @@ def _scale(q: Array, config: BlockSparseConfig) -> Array:
     return q * config.scale if q.dtype == jnp.float32 else q
 
 
-def _late_scale(dtype, config: BlockSparseConfig) -> float:
+def _late_scale(dtype: Any, config: BlockSparseConfig) -> float:
     """The scale that `_scale` leaves out."""
     return 1.0 if dtype == jnp.float32 else config.scale
 
@@ -306,22 +303,22 @@ def _scores(a: Array, b: Array, config: BlockSparseConfig) -> Array:
 
 def _dot_t(a: Array, b: Array) -> Array:
     """[m, D] x [n, D] -> [m, n]."""
-    return _dot_general(a, b, ((1,), (1,)))
+    return _dot_general(a, b, 1)
 
 
 def _dot(a: Array, b: Array) -> Array:
     """[m, n] x [n, D] -> [m, D], in the dtype of the operand that came from memory."""
     narrow = a.dtype if a.dtype != jnp.float32 else b.dtype
-    return _dot_general(a.astype(narrow), b.astype(narrow), ((1,), (0,)))
+    return _dot_general(a.astype(narrow), b.astype(narrow), 0)
+
+
+def _dot_general(a: Array, b: Array, axis: int) -> Array:
+    """Contract the last axis of `a` with an axis of `b`."""
+    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
+    contract = ((1,), (axis,)), ((), ())
+    return lax.dot_general(a, b, contract, precision=precision, preferred_element_type=jnp.float32)
 
 
 def _zero_nonfinite(x: Array) -> Array:
     """`zero_nonfinite` by way of float32: TPUs have isfinite for no other dtype."""
     return online_softmax.zero_nonfinite(x.astype(jnp.float32)).astype(x.dtype)
-
-
-def _dot_general(a: Array, b: Array, contract) -> Array:
-    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
-    return lax.dot_general(
-        a, b, (contract, ((), ())), precision=precision, preferred_element_type=jnp.float32
-    )

@@ -1,14 +1,14 @@
 """Launch of TPU kernels over a schedule: blocks, index maps, grid, prefetch, element masks.
 
 Every array is cut into blocks first, [blocks, ...], so that one block is one index and its last two
-axes are whole: then any block size and any head dimension can be tiled. `outer` is the side that
-owns a row, `inner` the side that its items name.
+axes are whole: then any block size and any head dimension can be tiled. Statistics, positions and
+segments are [blocks, 1, block]. `outer` is the side that owns a row, `inner` the side that its
+items name.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from operator import and_
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,28 +20,13 @@ from jax.experimental.pallas import tpu as pltpu
 from xsake.kernels.batching import axes_of, result_shape, vary
 from xsake.kernels.block_sparse.mosaic_tpu.schedule import FLAG_BITS, LIVE, PARTIAL, TpuSchedule
 from xsake.kernels.block_sparse.types import BlockSparseInputs
-from xsake.kernels.mask_program import MaskProgram
+from xsake.kernels.blocking import KeyArrays, QueryArrays
+from xsake.kernels.mask_program import MaskProgram, TileSide, element_mask, flat_tables
 from xsake.layout.numbering import RaggedGrid, quotient, remainder
 
-
-class TpuQueries(NamedTuple):
-    """Arrays or refs of query blocks; None where a pass does not need them."""
-
-    q: Any  # [block_q, D]
-    do: Any  # [block_q, Dv]
-    lse: Any  # [1, block_q]
-    delta: Any  # [1, block_q]
-    positions: Any  # [1, block_q]
-    segments: Any  # [1, block_q]
-
-
-class TpuKeys(NamedTuple):
-    """Arrays or refs of kv blocks."""
-
-    k: Any  # [block_kv, D]
-    v: Any  # [block_kv, Dv], or [Dv, block_kv]
-    positions: Any  # [1, block_kv]
-    segments: Any  # [1, block_kv]
+type Ref = Any  # memory that a kernel reads by `ref[...]`
+type Refs = Sequence[Any]
+type Scalar = Any  # int32 in scalar memory or registers, or an int
 
 
 class TpuKernelBody(NamedTuple):
@@ -54,57 +39,48 @@ class TpuKernelBody(NamedTuple):
     """
 
     name: str
-    prologue: Callable
-    body: Callable
-    epilogue: Callable
+    prologue: Callable[[Any, Refs], None]
+    body: Callable[..., None]
+    epilogue: Callable[[Refs, Refs], None]
 
 
 class InnerArrays(NamedTuple):
     """Arrays that are prefetched with the blocks of a schedule."""
 
-    side: Any  # `TpuQueries` or `TpuKeys`
+    side: Any  # `QueryArrays` or `KeyArrays`
     mask_blocks: Any  # element masks, or None
 
 
 class ScalarLists(NamedTuple):
     """Lists of a launch in scalar memory."""
 
-    entries: Any
-    mask_ids: Any
-    starts: Any
-    first_unmasked: Any
-    bounds: Any
-    tables: Any
+    entries: Ref
+    mask_ids: Ref
+    starts: Ref
+    first_unmasked: Ref
+    bounds: Ref
+    tables: Ref
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TpuLaunch:
-    """One pass of a call over a schedule.
+    """One pass of a call over a schedule."""
 
-    Args:
-        inputs: of the call.
-        schedule: of the pass.
-        interpret: as in `pallas_call`: False on a TPU.
-        estimate: flops and bytes, for the compiler's scheduler.
-    """
+    inputs: BlockSparseInputs  # of the call
+    schedule: TpuSchedule  # of the pass
+    interpret: Any  # as in `pallas_call`: False on a TPU
+    estimate: pl.CostEstimate  # flops and bytes, for the compiler's scheduler
 
-    inputs: BlockSparseInputs
-    schedule: TpuSchedule
-    interpret: Any
-    estimate: pl.CostEstimate
-
-    @property
-    def _grid(self) -> RaggedGrid:
-        return self.schedule.grid
-
-    @property
-    def _layout(self):
-        return self.inputs.layout
-
-    def cut_queries(self, q: Array, do=None, lse=None, delta=None) -> TpuQueries:
+    def cut_queries(
+        self,
+        q: Array,
+        do: Array | None = None,
+        lse: Array | None = None,
+        delta: Array | None = None,
+    ) -> QueryArrays:
         """Arrays of the queries by block."""
-        block, inputs = self._layout.block_q, self.inputs
-        return TpuQueries(
+        block, inputs = self.inputs.layout.block_q, self.inputs
+        return QueryArrays(
             _to_blocks(q, block),
             None if do is None else _to_blocks(do, block),
             None if lse is None else _to_rows(lse, block, jnp.inf),
@@ -113,38 +89,50 @@ class TpuLaunch:
             _to_lanes(inputs.q_segment_ids, block, -1),
         )
 
-    def cut_keys(self, k: Array, v: Array, transpose_values: bool = False) -> TpuKeys:
+    def cut_keys(self, k: Array, v: Array, transpose_values: bool = False) -> KeyArrays:
         """Arrays of the keys by block."""
-        block, inputs = self._layout.block_kv, self.inputs
+        block, inputs = self.inputs.layout.block_kv, self.inputs
         v = _to_blocks(v, block)
-        return TpuKeys(
+        return KeyArrays(
             _to_blocks(k, block),
             v.swapaxes(1, 2) if transpose_values else v,
+            None,
             _to_lanes(inputs.kv_positions, block, 0),
             _to_lanes(inputs.kv_segment_ids, block, -1),
         )
 
     def query_tokens(self, x: Array) -> Array:
         """[blocks, block_q, ...] -> [B, Tq, Hq, ...]."""
-        return _to_tokens(x, self._grid.q_heads, self._grid.q_blocks, self._layout.q_tokens)
+        grid = self.schedule.grid
+        return _to_tokens(x, grid.q_heads, grid.q_blocks, self.inputs.layout.q_tokens)
 
     def key_tokens(self, x: Array) -> Array:
         """[blocks, block_kv, ...] -> [B, Tk, Hk, ...]."""
-        return _to_tokens(x, self._grid.kv_heads, self._grid.kv_blocks, self._layout.kv_tokens)
+        grid = self.schedule.grid
+        return _to_tokens(x, grid.kv_heads, grid.kv_blocks, self.inputs.layout.kv_tokens)
 
-    def run(self, body: TpuKernelBody, outer, inner, results, scratch, *, keys_first: bool):
+    def run(
+        self,
+        body: TpuKernelBody,
+        outer: QueryArrays | KeyArrays,
+        inner: QueryArrays | KeyArrays,
+        results: Sequence[tuple[tuple[int, int], Any]],
+        scratch: Sequence[tuple[int, int]],
+        *,
+        keys_first: bool,
+    ) -> Sequence[Array]:
         """Run the kernel: launch after launch, each adding its rows to the results.
 
         Args:
             body: of the pass.
-            outer, inner: a `TpuQueries` and a `TpuKeys`, or the other way round.
+            outer, inner: arrays of the two sides by block.
             results: (shape, dtype) of one block of each result.
             scratch: shapes of the float32 sums that stay in VMEM while a row is computed.
             keys_first: tiles of scores are [keys, queries].
         """
-        grid, packed, like = self._grid, self.schedule.packed, self.inputs.q
+        grid, packed, like = self.schedule.grid, self.schedule.packed, self.inputs.q
         mask_blocks, mask_ids = self.schedule.mask_blocks(keys_first)
-        inner = InnerArrays(inner, None if mask_blocks is None else jnp.asarray(mask_blocks))
+        arrays = InnerArrays(inner, None if mask_blocks is None else jnp.asarray(mask_blocks))
         kernel = functools.partial(_kernel, self.schedule, body, len(results), keys_first)
         outputs: Any = []
         for launch in range(packed.sizes.launches):
@@ -154,9 +142,9 @@ class TpuLaunch:
                 packed.starts[launch],
                 packed.first_unmasked[launch],
                 packed.bounds[launch],
-                self.schedule.tables,
+                flat_tables(self.schedule.mask_program),
             )
-            operands = outer, inner, outputs
+            operands = outer, arrays, outputs
             outputs = pl.pallas_call(
                 kernel,
                 out_shape=[result_shape((grid.rows, *x), dtype, like) for x, dtype in results],
@@ -170,9 +158,9 @@ class TpuLaunch:
                     out_specs=[pl.BlockSpec((None, *x), self._outer_block) for x, _ in results],
                     scratch_shapes=[
                         [pltpu.VMEM(shape, jnp.float32) for shape in scratch],
-                        jax.tree.map(self._double_buffer, inner),
+                        jax.tree.map(self._double_buffer, arrays),
                         pltpu.SemaphoreType.DMA(
-                            (2, len(jax.tree.leaves(inner)), packed.sizes.slots)
+                            (2, len(jax.tree.leaves(arrays)), packed.sizes.slots)
                         ),
                     ],
                 ),
@@ -188,25 +176,27 @@ class TpuLaunch:
             )(*vary(tuple(map(jnp.asarray, lists)), axes_of(like)), *operands)
         return outputs
 
-    def _double_buffer(self, x):
+    def _double_buffer(self, x: Array) -> Any:
         """VMEM for two groups of blocks: one is computed while the other is prefetched."""
         return pltpu.VMEM((2, self.schedule.packed.sizes.slots, *x.shape[1:]), x.dtype)
 
-    def _outer_block(self, core, replica, step, *lists):
+    def _outer_block(
+        self, core: Scalar, replica: Scalar, step: Scalar, *lists: Ref
+    ) -> tuple[Scalar, int, int]:
         """Index map of the outer block of a row."""
         row, _ = _row_of(ScalarLists(*lists), core, step)
-        return self._grid.outer_number(row, replica), 0, 0
+        return self.schedule.grid.outer_number(row, replica), 0, 0
 
-    def _outer_specs(self, side):
+    def _outer_specs(self, side: QueryArrays | KeyArrays) -> QueryArrays | KeyArrays:
         """Outer blocks by number, positions and segments by batch element."""
 
-        def spec(name, x):
+        def spec(name: str, x: Array | None) -> pl.BlockSpec | None:
             if x is None:
                 return None
             index = self._outer_block
             if name in _BY_BATCH:
                 index = lambda *at: (
-                    _index_by_batch(self._grid, x, self._outer_block(*at)[0], True), 0, 0
+                    _index_by_batch(self.schedule.grid, x, self._outer_block(*at)[0], True), 0, 0
                 )  # fmt: skip
             return pl.BlockSpec((None, *x.shape[1:]), index)
 
@@ -216,18 +206,15 @@ class TpuLaunch:
 _BY_BATCH = ("positions", "segments")
 
 
-def _index_by_batch(grid: RaggedGrid, x, number, is_outer: bool):
+def _index_by_batch(grid: RaggedGrid, x: Ref, number: Scalar, is_outer: bool) -> Scalar:
     """Index of the positions or segments of a block: by batch element, or one for all."""
-    heads, blocks = grid.inner_heads, grid.inner_blocks
-    if is_outer:
-        heads, blocks = grid.outer_heads, grid.outer_blocks
+    outer, inner = (grid.outer_heads, grid.outer_blocks), (grid.inner_heads, grid.inner_blocks)
+    heads, blocks = outer if is_outer else inner
     block = remainder(number, blocks)
-    if x.shape[0] == blocks:
-        return block
-    return quotient(number, heads * blocks) * blocks + block
+    return block if x.shape[0] == blocks else quotient(number, heads * blocks) * blocks + block
 
 
-def _row_of(lists: ScalarLists, core, step):
+def _row_of(lists: ScalarLists, core: Scalar, step: Scalar) -> tuple[Scalar, Scalar]:
     """`(row, is_active)`: a core that is done stays on its last row.
 
     A kernel writes back the block that it leaves, so it must not leave a row for one that it does
@@ -237,14 +224,16 @@ def _row_of(lists: ScalarLists, core, step):
     return jnp.minimum(row, last), row <= last
 
 
-def _aliases(lists: ScalarLists, operands: tuple) -> dict[int, int]:
+def _aliases(lists: ScalarLists, operands: tuple[Any, ...]) -> dict[int, int]:
     """Each launch writes into the outputs of the launches before it."""
     *others, outputs = operands
     first = len(lists) + len(jax.tree.leaves(others))
     return {first + number: number for number in range(len(outputs))}
 
 
-def _kernel(schedule: TpuSchedule, body: TpuKernelBody, results: int, keys_first: bool, *refs):
+def _kernel(
+    schedule: TpuSchedule, body: TpuKernelBody, results: int, keys_first: bool, *refs: Ref
+) -> None:
     """Compute one row: its outer block against all blocks that it lists.
 
     Grid    (core, replica, step); cores and replicas are independent, steps are rows in order.
@@ -268,8 +257,8 @@ def _kernel(schedule: TpuSchedule, body: TpuKernelBody, results: int, keys_first
     def _():
         prefetch.start(lists.starts[lists.bounds[core] - base])
 
-    def take(is_masked: bool):
-        def loop_body(group, _):
+    def take(is_masked: bool) -> Callable[..., int]:
+        def loop_body(group: Scalar, _: Any) -> int:
             prefetch.start(group + 1)
             prefetch.wait(group)
             blocks = prefetch.blocks(group)
@@ -300,142 +289,124 @@ def _kernel(schedule: TpuSchedule, body: TpuKernelBody, results: int, keys_first
         prefetch.wait(end)  # drain the last prefetch
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class Prefetch:
     """Double-buffered DMA of groups of blocks."""
 
-    def __init__(
-        self,
-        schedule: TpuSchedule,
-        lists: ScalarLists,
-        inner: InnerArrays,
-        buffers: InnerArrays,
-        semaphores,
-        offset,
-    ):
-        self._grid, self._slots = schedule.grid, schedule.packed.sizes.slots
-        self._lists, self._buffers = lists, buffers
-        self._semaphores, self._offset = semaphores, offset
-        pairs = zip(_named(inner), _named(buffers), strict=True)
-        self._arrays = [(name, source, buffer) for (name, source), (_, buffer) in pairs]
+    schedule: TpuSchedule
+    lists: ScalarLists
+    inner: InnerArrays
+    buffers: InnerArrays
+    semaphores: Ref
+    offset: Scalar  # of the replica on the numbers of blocks
 
-    def entries(self, group) -> list:
+    @property
+    def _slots(self) -> int:
+        return self.schedule.packed.sizes.slots
+
+    @property
+    def _arrays(self) -> list[tuple[str, Ref, Ref]]:
+        """`(name, source, buffer)` of the arrays that exist."""
+        pairs = zip(_by_name(self.inner), _by_name(self.buffers), strict=True)
+        return [(name, x, buffer) for (name, x), (_, buffer) in pairs if x is not None]
+
+    def entries(self, group: Scalar) -> list[Scalar]:
         """Entries of a group."""
-        return [self._lists.entries[group * self._slots + slot] for slot in range(self._slots)]
+        return [self.lists.entries[group * self._slots + slot] for slot in range(self._slots)]
 
-    def numbers(self, group) -> list:
+    def numbers(self, group: Scalar) -> list[Scalar]:
         """Numbers of a group's blocks."""
-        return [(entry >> FLAG_BITS) + self._offset for entry in self.entries(group)]
+        return [(entry >> FLAG_BITS) + self.offset for entry in self.entries(group)]
 
-    def start(self, group) -> None:
+    def start(self, group: Scalar) -> None:
         """Start the DMA of a group."""
         for slot, number in enumerate(self.numbers(group)):
             for which, (name, source, _) in enumerate(self._arrays):
                 index = number
                 if name == "mask_blocks":
-                    index = self._lists.mask_ids[group * self._slots + slot]
+                    index = self.lists.mask_ids[group * self._slots + slot]
                 elif name in _BY_BATCH:
-                    index = _index_by_batch(self._grid, source, number, False)
+                    index = _index_by_batch(self.schedule.grid, source, number, False)
                 self._copy(group, slot, which, index).start()
 
-    def wait(self, group) -> None:
+    def wait(self, group: Scalar) -> None:
         """Wait for the DMA of a group to complete."""
         for slot in range(self._slots):
             for which in range(len(self._arrays)):
                 self._copy(group, slot, which, 0).wait()
 
-    def _copy(self, group, slot: int, which: int, index):
+    def _copy(self, group: Scalar, slot: int, which: int, index: Scalar) -> Any:
         _, source, buffer = self._arrays[which]
         half = group & 1
-        semaphore = self._semaphores.at[half, which, slot]
+        semaphore = self.semaphores.at[half, which, slot]
         return pltpu.make_async_copy(source.at[index], buffer.at[half, slot], semaphore)
 
-    def blocks(self, group) -> list[InnerArrays]:
+    def blocks(self, group: Scalar) -> list[InnerArrays]:
         """Refs of a group's blocks, slot by slot."""
-        view = lambda slot: jax.tree.map(lambda x: x.at[group & 1, slot], self._buffers)
+        view = lambda slot: jax.tree.map(lambda x: x.at[group & 1, slot], self.buffers)
         return [view(slot) for slot in range(self._slots)]
 
 
-def _named(inner: InnerArrays) -> list[tuple[str, Any]]:
-    """Arrays that are not None, by name."""
-    every = [*inner.side._asdict().items(), ("mask_blocks", inner.mask_blocks)]
-    return [(name, x) for name, x in every if x is not None]
+def _by_name(inner: InnerArrays) -> list[tuple[str, Ref]]:
+    return [*inner.side._asdict().items(), ("mask_blocks", inner.mask_blocks)]
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class GroupMasks:
-    """Element masks of the blocks of a group.
+    """Element masks of the blocks of a group."""
 
-    Args:
-        schedule: of the pass.
-        outer: number of the row's outer block.
-        inner: numbers of the blocks.
-        entries: their packed entries.
-        mask_blocks: refs of their precomputed element masks, or None each.
-        tables: integers of the mask program.
-        keys_first: tiles of scores are [keys, queries].
-    """
+    schedule: TpuSchedule  # of the pass
+    outer: Scalar  # number of the row's outer block
+    inner: Sequence[Scalar]  # numbers of the blocks
+    entries: Sequence[Scalar]  # their packed entries
+    mask_blocks: Sequence[Ref]  # refs of their precomputed element masks, or None each
+    tables: Ref  # integers of the mask program
+    keys_first: bool  # tiles of scores are [keys, queries]
 
-    def __init__(
-        self, schedule: TpuSchedule, outer, inner, entries, mask_blocks, tables, keys_first: bool
-    ):
-        self._schedule, self._outer, self._inner, self._entries = schedule, outer, inner, entries
-        self._mask_blocks, self._tables, self._keys_first = mask_blocks, tables, keys_first
-
-    def element_mask(self, slot: int, queries: TpuQueries, keys: TpuKeys) -> Array:
-        """Visible pairs of a slot, in the orientation of the pass's tiles."""
-        layout, grid = self._schedule.layout, self._schedule.grid
-        program = self._schedule.mask_program
-        shape, q_axis, kv_axis = (layout.block_q, layout.block_kv), 0, 1
-        if self._keys_first:
-            shape, q_axis, kv_axis = shape[::-1], 1, 0
-        q_number, kv_number = grid.q_and_kv(self._outer, self._inner[slot])
-        kv_token = _token_index(kv_number, grid.kv_blocks, layout.block_kv, shape, kv_axis)
-        q_token = _token_index(q_number, grid.q_blocks, layout.block_q, shape, q_axis)
-        conditions = []
-        if layout.kv_tokens % layout.block_kv:
-            conditions.append(kv_token < layout.kv_tokens)
-        if layout.q_tokens % layout.block_q:
-            # Scores of padded queries may be NaN, like those of padded keys.
-            conditions.append(q_token < layout.q_tokens)
+    def of_slot(self, slot: int, queries: QueryArrays, keys: KeyArrays) -> Array:
+        """Element mask of a slot, in the orientation of the pass's tiles."""
+        layout, grid, program = self.schedule.layout, self.schedule.grid, self.schedule.mask_program
+        q_number, kv_number = grid.q_and_kv(self.outer, self.inner[slot])
+        shape, q_axis = (layout.block_q, layout.block_kv), 0
+        if self.keys_first:
+            shape, q_axis = shape[::-1], 1
+        first = remainder(q_number, grid.q_blocks) * layout.block_q
+        q = TpuTileSide(queries, layout.q_tokens, layout.block_q, first, shape, q_axis)
+        first = remainder(kv_number, grid.kv_blocks) * layout.block_kv
+        kv = TpuTileSide(keys, layout.kv_tokens, layout.block_kv, first, shape, 1 - q_axis)
+        allows, load_block, mask_block = None, None, self.mask_blocks[slot]
         if isinstance(program, MaskProgram):
-            q_pos = _along(queries.positions, shape, q_axis, q_token)
-            kv_pos = _along(keys.positions, shape, kv_axis, kv_token)
-            conditions.append(program.allows(q_pos, kv_pos, self._scalars(program, q_number)))
-        if self._mask_blocks[slot] is not None:
-            conditions.append(self._mask_blocks[slot][...].astype(jnp.int32) != 0)
-        if queries.segments is not None:
-            q_ids = _along(queries.segments, shape, q_axis)
-            conditions.append((q_ids == _along(keys.segments, shape, kv_axis)) & (q_ids >= 0))
-        is_live = _is_set(self._entries[slot], LIVE, shape)
-        if not conditions:
+            allows = program.of_query_block(self.tables, grid, q_number)
+        if mask_block is not None:
+            load_block = lambda: mask_block[...].astype(jnp.int32)
+        mask = element_mask(q, kv, allows, load_block)
+        is_live = _is_set(self.entries[slot], LIVE, shape)
+        if mask is None:
             return is_live
-        is_full = jnp.logical_not(_is_set(self._entries[slot], PARTIAL, shape))
-        return is_live & (is_full | functools.reduce(and_, conditions))
-
-    def _scalars(self, program: MaskProgram, q_number) -> list:
-        """Integers of the mask program for the current head."""
-        head = 0
-        if program.heads > 1:
-            q_heads = self._schedule.grid.q_heads
-            head = quotient(self._schedule.grid.q_head(q_number), q_heads // program.heads)
-        return [self._tables[row * program.heads + head] for row in range(len(program.rows))]
+        return is_live & (jnp.logical_not(_is_set(self.entries[slot], PARTIAL, shape)) | mask)
 
 
-def _token_index(number, blocks: int, block: int, shape: tuple[int, int], axis: int):
-    """Indices of a block's tokens along an axis of a tile."""
-    return remainder(number, blocks) * block + lax.broadcasted_iota(jnp.int32, shape, axis)
+@dataclasses.dataclass(frozen=True, eq=False)
+class TpuTileSide(TileSide):
+    """A block of queries or keys along an axis of a tile of scores."""
+
+    first: Scalar  # token
+    shape: tuple[int, int]  # of the tile
+    axis: int
+
+    def token_index(self) -> Array:
+        """See `TileSide`."""
+        return self.first + lax.broadcasted_iota(jnp.int32, self.shape, self.axis)
+
+    def along_axis(self, integers: Ref) -> Array:
+        """[1, n] along the axis of the tile."""
+        x = integers[...]
+        return jnp.broadcast_to(x, self.shape) if self.axis == 1 else to_column(x, self.shape[1])
 
 
-def _is_set(entry, flag: int, shape: tuple[int, int]):
+def _is_set(entry: Scalar, flag: int, shape: tuple[int, int]) -> Array:
     """A flag as a tile: Mosaic does not broadcast scalar booleans."""
     return jnp.full(shape, entry & flag, jnp.int32) != 0
-
-
-def _along(ref, shape: tuple[int, int], axis: int, default: Any = None) -> Any:
-    """Integers [1, n] of a ref, broadcast along an axis of a tile."""
-    if ref is None:
-        return default
-    numbers = ref[...]
-    return jnp.broadcast_to(numbers, shape) if axis == 1 else to_column(numbers, shape[1])
 
 
 def to_column(numbers: Array, width: int) -> Array:
@@ -450,7 +421,7 @@ def _to_blocks(x: Array, block: int) -> Array:
     return x.reshape(batch * heads * -(-tokens // block), block, dim)
 
 
-def _to_rows(x: Array, block: int, fill) -> Array:
+def _to_rows(x: Array, block: int, fill: int | float) -> Array:
     """[B, T, H] -> [B * H * N, 1, block]."""
     return jnp.moveaxis(_pad(x, block, fill), 2, 1).reshape(-1, 1, block)
 
@@ -460,7 +431,7 @@ def _to_lanes(x: Array | None, block: int, fill: int) -> Array | None:
     return None if x is None else _pad(x, block, fill).reshape(-1, 1, block)
 
 
-def _pad(x: Array, block: int, fill) -> Array:
+def _pad(x: Array, block: int, fill: int | float) -> Array:
     missing = -x.shape[1] % block
     widths = [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2)
     return jnp.pad(x, widths, constant_values=fill) if missing else x

@@ -29,6 +29,8 @@ from xsake.layout.numbering import (
     items_by_query,
 )
 
+type Layout = Any  # `BlockLayout`, or `TransposedLayout` of a pass over kv blocks
+
 # Scalar memory is 1 MiB on every TPU; libtpu 0.0.50.1 accepts lists of 245,760 int32, not 262,144.
 MAX_ENTRIES = 240_000
 # Two cores share a launch on v4 and v5p; elsewhere the two parts run one after the other.
@@ -43,19 +45,12 @@ _ROW_ENTRIES = 2  # first group of a row, and its first unmasked one
 
 @dataclasses.dataclass(frozen=True)
 class PackedSizes:
-    """Sizes of a packed schedule, known while tracing.
+    """Sizes of a packed schedule, known while tracing."""
 
-    Args:
-        slots: items of a group.
-        cores: that share a launch.
-        launches: of the kernel.
-        groups, rows: capacity of one launch.
-    """
-
-    slots: int
-    cores: int
-    launches: int
-    groups: int
+    slots: int  # items of a group
+    cores: int  # that share a launch
+    launches: int  # of the kernel
+    groups: int  # capacity of one launch
     rows: int
 
     @property
@@ -78,18 +73,12 @@ class PackedSchedule(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TpuSchedule:
-    """Schedule of one pass.
+    """Schedule of one pass."""
 
-    Args:
-        layout: the layout, or its transpose.
-        grid: numbering of the blocks.
-        packed: the list.
-        mask_program: of the mask; the reason why it has none; or None without a mask.
-    """
-
-    layout: Any
-    grid: RaggedGrid
-    packed: PackedSchedule
+    layout: Layout
+    grid: RaggedGrid  # numbering of the blocks
+    packed: PackedSchedule  # the list
+    # Of the mask; the reason why it has none; or None without a mask
     mask_program: MaskProgram | str | None
 
     def num_steps(self, launch: int):
@@ -103,13 +92,6 @@ class TpuSchedule:
             return None, np.zeros((self.packed.sizes.launches, 1), np.int32)
         blocks, ids = _static_mask_blocks(self.layout, self.grid, keys_first)
         return blocks, ids[self.packed.items] if ids.size else self.packed.items
-
-    @property
-    def tables(self) -> np.ndarray:
-        """Integers of the mask program for every head, flat; at least one."""
-        if isinstance(self.mask_program, MaskProgram) and self.mask_program.rows:
-            return self.mask_program.tables.reshape(-1)
-        return np.zeros(1, np.int32)
 
 
 def schedule_queries(inputs: BlockSparseInputs, config: BlockSparseConfig) -> TpuSchedule:
@@ -156,7 +138,7 @@ def _num_slots(config: BlockSparseConfig, block: int, blocks: int) -> int:
     return max(1, min(GROUP_TOKENS // block, MAX_SLOTS, blocks))
 
 
-def _program(layout) -> MaskProgram | str | None:
+def _program(layout: Layout) -> MaskProgram | str | None:
     return None if layout.mask is None else trace_mask(layout.mask)
 
 
@@ -165,7 +147,7 @@ def _max_entries(program: MaskProgram | str | None) -> int:
     return MAX_ENTRIES // 2 if isinstance(program, str) else MAX_ENTRIES
 
 
-def _schedule(layout, slots: int, inputs: BlockSparseInputs) -> TpuSchedule:
+def _schedule(layout: Layout, slots: int, inputs: BlockSparseInputs) -> TpuSchedule:
     program = _program(layout)
     grid = RaggedGrid.of(layout, inputs.q.shape, inputs.k.shape)
     make = _pack_static if layout.is_static else _pack_layout
@@ -174,7 +156,7 @@ def _schedule(layout, slots: int, inputs: BlockSparseInputs) -> TpuSchedule:
     )
 
 
-def _pack_layout(layout, grid: RaggedGrid, slots: int, cores: int, max_entries: int):
+def _pack_layout(layout: Layout, grid: RaggedGrid, slots: int, cores: int, max_entries: int):
     return pack(_items(layout, grid), slots, cores, max_entries, _max_row(grid))
 
 
@@ -187,12 +169,12 @@ def _max_row(grid: RaggedGrid) -> int:
     return grid.inner_blocks * (grid.group if grid.is_kv_major else 1)
 
 
-def _items(layout, grid: RaggedGrid) -> FlatItems:
+def _items(layout: Layout, grid: RaggedGrid) -> FlatItems:
     return (items_by_key if grid.is_kv_major else items_by_query)(layout, grid)
 
 
 @functools.lru_cache(maxsize=16)
-def _static_mask_blocks(layout, grid: RaggedGrid, keys_first: bool):
+def _static_mask_blocks(layout: Layout, grid: RaggedGrid, keys_first: bool):
     """Element masks of a static layout's partial blocks."""
     blocks = layout.block_q, layout.block_kv
     return build_mask_blocks(layout.mask, _items(layout, grid), grid, blocks, keys_first)
@@ -207,12 +189,16 @@ def count_schedule(made: TpuSchedule, inputs: BlockSparseInputs) -> cost.Schedul
     of_cores = np.diff(borders, axis=1)
     total, busiest = int(of_cores.sum()), int(of_cores.max(1).sum())
     groups = total * made.grid.replicas
-    balance = busiest * sizes.cores / total if total else 1.0
-    tiles = TileSizes(1, sizes.slots)
-    return cost.ScheduleCost(tiles, groups * sizes.slots, True, sizes.launches, groups, balance)
+    return cost.ScheduleCost(
+        tiles=TileSizes(1, sizes.slots),
+        computed=groups * sizes.slots,
+        launches=sizes.launches,
+        steps=groups,
+        balance=busiest * sizes.cores / total if total else 1.0,
+    )
 
 
-def _bound(layout, slots: int, inputs: BlockSparseInputs) -> cost.ScheduleCost:
+def _bound(layout: Layout, slots: int, inputs: BlockSparseInputs) -> cost.ScheduleCost:
     """Cost of a list whose items are not known."""
     grid = RaggedGrid.of(layout, inputs.q.shape, inputs.k.shape)
     capacity = layout.capacity * (grid.group // layout.group if grid.is_kv_major else 1)
@@ -220,9 +206,8 @@ def _bound(layout, slots: int, inputs: BlockSparseInputs) -> cost.ScheduleCost:
     sizes = pack_sizes(
         layout.rows, groups, _max_row(grid), slots, CORES, _max_entries(_program(layout))
     )
-    return cost.ScheduleCost(
-        TileSizes(1, slots), None, True, sizes.launches, groups * grid.replicas
-    )
+    tiles, steps = TileSizes(1, slots), groups * grid.replicas
+    return cost.ScheduleCost(tiles=tiles, computed=None, launches=sizes.launches, steps=steps)
 
 
 def pack(
@@ -286,7 +271,7 @@ def pack_sizes(
     return sizes
 
 
-def _shrink(sizes: PackedSizes, starts, bounds) -> PackedSizes:
+def _shrink(sizes: PackedSizes, starts: Any, bounds: Any) -> PackedSizes:
     """The same sizes without spare capacity."""
     first, last = bounds[:, 0], bounds[:, -1]
     return dataclasses.replace(
@@ -296,7 +281,7 @@ def _shrink(sizes: PackedSizes, starts, bounds) -> PackedSizes:
     )
 
 
-def _group_items(xp, items: FlatItems, starts, groups: int, slots: int):
+def _group_items(xp: Any, items: FlatItems, starts: Any, groups: int, slots: int):
     """First unmasked groups of rows [R + 1]; entries and items of groups, [groups + 1, slots]."""
     rows = items.row_starts.shape[0] - 1
     order, partial = partial_first(items.row_starts, items.is_partial)
@@ -323,7 +308,7 @@ def _group_items(xp, items: FlatItems, starts, groups: int, slots: int):
     return xp.concatenate([first_unmasked, starts[-1:]]), entries.astype(xp.int32), item
 
 
-def _bounds(xp, starts, sizes: PackedSizes):
+def _bounds(xp: Any, starts: Any, sizes: PackedSizes):
     """First row of every core [launches, cores + 1]: whole rows, at least one, work about equal."""
     rows, chunks = starts.shape[0] - 1, sizes.launches * sizes.cores
     order = xp.arange(chunks, dtype=xp.int32)
