@@ -1,11 +1,7 @@
-"""Kernels under `vmap` and `shard_map`.
+"""Kernels under `vmap`.
 
 `vmap` adds an axis to every array of a kernel, but arrays that a kernel copies by DMA must not have
 one. `fold_batch` folds the new axis into the batch axis.
-
-`shard_map`: inputs of an operation may vary over different mesh axes, and the carry of a loop must
-have one type from its first step on. So an operation gives all inputs the axes of all of them,
-outside its `custom_vjp`, where autodiff sums the gradients of shared arrays.
 """
 
 from collections.abc import Callable
@@ -15,7 +11,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from xsake._jax_compat import vary_over, varying_axes
 from xsake.kernels.block_sparse.types import BlockSparseInputs
 
 _POSITIONS = ("q_positions", "kv_positions")
@@ -72,29 +67,3 @@ def _map_sequentially(call: Callable, is_batched, arguments):
         return call(*jax.tree.unflatten(tree, slices_))
 
     return lax.map(one, moving)
-
-
-def axes_of(*trees: Any) -> frozenset[str]:
-    """Mesh axes that some array varies over; none outside `shard_map`, or without its checks."""
-    return frozenset().union(*map(varying_axes, jax.tree.leaves(trees)))
-
-
-def vary[T](tree: T, axes: frozenset[str]) -> T:
-    """The same arrays, typed as varying over `axes` too."""
-
-    def cast(x):
-        missing = tuple(sorted(axes - varying_axes(x)))
-        return vary_over(x, missing) if missing else x
-
-    return jax.tree.map(cast, tree) if axes else tree
-
-
-def vary_alike[T](tree: T) -> T:
-    """The same arrays, each varying over every axis that one of them varies over."""
-    return vary(tree, axes_of(tree))
-
-
-def result_shape(shape: tuple[int, ...], dtype: Any, like: Any) -> jax.ShapeDtypeStruct:
-    """Shape of a kernel result that varies over the axes of `like`."""
-    axes = jax.typeof(like).manual_axis_type
-    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=axes)

@@ -10,12 +10,11 @@ candidate for the current platform, so a CPU never imports a GPU kernel. The mod
 
 import functools
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 
-from xsake._jax_compat import is_release
 from xsake.errors import ArgumentError, UnsupportedError
 from xsake.kernels.lowering import (
     PLATFORMS,
@@ -31,6 +30,16 @@ ANY_OTHER = "other"  # every platform without a name in PLATFORMS
 MOSAIC_RELEASES = ("0.12",)
 
 type Implementation = str | Sequence[str] | None
+
+
+def is_release(names: Iterable[str], version: str) -> bool:
+    """Whether a version of JAX belongs to one of the named releases.
+
+    Example:
+        >>> is_release(("0.12",), "0.12.0.1"), is_release(("0.12.0",), "0.12.1")
+        (True, False)
+    """
+    return any(version == name or version.startswith(f"{name}.") for name in names)
 
 
 class BackendSpec(NamedTuple):

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from xsake.kernels.batching import vary
 from xsake.kernels.block_sparse.types import TileSizes
+from xsake.kernels.sharding import vary
 from xsake.layout.csr import namespace
 
 

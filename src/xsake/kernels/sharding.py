@@ -1,13 +1,18 @@
-"""Arrays whose types name the mesh axes they are split over (JAX's explicit sharding).
+"""Arrays whose types name mesh axes: explicit sharding, and `shard_map` with its checks.
 
-Kernels reshape and gather along every axis, which JAX refuses for an axis that is split. So each
-device computes its part of the batch and of the heads. Knows no operation.
+Explicit sharding: kernels reshape and gather along every axis, which JAX refuses for a split one. So
+each device computes its part of the batch and of the heads.
+
+`shard_map`: inputs of an operation may vary over different mesh axes, and the carry of a loop must
+have one type from its first step on. So an operation gives all inputs the axes of all of them,
+outside its `custom_vjp`, where autodiff sums the gradients of shared arrays.
 """
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+from jax import lax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec, reshard
 
 from xsake.errors import UnsupportedError
@@ -124,3 +129,38 @@ def _spec(x: Any) -> tuple[Axes, ...]:
     if isinstance(x, jax.ShapeDtypeStruct):
         return (None,) * len(x.shape)
     return tuple(jax.typeof(x).sharding.spec)
+
+
+def axes_of(*trees: Any) -> frozenset[str]:
+    """Mesh axes that some array varies over; none outside `shard_map`, or without its checks."""
+    return frozenset().union(*map(_varying_axes, jax.tree.leaves(trees)))
+
+
+def _varying_axes(x: Any) -> frozenset[str]:
+    kind: Any = jax.typeof(x)
+    return kind.manual_axis_type.varying if hasattr(kind, "manual_axis_type") else kind.vma
+
+
+def vary[T](tree: T, axes: frozenset[str]) -> T:
+    """The same arrays, typed as varying over `axes` too."""
+
+    def cast(x):
+        missing = tuple(sorted(axes - _varying_axes(x)))
+        if not missing:
+            return x
+        if hasattr(lax, "pcast"):
+            return lax.pcast(x, missing, to="varying")
+        return getattr(lax, "pvary")(x, missing)  # noqa: B009 (jax 0.8)
+
+    return jax.tree.map(cast, tree) if axes else tree
+
+
+def vary_alike[T](tree: T) -> T:
+    """The same arrays, each varying over every axis that one of them varies over."""
+    return vary(tree, axes_of(tree))
+
+
+def result_shape(shape: tuple[int, ...], dtype: Any, like: Any) -> jax.ShapeDtypeStruct:
+    """Shape of a kernel result that varies over the axes of `like`."""
+    axes = jax.typeof(like).manual_axis_type
+    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=axes)

@@ -65,22 +65,12 @@ class TileTable:
         return next((sizes for entry, sizes in self.entries if entry == bucket), None)
 
 
-_current = jax.make_user_context(TileTable())
+PINNED = jax.make_user_context(TileTable())
 
 
 def pin_tiles(table: TileTable) -> AbstractContextManager[None]:
     """Calls that are traced inside take their tiles from this table, where it knows them."""
-    return _current(table)
-
-
-def pinned_sizes(
-    layout: BlockLayout, rows: int, platform: str, dtype: str, head_dim: int
-) -> TileSizes | None:
-    """The pinned tile sizes of one pass; None: the default ones. Arguments as in `Bucket.of`."""
-    table: TileTable = _current.value
-    if not table.entries:
-        return None
-    return table.find(Bucket.of(layout, rows, platform, dtype, head_dim))
+    return PINNED(table)
 
 
 def _floor_power(number: int) -> int:

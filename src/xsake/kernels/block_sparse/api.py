@@ -8,7 +8,6 @@ from jaxtyping import Array, Float
 
 # `tuning` adds a setting to the key of a trace, so it is imported before one begins.
 from xsake.kernels import online_softmax, tuning  # noqa: F401
-from xsake.kernels.batching import vary_alike
 from xsake.kernels.block_sparse.types import BlockSparseConfig, BlockSparseInputs, Gradients
 from xsake.kernels.dispatch import (
     MOSAIC_RELEASES,
@@ -18,6 +17,7 @@ from xsake.kernels.dispatch import (
     backward_given_lse,
     define_attention,
 )
+from xsake.kernels.sharding import vary_alike
 from xsake.layout import BlockLayout
 
 _PACKAGE = "xsake.kernels.block_sparse"

@@ -6,7 +6,6 @@ from typing import NamedTuple
 from jax import Array
 from jaxtyping import Float, Int
 
-from xsake.kernels.validation import sum_dtype
 from xsake.layout import BlockLayout
 
 
@@ -59,8 +58,3 @@ class Gradients(NamedTuple):
     dk: Float[Array, "B Tk Hk D"]
     dv: Float[Array, "B Tk Hk Dv"]
     dbias: Float[Array, "Bb Hb Tq Tk"] | None = None
-
-
-def compute_dtype(inputs: BlockSparseInputs):
-    """Dtype of statistics and sums: float32 at least, float64 for float64 inputs."""
-    return sum_dtype(inputs.q.dtype)

@@ -2,9 +2,9 @@
 
 from jaxtyping import Array, Float, Int
 
-from xsake.kernels.batching import vary_alike
 from xsake.kernels.compressed.types import CompressedConfig, CompressedInputs
 from xsake.kernels.dispatch import BackendSpec, Implementation, Op, StaticCall, define_attention
+from xsake.kernels.sharding import vary_alike
 
 _PACKAGE = "xsake.kernels.compressed"
 OP = Op(

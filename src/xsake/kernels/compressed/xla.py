@@ -12,11 +12,11 @@ from jax import Array, lax
 
 from xsake.kernels import blocking
 from xsake.kernels import online_softmax as softmax
-from xsake.kernels.batching import axes_of, vary
 from xsake.kernels.block_sparse.types import Gradients
 from xsake.kernels.compressed import topk
 from xsake.kernels.compressed.types import CompressedConfig, CompressedInputs
 from xsake.kernels.online_softmax import isolate_nonfinite, zero_nonfinite
+from xsake.kernels.sharding import axes_of, vary
 
 
 class CompressedTuning(NamedTuple):

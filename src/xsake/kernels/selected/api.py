@@ -2,7 +2,6 @@
 
 from jaxtyping import Array, Float
 
-from xsake.kernels.batching import vary_alike
 from xsake.kernels.dispatch import (
     MOSAIC_RELEASES,
     BackendSpec,
@@ -12,6 +11,7 @@ from xsake.kernels.dispatch import (
     define_attention,
 )
 from xsake.kernels.selected.types import SelectedConfig, SelectedInputs
+from xsake.kernels.sharding import vary_alike
 
 _PACKAGE = "xsake.kernels.selected"
 OP = Op(

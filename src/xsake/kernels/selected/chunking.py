@@ -13,11 +13,11 @@ from jax import Array, lax
 
 from xsake.kernels import blocking
 from xsake.kernels import online_softmax as softmax
-from xsake.kernels.batching import axes_of, vary
 from xsake.kernels.block_sparse.types import Gradients
 from xsake.kernels.online_softmax import isolate_nonfinite
 from xsake.kernels.selected.routing import QueryTiles, max_tiles, route_queries
 from xsake.kernels.selected.types import SelectedConfig, SelectedInputs
+from xsake.kernels.sharding import axes_of, vary
 
 
 class SelectedTuning(NamedTuple):

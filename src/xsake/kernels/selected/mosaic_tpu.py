@@ -16,7 +16,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from xsake.kernels import online_softmax as softmax
-from xsake.kernels.batching import result_shape
 from xsake.kernels.block_sparse.types import Gradients
 from xsake.kernels.online_softmax import zero_nonfinite
 from xsake.kernels.selected import chunking
@@ -28,6 +27,7 @@ from xsake.kernels.selected.chunking import (
     TileGradients,
 )
 from xsake.kernels.selected.types import SelectedConfig, SelectedInputs
+from xsake.kernels.sharding import result_shape
 
 type Ref = Any  # memory that a kernel reads by `ref[...]`
 

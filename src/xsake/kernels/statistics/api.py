@@ -8,10 +8,9 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from xsake.errors import UnsupportedError
-from xsake.kernels.batching import vary_alike
 from xsake.kernels.dispatch import BackendSpec, Implementation, Op, StaticCall
 from xsake.kernels.lowering import by_platform
-from xsake.kernels.sharding import Placing, each_part, placing_of
+from xsake.kernels.sharding import Placing, each_part, placing_of, vary_alike
 from xsake.kernels.statistics.types import Statistics, StatisticsConfig, StatisticsInputs
 from xsake.kernels.statistics.validation import operands_of, problem_of
 from xsake.masks import AbstractMask, Causal

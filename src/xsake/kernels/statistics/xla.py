@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from xsake.kernels.batching import axes_of
 from xsake.kernels.block_sparse.types import TileSizes
 from xsake.kernels.blocking import take
 from xsake.kernels.row_loop import RowBody, Step, loop_rows
+from xsake.kernels.sharding import axes_of
 from xsake.kernels.statistics import lse_entropy
 from xsake.kernels.statistics.lse_entropy import Moments, Reductions
 from xsake.kernels.statistics.schedule import SpanLists, list_spans

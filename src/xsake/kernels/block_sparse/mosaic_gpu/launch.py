@@ -16,7 +16,6 @@ import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from xsake.kernels.batching import axes_of, vary
 from xsake.kernels.block_sparse.mosaic_gpu import ops as gpu
 from xsake.kernels.block_sparse.mosaic_gpu.masking import TileCoords, TilePairs, locate_tile
 from xsake.kernels.block_sparse.mosaic_gpu.ops import Ref, Scalar
@@ -24,6 +23,7 @@ from xsake.kernels.block_sparse.mosaic_gpu.schedule import GpuSchedule, RowLists
 from xsake.kernels.block_sparse.mosaic_gpu.split_rows import sum_pieces
 from xsake.kernels.block_sparse.types import BlockSparseInputs
 from xsake.kernels.blocking import KeyArrays, QueryArrays, pad_axis
+from xsake.kernels.sharding import axes_of, vary
 from xsake.layout.numbering import quotient, remainder
 
 # Tensor cores contract this many features at once.

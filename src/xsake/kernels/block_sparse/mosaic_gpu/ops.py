@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.extend import backend
 
-from xsake._jax_compat import is_release
+from xsake.kernels.dispatch import is_release
 
 type Ref = Any  # memory that a kernel reads
 type Scalar = Any  # int32 in a register, or an int

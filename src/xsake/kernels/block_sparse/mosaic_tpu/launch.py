@@ -17,11 +17,11 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from xsake.kernels.batching import axes_of, result_shape, vary
 from xsake.kernels.block_sparse.mosaic_tpu.schedule import FLAG_BITS, LIVE, PARTIAL, TpuSchedule
 from xsake.kernels.block_sparse.types import BlockSparseInputs
 from xsake.kernels.blocking import KeyArrays, QueryArrays
 from xsake.kernels.mask_program import MaskProgram, TileSide, element_mask, flat_tables
+from xsake.kernels.sharding import axes_of, result_shape, vary
 from xsake.layout.numbering import RaggedGrid, quotient, remainder
 
 type Ref = Any  # memory that a kernel reads by `ref[...]`

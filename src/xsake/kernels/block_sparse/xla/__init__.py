@@ -15,19 +15,20 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from xsake.kernels import blocking, online_softmax, tuning
-from xsake.kernels.batching import axes_of
 from xsake.kernels.block_sparse import cost
 from xsake.kernels.block_sparse.types import (
     BlockSparseConfig,
     BlockSparseInputs,
     Gradients,
     TileSizes,
-    compute_dtype,
 )
 from xsake.kernels.block_sparse.xla import decode, dense
-from xsake.kernels.blocking import BlockLists, TokenBlocks, take
+from xsake.kernels.blocking import BlockLists, RowTileSide, TokenBlocks, take
+from xsake.kernels.mask_program import element_mask
 from xsake.kernels.online_softmax import matmul, zero_nonfinite
 from xsake.kernels.row_loop import RowBody, Step, loop_rows
+from xsake.kernels.sharding import axes_of
+from xsake.kernels.validation import sum_dtype
 from xsake.layout import BlockLayout
 
 # Scores per step. Measured on 2 cores with 2 MB of L2 each: 12 rows of 128 x 512 are fastest, a
@@ -137,7 +138,7 @@ class BlockedCall(NamedTuple):
 
     @property
     def dtype(self):
-        return compute_dtype(self.inputs)
+        return sum_dtype(self.inputs.q.dtype)
 
     @property
     def axes(self) -> frozenset[str]:
@@ -188,27 +189,15 @@ class BlockedCall(NamedTuple):
         head, q_block = rows // layout.q_blocks, rows % layout.q_blocks
         batch, head = head // self.q_heads, head % self.q_heads
         kv_block = jnp.minimum(kv_block, layout.kv_blocks - 1)
-        token = kv_block[:, None] * layout.block_kv + jnp.arange(layout.block_kv)[None]
-        allowed = ((token < self.kv_tokens.tokens) & exists)[:, None, :]
-        if layout.q_tokens % layout.block_q:
-            # Scores of padded queries may be NaN, like those of padded keys.
-            q_token = q_block[:, None] * layout.block_q + jnp.arange(layout.block_q)[None]
-            allowed = allowed & (q_token < layout.q_tokens)[:, :, None]
+        q = RowTileSide(self.q_tokens, layout.q_tokens, layout.block_q, batch, q_block, axis=1)
+        kv = RowTileSide(self.kv_tokens, layout.kv_tokens, layout.block_kv, batch, kv_block, axis=2)
+        allows = None
         if mask is not None:
-            q_pos = _lookup(self.q_tokens.positions, batch, q_block)[:, :, None]
-            kv_pos = _lookup(self.kv_tokens.positions, batch, kv_block)[:, None, :]
             which = None if mask.heads is None else head * mask.heads // self.q_heads
             which = None if which is None else which[:, None, None]
-            allowed = allowed & mask.allows(q_pos, kv_pos, which)
-        if self.q_tokens.segments is not None:
-            q_ids = _lookup(self.q_tokens.segments, batch, q_block)[:, :, None]
-            kv_ids = _lookup(self.kv_tokens.segments, batch, kv_block)[:, None, :]
-            allowed = allowed & (q_ids == kv_ids) & (q_ids >= 0)
-        return allowed
-
-
-def _lookup(blocks: Array, batch: Array, block: Array) -> Array:
-    return take(blocks, (batch % blocks.shape[0], block))
+            allows = lambda q_pos, kv_pos: mask.allows(q_pos, kv_pos, which)
+        allowed, exists = element_mask(q, kv, allows), exists[..., None]
+        return exists if allowed is None else allowed & exists
 
 
 def cut_call(inputs: BlockSparseInputs, config: BlockSparseConfig) -> BlockedCall:
@@ -500,8 +489,11 @@ def _sizes(inputs: BlockSparseInputs, layout: BlockLayout, rows: int, platform: 
     """Pinned tile sizes, or the default ones."""
     where = "cpu" if platform == "cpu" else "accelerator"
     q = inputs.q
-    pinned = tuning.pinned_sizes(layout, rows, where, q.dtype.name, q.shape[-1])
-    return pinned or default_sizes(layout, rows, platform)
+    pinned: tuning.TileTable = tuning.PINNED.value
+    if pinned.entries:
+        bucket = tuning.Bucket.of(layout, rows, where, q.dtype.name, q.shape[-1])
+        return pinned.find(bucket) or default_sizes(layout, rows, platform)
+    return default_sizes(layout, rows, platform)
 
 
 def _row_sizes(inputs: BlockSparseInputs, config: BlockSparseConfig, platform: str) -> TileSizes:

@@ -15,10 +15,10 @@ from xsake.kernels.block_sparse.types import (
     BlockSparseConfig,
     BlockSparseInputs,
     TileSizes,
-    compute_dtype,
 )
 from xsake.kernels.online_softmax import isolate_nonfinite
 from xsake.kernels.row_loop import RowBody, Step, loop_rows
+from xsake.kernels.validation import sum_dtype
 
 MAX_Q_BLOCKS = 4  # more of them read a block more often than one transposition of K and V costs
 MAX_STEP_BLOCKS = 8  # each is a slice of its own in the program
@@ -102,7 +102,7 @@ class _Reader:
     def __init__(self, inputs: BlockSparseInputs, config: BlockSparseConfig):
         layout = inputs.layout
         self.inputs, self.config, self.layout = inputs, config, layout
-        self.dtype = compute_dtype(inputs)
+        self.dtype = sum_dtype(inputs.q.dtype)
         self.heads = inputs.q.shape[2] // layout.heads
         self.kv_heads = max(1, inputs.k.shape[2] // layout.heads)
         self.repeats = self.heads // self.kv_heads

@@ -16,9 +16,9 @@ from xsake.kernels.block_sparse.types import (
     BlockSparseConfig,
     BlockSparseInputs,
     Gradients,
-    compute_dtype,
 )
 from xsake.kernels.online_softmax import isolate_nonfinite, zero_nonfinite
+from xsake.kernels.validation import sum_dtype
 from xsake.layout import BlockLayout
 from xsake.layout.csr import item_rows, namespace
 
@@ -41,7 +41,7 @@ def is_dense(inputs: BlockSparseInputs, config: BlockSparseConfig, platform: str
 
 def forward(inputs: BlockSparseInputs, config: BlockSparseConfig):
     """`(out [B, Tq, Hq, Dv], lse [B, Tq, Hq])`."""
-    dtype = compute_dtype(inputs)
+    dtype = sum_dtype(inputs.q.dtype)
 
     def run(part: _Part):
         fold = _Fold(part.q, part.k)
@@ -70,7 +70,7 @@ def backward(
     dlse: Array,
 ) -> Gradients:
     """Gradients for q, k, v and bias; p is recomputed."""
-    dtype, softcap = compute_dtype(inputs), config.softcap
+    dtype, softcap = sum_dtype(inputs.q.dtype), config.softcap
 
     def run(part: _Part):
         """Tiles are [rows, keys, queries], which no product has to transpose."""
