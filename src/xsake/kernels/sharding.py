@@ -1,7 +1,7 @@
 """Arrays whose types name mesh axes: explicit sharding, and `shard_map` with its checks.
 
-Explicit sharding: kernels reshape and gather along every axis, which JAX refuses for a split one. So
-each device computes its part of the batch and of the heads.
+Explicit sharding: kernels reshape and gather along every axis, which JAX refuses for a split one.
+So each device computes its part of the batch and of the heads.
 
 `shard_map`: inputs of an operation may vary over different mesh axes, and the carry of a loop must
 have one type from its first step on. So an operation gives all inputs the axes of all of them,
