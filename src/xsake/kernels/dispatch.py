@@ -3,9 +3,9 @@
 A backend is a row `(name, module, platforms)`. Its module is imported when the backend is a
 candidate for the current platform, so a CPU never imports a GPU kernel. The module has
 
-    unsupported_reason(inputs, config, platform) -> str | None      None: it can serve the call
     forward(inputs, config, platform) -> (o, lse, ...)
     backward(inputs, config, platform, o, lse, do, dlse) -> Gradients
+    unsupported_reason(inputs, config, platform) -> str | None      if it cannot serve every call
 """
 
 import functools
@@ -78,7 +78,8 @@ class BackendSpec(NamedTuple):
     def unsupported_reason(self, inputs: Any, config: Any, platform: str) -> str | None:
         """Why it cannot serve a call on a platform; None if it can."""
         reason = self.platform_reason(platform)
-        return reason or self.load().unsupported_reason(inputs, config, platform)
+        refuse = None if reason else getattr(self.load(), "unsupported_reason", None)
+        return refuse(inputs, config, platform) if refuse else reason
 
 
 @runtime_checkable

@@ -9,13 +9,6 @@ from xsake.kernels.compressed import topk
 from xsake.kernels.compressed.types import CompressedConfig, CompressedInputs
 
 
-def unsupported_reason(
-    inputs: CompressedInputs, config: CompressedConfig, platform: str
-) -> str | None:
-    """Why this backend cannot serve the call: it serves every call."""
-    return None
-
-
 def forward(
     inputs: CompressedInputs, config: CompressedConfig, platform: str
 ) -> tuple[Array, Array, Array | None]:

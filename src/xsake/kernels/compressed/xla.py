@@ -56,13 +56,6 @@ class CompressedCall(NamedTuple):
         return self.q.shape[2] // self.group
 
 
-def unsupported_reason(
-    inputs: CompressedInputs, config: CompressedConfig, platform: str
-) -> str | None:
-    """Why this backend cannot serve the call: it serves every call."""
-    return None
-
-
 def _tuning(platform: str) -> CompressedTuning:
     return CPU if platform == "cpu" else ACCELERATOR
 

@@ -9,11 +9,6 @@ from xsake.kernels.block_sparse.types import Gradients
 from xsake.kernels.selected.types import SelectedConfig, SelectedInputs
 
 
-def unsupported_reason(inputs: SelectedInputs, config: SelectedConfig, platform: str) -> str | None:
-    """Why this backend cannot serve the call; None if it can: it serves every call."""
-    return None
-
-
 def forward(inputs: SelectedInputs, config: SelectedConfig, platform: str) -> tuple[Array, Array]:
     """`(o [B, Tq, Hq, Dv], lse [B, Tq, Hq])`."""
     return reference_attention.forward(*inputs[:3], visible(inputs, config), config.scale)[:2]

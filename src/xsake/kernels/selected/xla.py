@@ -32,11 +32,6 @@ CPU = SelectedTuning(rows=256, tiles=8, queries=1024)
 ACCELERATOR = SelectedTuning(rows=256, tiles=64, queries=4096)
 
 
-def unsupported_reason(inputs: SelectedInputs, config: SelectedConfig, platform: str) -> str | None:
-    """Why this backend cannot serve the call; None if it can: it serves every call."""
-    return None
-
-
 def forward(inputs: SelectedInputs, config: SelectedConfig, platform: str) -> tuple[Array, Array]:
     """`(o [B, Tq, Hq, Dv], lse [B, Tq, Hq])`."""
     return chunking.forward(inputs, config, _tuning(platform), visit_forward)

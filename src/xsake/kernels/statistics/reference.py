@@ -7,13 +7,6 @@ from xsake.kernels import reference_attention
 from xsake.kernels.statistics.types import Statistics, StatisticsConfig, StatisticsInputs
 
 
-def unsupported_reason(
-    inputs: StatisticsInputs, config: StatisticsConfig, platform: str
-) -> str | None:
-    """Why this backend cannot serve the call: it serves every call."""
-    return None
-
-
 def statistics(inputs: StatisticsInputs, config: StatisticsConfig, platform: str) -> Statistics:
     """Compute every statistic from the whole matrix of scores."""
     pairs = reference_attention

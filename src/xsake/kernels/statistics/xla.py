@@ -37,13 +37,6 @@ CPU = StatisticsTuning(queries=128, keys=256, logits=9 * 2**16, by=lse_entropy.T
 ACCELERATOR = StatisticsTuning(queries=512, keys=512, logits=2**24, by=lse_entropy.PLAIN)
 
 
-def unsupported_reason(
-    inputs: StatisticsInputs, config: StatisticsConfig, platform: str
-) -> str | None:
-    """Why this backend cannot serve the call: it serves every call."""
-    return None
-
-
 def statistics(inputs: StatisticsInputs, config: StatisticsConfig, platform: str) -> Statistics:
     """Every statistic of every query, in one pass over the spans that hold a visible key."""
     return _statistics(inputs, config, CPU if platform == "cpu" else ACCELERATOR)

@@ -38,13 +38,6 @@ CPU_TILE_KEYS = 512
 ACCELERATOR_TILE_SCORES = 2**24
 
 
-def unsupported_reason(
-    inputs: BlockSparseInputs, config: BlockSparseConfig, platform: str
-) -> str | None:
-    """Why this backend cannot serve the call: it serves every call."""
-    return None
-
-
 def forward(inputs: BlockSparseInputs, config: BlockSparseConfig, platform: str):
     """`(o [B, Tq, Hq, Dv], lse [B, Tq, Hq])`."""
     if dense.is_dense(inputs, config, platform):
