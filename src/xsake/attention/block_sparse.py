@@ -9,6 +9,7 @@ from xsake.attention.runtime_pruning import prune_blocks
 from xsake.attention.sharded import attention_by_sharding
 from xsake.attention.types import AttentionArgs, Implementation, Mask
 from xsake.attention.validation import canonicalize_args, make_output, no_runtime_typecheck
+from xsake.kernels import dispatch
 from xsake.kernels.block_sparse.api import block_sparse
 from xsake.kernels.block_sparse.types import BlockSparseConfig, BlockSparseInputs
 from xsake.kernels.sharding import placing_of
@@ -88,7 +89,7 @@ def attention(
 def attend(
     inputs: BlockSparseInputs,
     config: BlockSparseConfig,
-    implementation: Implementation,
+    implementation: dispatch.Implementation,
     sinks: Float[Array, "Hq S"] | None,
 ) -> tuple[Float[Array, "B Tq Hq Dv"], Float[Array, "B Tq Hq"]]:
     """Return `(o, lse)` of a validated call, with the sharding of its arrays."""
