@@ -28,7 +28,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 from benchmarks.splash_job import Job
 from xsake._provenance import installed_versions
 from xsake.certify import llo, tpu
-from xsake.kernels.block_sparse import mosaic_tpu
+from xsake.kernels.block_sparse.mosaic_tpu import kernels as mosaic_tpu
 from xsake.kernels.block_sparse.types import BlockSparseConfig, BlockSparseInputs
 from xsake.layout import BlockLayout
 from xsake.layout.synthetic import ragged_grid

@@ -9,7 +9,7 @@ import pytest
 
 import xsake
 from tests.attention.dense import draw
-from xsake.kernels.block_sparse import xla
+from xsake.kernels.block_sparse.xla import kernels as xla
 from xsake.kernels.row_loop import loop_rows
 from xsake.layout import BlockLayout
 from xsake.masks import Causal, Full, PerHead, Window

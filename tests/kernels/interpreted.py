@@ -6,8 +6,8 @@ from typing import Any
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import tpu as pltpu
 
-from xsake.kernels.block_sparse import mosaic_tpu
 from xsake.kernels.block_sparse.mosaic_gpu import ampere
+from xsake.kernels.block_sparse.mosaic_tpu import kernels as mosaic_tpu
 from xsake.kernels.dispatch import BackendSpec
 
 # Two cores, memory that holds NaN until it is written, copies that really take turns, and every

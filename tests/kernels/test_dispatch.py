@@ -17,8 +17,8 @@ from xsake.attention.types import AttentionArgs
 from xsake.attention.validation import canonicalize_args
 from xsake.errors import ArgumentError, UnsupportedError
 from xsake.kernels import dispatch
-from xsake.kernels.block_sparse import xla
 from xsake.kernels.block_sparse.api import OP
+from xsake.kernels.block_sparse.xla import kernels as xla
 from xsake.kernels.selected.api import OP as SELECTED_OP
 from xsake.masks import Causal
 

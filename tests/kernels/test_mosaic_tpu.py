@@ -15,8 +15,8 @@ import xsake
 from tests.kernels.interpreted import CHECKED, Interpreted, register
 from tests.lanes import gate
 from xsake.errors import UnsupportedError
-from xsake.kernels.block_sparse import mosaic_tpu
 from xsake.kernels.block_sparse.api import OP
+from xsake.kernels.block_sparse.mosaic_tpu import kernels as mosaic_tpu
 from xsake.kernels.block_sparse.mosaic_tpu import schedule
 from xsake.kernels.block_sparse.types import BlockSparseConfig, BlockSparseInputs, TileSizes
 from xsake.layout import BlockLayout

@@ -12,8 +12,9 @@ import pytest
 import xsake
 from tests.lanes import gate
 from xsake.kernels import blocking, online_softmax
-from xsake.kernels.block_sparse import api, xla
-from xsake.kernels.block_sparse.xla import BlockedCall
+from xsake.kernels.block_sparse import api
+from xsake.kernels.block_sparse.xla import kernels as xla
+from xsake.kernels.block_sparse.xla.kernels import BlockedCall
 from xsake.masks import Causal, Explicit, Full, PerHead, Window
 from xsake.testing.cases import ConformanceCase
 from xsake.testing.conformance import (

@@ -12,9 +12,9 @@ import xsake
 from tests.kernels.interpreted import CHECKED, Interpreted, register
 from tests.lanes import gate
 from xsake.kernels import online_softmax
-from xsake.kernels.block_sparse import mosaic_tpu
 from xsake.kernels.block_sparse.api import OP
-from xsake.kernels.block_sparse.mosaic_tpu import launch, schedule
+from xsake.kernels.block_sparse.mosaic_tpu import kernels as mosaic_tpu
+from xsake.kernels.block_sparse.mosaic_tpu import launch, masking, schedule
 from xsake.kernels.mask_program import MaskProgram
 from xsake.layout import BlockLayout
 from xsake.layout.numbering import RaggedGrid
@@ -205,7 +205,7 @@ def every_head_has_the_mask_of_the_first(right):
     return lambda self, tables, grid, q_number: right(self, tables, grid, 0 * q_number)
 
 
-@bug(launch.TpuTileSide, "token_index")
+@bug(masking.TpuTileSide, "token_index")
 def positions_restart_in_every_block(right):
     return lambda self: right(dataclasses.replace(self, first=0))
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import xsake
-from xsake.kernels.block_sparse import xla
 from xsake.kernels.block_sparse.types import TileSizes
+from xsake.kernels.block_sparse.xla import kernels as xla
 from xsake.kernels.tuning import Bucket, TileTable, pin_tiles
 from xsake.masks import Causal
 

@@ -12,7 +12,7 @@ from xsake.errors import ArgumentError
 from xsake.kernels.block_sparse.types import TileSizes
 
 NAME = "tpu"
-KERNELS = "xsake.kernels.block_sparse.mosaic_tpu"
+KERNELS = "xsake.kernels.block_sparse.mosaic_tpu.kernels"
 SELECTED_KERNELS = "xsake.kernels.selected.mosaic_tpu"
 PLATFORM = "tpu"
 PACKAGES = ("libtpu",)

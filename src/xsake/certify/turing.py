@@ -8,8 +8,9 @@ from typing import Any
 from xsake.certify import cuda, gpu_specs
 from xsake.certify.case import CompileCase
 from xsake.certify.family import CompileFacts, Target
-from xsake.kernels.block_sparse import cost, xla
+from xsake.kernels.block_sparse import cost
 from xsake.kernels.block_sparse.types import BlockSparseConfig, BlockSparseInputs
+from xsake.kernels.block_sparse.xla import kernels as xla
 
 NAME = "turing"
 KERNELS = "xsake.certify.turing"  # the functions below

@@ -9,7 +9,7 @@ import numpy as np
 from jax import Array
 
 from xsake.kernels.block_sparse.types import BlockSparseInputs
-from xsake.kernels.mask_program import TileSide
+from xsake.kernels.element_mask import TileSide
 from xsake.kernels.row_loop import RowTable
 from xsake.layout import BlockLayout, TransposedLayout
 from xsake.layout.csr import at_least_one, namespace, partial_first

@@ -6,6 +6,7 @@ candidate for the current platform, so a CPU never imports a GPU kernel. The mod
     forward(inputs, config, platform) -> (o, lse, ...)
     backward(inputs, config, platform, o, lse, do, dlse) -> Gradients
     unsupported_reason(inputs, config, platform) -> str | None      if it cannot serve every call
+    count_passes(inputs, config, platform) -> (KernelCost, ...)     of block-sparse attention
 """
 
 import functools

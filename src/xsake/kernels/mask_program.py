@@ -1,4 +1,4 @@
-"""Masks inside kernels: `element_mask` of a tile, and masks as integer programs on positions.
+"""Masks as integer programs on positions, for kernels.
 
 A kernel reads no tables of tokens and knows its head as a scalar only. `trace_mask` partially
 evaluates a mask: what does not depend on positions is computed at trace time for every head, the
@@ -8,7 +8,6 @@ rest becomes the program, which kernels evaluate by `MaskProgram.allows`.
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from operator import and_
 from typing import Any, NamedTuple
 
 import jax
@@ -21,65 +20,6 @@ from jaxtyping import Bool, Int32
 from xsake.layout.numbering import RaggedGrid, quotient
 from xsake.masks import AbstractMask
 from xsake.masks.algebra import AbstractCombination, Not, PerHead
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class TileSide:
-    """The queries or the keys of a tile of scores, as `element_mask` reads them.
-
-    Each kernel has its own way to lay tokens out along an axis of a tile: the two methods without a
-    body. Only arrays that a mask needs are computed.
-    """
-
-    integers: Any  # `positions` and `segments` of the tokens, in the kernel's memory; None without
-    tokens: int  # of the sequence
-    block: int  # tokens of a block
-
-    def token_index(self) -> Array:
-        """Indices of the tokens in their sequence, broadcast to the tile."""
-        raise NotImplementedError
-
-    def along_axis(self, integers: Any) -> Array:
-        """Integers of the tokens, broadcast to the tile."""
-        raise NotImplementedError
-
-    def positions(self) -> Array:
-        """Positions as masks see them: the index, unless the call has positions."""
-        x = self.integers.positions
-        return self.token_index() if x is None else self.along_axis(x)
-
-    def segments(self) -> Array | None:
-        """Segment ids, negative for padding."""
-        x = self.integers.segments
-        return None if x is None else self.along_axis(x)
-
-
-def element_mask(
-    q: TileSide,
-    kv: TileSide,
-    allows: Callable[[Array, Array], Any] | None,
-    mask_block: Callable[[], Array] | None = None,
-) -> Array | None:
-    """Pairs of a tile that may attend, the same rule in every kernel; None if all pairs may.
-
-    Args:
-        q, kv: the two sides of the tile.
-        allows: the mask on positions; None without a mask.
-        mask_block: instead of `allows`: load integers of the tile, 0 where a pair is masked.
-    """
-    conditions = []
-    for side in (kv, q):
-        # Scores of padded queries may be NaN, like those of padded keys.
-        if side.tokens % side.block:
-            conditions.append(side.token_index() < side.tokens)
-    if allows is not None:
-        conditions.append(allows(q.positions(), kv.positions()))
-    if mask_block is not None:
-        conditions.append(mask_block() != 0)
-    q_ids, kv_ids = q.segments(), kv.segments()
-    if q_ids is not None:
-        conditions.append((q_ids == kv_ids) & (q_ids >= 0))
-    return functools.reduce(and_, conditions) if conditions else None
 
 
 def _broadcast(operation: Callable[..., Any]) -> Callable[..., Any]:

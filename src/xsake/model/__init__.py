@@ -5,7 +5,7 @@ from xsake.model.attend import DenseAttention, LayoutAttention, MaskedAttention
 from xsake.model.cache import KVCache
 from xsake.model.config import DecoderConfig, LayerKind, NativeSparseSizes, Rope
 from xsake.model.decoder import Decoder
-from xsake.model.native_sparse import NativeSparse
+from xsake.model.nsa_layer import NativeSparse
 
 __all__ = [
     "AttentionFn", "Decoder", "DecoderConfig", "DenseAttention", "KVCache", "LayerCall",

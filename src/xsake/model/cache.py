@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from xsake.layout.grid import register_layout
-from xsake.model.native_cache import NativeCache
+from xsake.model.nsa_cache import NativeCache
 
 
 @register_layout(leaves=("keys", "values", "lengths"), static=())

@@ -19,8 +19,8 @@ from xsake.model.attend import DenseAttention, check_dense
 from xsake.model.cache import AnyCache, KVCache
 from xsake.model.config import DecoderConfig
 from xsake.model.layers import Attention, Layer, Norm, init_param
-from xsake.model.native_cache import NativeCache
-from xsake.model.native_sparse import NativeSparse
+from xsake.model.nsa_cache import NativeCache
+from xsake.model.nsa_layer import NativeSparse
 from xsake.model.rope import cos_sin_tables, rotate
 
 Tokens = Int[Array | np.ndarray, "B T"]

@@ -8,7 +8,7 @@ from jax import Array
 
 from xsake.kernels import online_softmax
 from xsake.kernels.blocking import RowTileSide, pad_axis, take
-from xsake.kernels.mask_program import element_mask
+from xsake.kernels.element_mask import element_mask
 from xsake.kernels.statistics.types import Statistics, StatisticsConfig, StatisticsInputs
 from xsake.layout.grid import count_blocks
 

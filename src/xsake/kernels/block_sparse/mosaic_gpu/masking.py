@@ -12,7 +12,8 @@ from jax.experimental import pallas as pl
 from xsake.kernels.block_sparse.mosaic_gpu import ops as gpu
 from xsake.kernels.block_sparse.mosaic_gpu.ops import Ref, Scalar
 from xsake.kernels.block_sparse.mosaic_gpu.schedule import GpuSchedule, RowLists, Tile
-from xsake.kernels.mask_program import MaskProgram, TileSide, element_mask
+from xsake.kernels.element_mask import TileSide, element_mask
+from xsake.kernels.mask_program import MaskProgram
 from xsake.layout.numbering import quotient, remainder
 
 

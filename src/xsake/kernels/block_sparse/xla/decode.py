@@ -5,9 +5,12 @@ row is a list of the layout for one batch element, with every head that the list
 """
 
 import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from xsake.kernels import blocking, online_softmax
 from xsake.kernels.block_sparse import cost
@@ -16,6 +19,8 @@ from xsake.kernels.block_sparse.types import (
     BlockSparseInputs,
     TileSizes,
 )
+from xsake.kernels.blocking import TokenBlocks
+from xsake.kernels.element_mask import ExpandedSide, element_mask
 from xsake.kernels.online_softmax import isolate_nonfinite
 from xsake.kernels.row_loop import RowBody, Step, loop_rows
 from xsake.kernels.validation import sum_dtype
@@ -145,26 +150,29 @@ class _Reader:
         parts = [lax.dynamic_slice_in_dim(rows, self._first(block), keys, 3) for block in blocks]
         return self._fold(jnp.concatenate(parts, 3).astype(self.dtype))
 
-    def element_mask(self, place: _ListCoords, block):
+    def element_mask(self, place: _ListCoords, block: Array) -> Array:
         """The element mask of a block."""
-        inputs, mask = self.inputs, self.layout.mask
-        first = self._first(block)
-        token = first + jnp.arange(self.layout.block_kv, dtype=jnp.int32)
-        # A slice that would end past the array starts earlier: those keys belong to another block.
-        visible = (token >= block * self.layout.block_kv)[None, None, None]
+        inputs, mask, first, allows = self.inputs, self.layout.mask, self._first(block), None
         if mask is not None:
             which = None
             if mask.heads is not None:
                 which = place.head + jnp.arange(self.heads, dtype=jnp.int32)[None, :, None, None]
                 which = which * mask.heads // inputs.q.shape[2]
-            q_pos = self._query_integers(inputs.q_positions, place)
-            kv_pos = self._key_integers(inputs.kv_positions, place, first)
-            visible = visible & mask.allows(q_pos, kv_pos, which)
-        if inputs.q_segment_ids is not None:
-            q_ids = self._query_integers(inputs.q_segment_ids, place)
-            kv_ids = self._key_integers(inputs.kv_segment_ids, place, first)
-            visible = visible & (q_ids == kv_ids) & (q_ids >= 0)
-        return self._fold(visible)
+            allows = lambda q_pos, kv_pos: mask.allows(q_pos, kv_pos, which)
+        q = self._side(inputs.q_positions, inputs.q_segment_ids, self._query_integers, place)
+        at = functools.partial(self._key_integers, first=first)
+        kv = self._side(inputs.kv_positions, inputs.kv_segment_ids, at, place)
+        token = first + jnp.arange(self.layout.block_kv, dtype=jnp.int32)
+        # A slice that would end past the array starts earlier: those keys belong to another block.
+        own = (token >= block * self.layout.block_kv)[None, None, None]
+        allowed = element_mask(q, kv, allows)
+        return self._fold(own if allowed is None else own & allowed)
+
+    def _side(
+        self, positions: Any, segments: Any, load: Callable[..., Array], place: _ListCoords
+    ) -> ExpandedSide:
+        segments = None if segments is None else load(segments, place)
+        return ExpandedSide(TokenBlocks(load(positions, place), segments, 1), 1, 1)
 
     def store(self, room, place: _ListCoords, x):
         """Put the results of a list [kv heads, repeats * queries, ...] in their place."""

@@ -17,6 +17,8 @@ from xsake.kernels.block_sparse.types import (
     BlockSparseInputs,
     Gradients,
 )
+from xsake.kernels.blocking import TokenBlocks
+from xsake.kernels.element_mask import ExpandedSide, element_mask
 from xsake.kernels.online_softmax import isolate_nonfinite, zero_nonfinite
 from xsake.kernels.validation import sum_dtype
 from xsake.layout import BlockLayout
@@ -221,19 +223,22 @@ def _visible(part: _Part, layout: BlockLayout):
     return codes > 0 if allowed is None else (codes == 1) | ((codes == 2) & allowed)
 
 
-def _mask_pairs(part: _Part, layout: BlockLayout):
+def _mask_pairs(part: _Part, layout: BlockLayout) -> Array | None:
     """Pairs that mask and segment ids allow; None if neither is given."""
-    allowed, heads = None, part.q.shape[2]
-    if layout.mask is not None:
-        index = lambda x, tokens: jnp.arange(tokens, dtype=jnp.int32)[None] if x is None else x
-        q_pos = index(part.q_positions, layout.q_tokens)[:, None, :, None]
-        kv_pos = index(part.kv_positions, layout.kv_tokens)[:, None, None, :]
+    mask, heads, allows = layout.mask, part.q.shape[2], None
+    if mask is not None:
         which = None
-        if layout.mask.heads is not None:
-            which = (jnp.arange(heads) * layout.mask.heads // heads)[None, :, None, None]
-        allowed = layout.mask.allows(q_pos, kv_pos, which)
-    if part.q_segment_ids is not None:
-        q_ids, kv_ids = part.q_segment_ids[:, None, :, None], part.kv_segment_ids[:, None, None]
-        same = (q_ids == kv_ids) & (q_ids >= 0)
-        allowed = same if allowed is None else allowed & same
-    return allowed
+        if mask.heads is not None:
+            which = (jnp.arange(heads) * mask.heads // heads)[None, :, None, None]
+        allows = lambda q_pos, kv_pos: mask.allows(q_pos, kv_pos, which)
+    q = _side(part.q_positions, part.q_segment_ids, layout.q_tokens, (1, 3))
+    kv = _side(part.kv_positions, part.kv_segment_ids, layout.kv_tokens, (1, 2))
+    return element_mask(q, kv, allows)
+
+
+def _side(positions: Any, segments: Any, tokens: int, axes: tuple[int, int]) -> ExpandedSide:
+    """Tokens [B or 1, T] with `axes` added, for pairs [B, H, Tq, Tk]."""
+    if positions is None:
+        positions = jnp.arange(tokens, dtype=jnp.int32)[None]
+    expand = lambda x: None if x is None else jnp.expand_dims(x, axes)
+    return ExpandedSide(TokenBlocks(expand(positions), expand(segments), tokens), tokens, 1)

@@ -23,7 +23,7 @@ from xsake.kernels.selected import types as selecting
 from xsake.masks import Causal, Window
 from xsake.model.config import DecoderConfig
 from xsake.model.layers import Norm, init_param, named_param
-from xsake.model.native_cache import NativeState
+from xsake.model.nsa_cache import NativeState
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
