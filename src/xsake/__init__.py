@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from xsake import masks
 from xsake.attention import (
-    AttentionOutput,
     BlockSparseAttention,
     Explanation,
     attention,
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
 __version__ = "0.1.1"
 
 __all__ = [
-    "AttentionOutput",
     "BlockLayout",
     "BlockSparseAttention",
     "Blocks",

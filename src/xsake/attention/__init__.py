@@ -4,10 +4,8 @@ from xsake.attention.block_sparse import attention
 from xsake.attention.dot_product import dot_product_attention
 from xsake.attention.explain import Explanation, explain
 from xsake.attention.operator import BlockSparseAttention
-from xsake.attention.types import AttentionOutput
 
 __all__ = [
-    "AttentionOutput",
     "BlockSparseAttention",
     "Explanation",
     "attention",

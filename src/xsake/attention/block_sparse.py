@@ -70,7 +70,7 @@ def attention(
             None selects one for the platform.
 
     Returns:
-        The output [B, Tq, Hq, Dv] in the dtype of q, or `AttentionOutput(out, lse)`.
+        The output [B, Tq, Hq, Dv] in the dtype of q, or `(output, lse)`.
 
     Example:
         >>> import jax, jax.numpy as jnp, xsake

@@ -20,8 +20,8 @@ class LayerCall:
     mask: AbstractMask  # the model's mask; excluded pairs must stay excluded
     scale: float
     softcap: float | None = None
-    q_positions: Int[Array, "B Tq"] | None = None  # None: the token index
-    kv_positions: Int[Array, "B Tk"] | None = None
+    q_positions: Int[Array, "Bq Tq"] | None = None  # None: the token index
+    kv_positions: Int[Array, "Bk Tk"] | None = None
     segment_ids: Int[Array, "B T"] | None = None  # of both queries and keys
     native: Any = None  # the layer's native sparse attention
 

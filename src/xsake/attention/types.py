@@ -1,12 +1,12 @@
-"""Arguments and results of an attention call."""
+"""Arguments of an attention call."""
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import numpy as np
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool
 
 from xsake.masks import AbstractMask
 
@@ -16,13 +16,6 @@ AnyArray = Array | np.ndarray | jax.ShapeDtypeStruct
 BackendName = Literal["mosaic_gpu_hopper", "mosaic_gpu", "mosaic_tpu", "xla", "reference"]
 type Implementation = BackendName | Sequence[BackendName] | None
 type Mask = AbstractMask | Bool[Array | np.ndarray, "..."] | str | None
-
-
-class AttentionOutput(NamedTuple):
-    """Output and log-sum-exp of attention."""
-
-    out: Float[Array, "*B Tq Hq Dv"]
-    lse: Float[Array, "*B Tq Hq"]
 
 
 @dataclasses.dataclass(frozen=True)

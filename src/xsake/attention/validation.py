@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array
 
 from xsake.attention.boolean_masks import convert_booleans
-from xsake.attention.types import DEFAULT_BLOCK, AttentionArgs, AttentionOutput
+from xsake.attention.types import DEFAULT_BLOCK, AttentionArgs
 from xsake.errors import ArgumentError, LayoutError, ShapeError
 from xsake.kernels.block_sparse.types import BlockSparseConfig, BlockSparseInputs
 from xsake.kernels.validation import check_dtypes, check_sizes, integers, number, sum_dtype
@@ -50,7 +50,7 @@ def make_output(q: Any, o: Array, lse: Array, return_lse: bool) -> Any:
     """Return the output, without a batch axis if `q` has none, and the log-sum-exp if requested."""
     if np.ndim(q) == 3:
         o, lse = o[0], lse[0]
-    return AttentionOutput(o, lse) if return_lse else o
+    return (o, lse) if return_lse else o
 
 
 def _array(x: Any) -> Any:
