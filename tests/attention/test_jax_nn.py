@@ -128,6 +128,24 @@ def test_arrays_without_a_batch():
     assert xsake.explain(*arrays, is_causal=True).arrays["q"] == f"float32[1, {T}, {H}, {D}]"
 
 
+def test_booleans_on_keys_join_segment_ids():
+    ids, keys = np.repeat([[0, 1], [0, 0]], T // 2, axis=1), np.arange(T) % 3 > 0
+    ours = xsake.attention(Q, KEY, VALUE, mask=keys, q_segment_ids=ids, **SIZES)
+    same = (ids[:, :, None] == ids[:, None])[:, None] & keys
+    np.testing.assert_allclose(
+        ours, jax.nn.dot_product_attention(Q, KEY, VALUE, mask=jnp.asarray(same)), atol=2e-5
+    )
+    with pytest.raises(xsake.XsakeError, match="required for both"):
+        xsake.attention(Q[:, :9], KEY, VALUE, mask=keys, q_segment_ids=ids[:, :9])
+
+
+def test_a_bias_is_checked_before_booleans_join_it():
+    mask = jnp.asarray(ALLOWED[:, :1])
+    for wrong in (np.zeros((1, 1, T, T), int), np.zeros((3, 1, T, T), np.float32)):
+        with pytest.raises(xsake.XsakeError, match="bias must be floating-point"):
+            xsake.attention(Q, KEY, VALUE, mask=mask, bias=wrong)
+
+
 def test_booleans_do_not_move_with_positions():
     at = {"q_positions": jnp.arange(T)[::-1], "kv_positions": jnp.arange(T)[::-1]}
     mask = ALLOWED[0, 0]

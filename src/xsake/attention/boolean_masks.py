@@ -24,7 +24,8 @@ def convert_booleans(
     `Explicit`. All others become a bias of -inf and a list of the blocks with an allowed pair.
 
     Args:
-        args: `mask` is True where a query may attend to a key, and broadcasts to `shape`.
+        args: `mask` is True where a query may attend to a key, and broadcasts to `shape`; `bias` is
+            None or [B or 1, Hq or 1, Tq, Tk].
         shape: [B, Hq, Tq, Tk] of the call.
         blocks: block sizes (q, kv) of the list.
     """
@@ -57,9 +58,8 @@ def convert_booleans(
     layout = args.layout
     if layout is None:
         layout = _call(lambda x: _list_blocks(x, shape, blocks), allowed)
-    bias = jnp.float32(0) if args.bias is None else args.bias
-    mask = lambda x, bias: jnp.where(x, bias.reshape((1,) * (4 - bias.ndim) + bias.shape), -jnp.inf)
-    bias = _call(mask, allowed, bias)
+    bias = np.zeros((1, 1, *shape[2:]), np.float32) if args.bias is None else args.bias
+    bias = _call(lambda x, bias: jnp.where(x, bias, -jnp.inf), allowed, bias)
     return dataclasses.replace(args, mask=None, bias=bias, layout=layout, block_size=None)
 
 
@@ -69,7 +69,10 @@ def _mask_keys(args: AttentionArgs, allowed: Any, shape: tuple[int, int, int, in
     q_ids, kv_ids = args.q_segment_ids, args.kv_segment_ids
     if q_ids is None and kv_ids is None:
         q_ids, kv_ids = (np.zeros((batch, n), np.int32) for n in (q_tokens, kv_tokens))
-    kv_ids = q_ids if kv_ids is None else kv_ids
+    if kv_ids is None and q_tokens == kv_tokens:
+        kv_ids = q_ids
+    if q_ids is None or kv_ids is None:  # refused with the other arguments
+        return dataclasses.replace(args, mask=None)
     kv_ids = _call(lambda x, ids: jnp.where(x[:, 0, 0], ids, -1), allowed, kv_ids)
     return dataclasses.replace(args, mask=None, q_segment_ids=q_ids, kv_segment_ids=kv_ids)
 

@@ -37,12 +37,10 @@ def canonicalize_args(
     check_arrays(q, k, v)
     q, scale = _scale(q, args.scale)
     config = BlockSparseConfig(scale, _softcap(args.softcap))
-    args = _resolve_mask(args, q, k)
+    args = _resolve_mask(dataclasses.replace(args, bias=_bias(args.bias, q, k)), q, k)
     layout = _layout(q, k, args)
-    q_positions, kv_positions = _positions(args, q, k)
-    q_ids, kv_ids = _segments(args, q, k)
-    bias = _bias(args.bias, q, k)
-    inputs = BlockSparseInputs(q, k, v, layout, bias, q_positions, kv_positions, q_ids, kv_ids)
+    tokens = *_positions(args, q, k), *_segments(args, q, k)
+    inputs = BlockSparseInputs(q, k, v, layout, args.bias, *tokens)
     return inputs, config, _sinks(args.sinks, q.shape[2])
 
 
