@@ -195,7 +195,7 @@ def dead_slots_count(right):
     return 0xFFFFFF
 
 
-@bug(launch, "PARTIAL")
+@bug(masking, "PARTIAL")
 def element_masks_are_never_applied(right):
     return 0
 
@@ -210,7 +210,7 @@ def positions_restart_in_every_block(right):
     return lambda self: right(dataclasses.replace(self, first=0))
 
 
-@bug(launch, "element_mask", case="packed")
+@bug(masking, "element_mask", case="packed")
 def segments_do_not_separate_keys(right):
     without = lambda side: dataclasses.replace(side, integers=side.integers._replace(segments=None))
     return lambda q, kv, *rest: right(without(q), without(kv), *rest)
