@@ -190,7 +190,7 @@ def two_cores_write_one_row(right):
     return broken
 
 
-@bug(launch, "LIVE", case="holes")
+@bug(masking, "LIVE", case="holes")
 def dead_slots_count(right):
     return 0xFFFFFF
 
