@@ -176,8 +176,7 @@ def explain(
     platform = dispatch.find_platform(platform)
     # Evaluate concrete values eagerly, even inside jit.
     with jax.ensure_compile_time_eval():
-        abstract: Any = [_abstract(x) for x in (q, k, v, bias, sinks)]
-        q, k, v, bias, sinks = abstract
+        q, k, v, bias, sinks = (_abstract(x) for x in (q, k, v, bias, sinks))
         mask = _abstract(mask) if isinstance(mask, jax.core.Tracer) else mask
         args = AttentionArgs(
             mask, is_causal, window, layout, block_size, bias, sinks, softcap, scale,
@@ -214,7 +213,7 @@ def explain(
     )
 
 
-def _abstract(x):
+def _abstract(x: Any) -> Any:
     """Return shape and dtype of an array."""
     if x is None:
         return None
