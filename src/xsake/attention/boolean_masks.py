@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from xsake.attention.types import AttentionArgs
+from xsake.attention.types import AttentionArgs, reshape
 from xsake.errors import ShapeError, UnsupportedError
 from xsake.layout import BlockLayout
 from xsake.layout.csr import is_concrete
@@ -40,7 +40,7 @@ def convert_booleans(
         )
     if not isinstance(allowed, jax.ShapeDtypeStruct) and is_concrete(allowed):
         allowed = np.asarray(allowed)  # inside `jit`, operations of jnp would be traced
-    allowed = _reshape(allowed, sizes)
+    allowed = reshape(allowed, *sizes)
     if sizes[1:3] == (1, 1):
         return _mask_keys(args, allowed, shape)
     has_positions = args.q_positions is not None or args.kv_positions is not None
@@ -92,8 +92,3 @@ def _call(function: Any, *arrays: Any) -> Any:
     """The result of a function; its shape if an array is abstract."""
     is_abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in arrays)
     return jax.eval_shape(function, *arrays) if is_abstract else function(*map(jnp.asarray, arrays))
-
-
-def _reshape(x: Any, shape: tuple[int, ...]) -> Any:
-    is_abstract = isinstance(x, jax.ShapeDtypeStruct)
-    return jax.ShapeDtypeStruct(shape, x.dtype) if is_abstract else x.reshape(shape)

@@ -18,6 +18,12 @@ type Implementation = BackendName | Sequence[BackendName] | None
 type Mask = AbstractMask | Bool[Array | np.ndarray, "..."] | str | None
 
 
+def reshape(x: Any, *shape: int) -> Any:
+    """`x.reshape(shape)`; abstract arrays stay abstract."""
+    is_abstract = isinstance(x, jax.ShapeDtypeStruct)
+    return jax.ShapeDtypeStruct(shape, x.dtype) if is_abstract else x.reshape(shape)
+
+
 @dataclasses.dataclass(frozen=True)
 class AttentionArgs:
     """Keyword arguments of `xsake.attention`, not yet validated."""

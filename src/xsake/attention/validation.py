@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array
 
 from xsake.attention.boolean_masks import convert_booleans
-from xsake.attention.types import DEFAULT_BLOCK, AttentionArgs
+from xsake.attention.types import DEFAULT_BLOCK, AttentionArgs, reshape
 from xsake.errors import ArgumentError, LayoutError, ShapeError
 from xsake.kernels.block_sparse.types import BlockSparseConfig, BlockSparseInputs
 from xsake.kernels.validation import check_dtypes, check_sizes, integers, number, sum_dtype
@@ -33,7 +33,7 @@ def canonicalize_args(
     """Return validated `(inputs, config, sinks [Hq, S])`; abstract arrays stay abstract."""
     q, k, v = (_array(x) for x in (q, k, v))
     if q.ndim == k.ndim == v.ndim == 3:
-        q, k, v = (_reshape(x, 1, *x.shape) for x in (q, k, v))
+        q, k, v = (reshape(x, 1, *x.shape) for x in (q, k, v))
     check_arrays(q, k, v)
     q, scale = _scale(q, args.scale)
     config = BlockSparseConfig(scale, _softcap(args.softcap))
@@ -53,12 +53,6 @@ def make_output(q: Any, o: Array, lse: Array, return_lse: bool) -> Any:
 
 def _array(x: Any) -> Any:
     return x if isinstance(x, jax.ShapeDtypeStruct) else jnp.asarray(x)
-
-
-def _reshape(x: Any, *shape: int) -> Any:
-    if isinstance(x, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(shape, x.dtype)
-    return x.reshape(shape)
 
 
 def check_arrays(q, k, v) -> None:
@@ -151,7 +145,7 @@ def _bias(bias: Any, q: Any, k: Any) -> Any:
             fix="pass booleans as `mask`",
         )
     whole = (*shape[:2], *expected[2:])
-    bias = _reshape(bias, *shape)
+    bias = reshape(bias, *shape)
     if isinstance(bias, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(whole, bias.dtype)
     return jnp.broadcast_to(bias, whole)
@@ -169,7 +163,7 @@ def _sinks(sinks, heads: int):
             expected=f"floating ({heads},) or ({heads}, S)",
             fix="repeat shared sinks with jnp.broadcast_to(sinks, (Hq, S))",
         )
-    return _reshape(sinks, heads, sinks.size // heads)
+    return reshape(sinks, heads, sinks.size // heads)
 
 
 def _positions(args: AttentionArgs, q: Any, k: Any) -> tuple[Any, ...]:
