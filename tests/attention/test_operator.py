@@ -77,7 +77,7 @@ SHARDED = textwrap.dedent("""
     ids = jnp.asarray(np.repeat([[0, 1], [0, 0]], 25, axis=1), jnp.int32)
     rng = np.random.default_rng(0)
     sizes = dict(q_tokens=50, kv_tokens=50, block_q=16, block_kv=16)
-    by_head = BlockLayout.from_block_mask(rng.random((4, 4, 4)) < 0.6, mask=Causal(), **sizes)
+    by_head = BlockLayout.from_block_mask(rng.random((4, 4, 4)) < 0.6, **sizes)
     by_batch = BlockLayout.from_block_mask(rng.random((2, 2, 4, 4)) < 0.6, **sizes)
 
     def compare(mesh, gradients=False, **arguments):
@@ -98,7 +98,8 @@ SHARDED = textwrap.dedent("""
     devices = np.array(jax.devices())
     data, tensor = Mesh(devices, ("data",)), Mesh(devices.reshape(1, 2), ("data", "tensor"))
     compare(data, mask=Causal(), q_segment_ids=ids, gradients=True)
-    compare(tensor, layout=by_head, q_positions=jnp.arange(50), gradients=True)
+    positions = dict(q_positions=jnp.arange(50))
+    compare(tensor, layout=by_head, mask=Causal(), **positions, gradients=True)
     compare(data, layout=by_batch)
     compare(tensor, layout=by_batch.traced())
 
