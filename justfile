@@ -5,6 +5,7 @@ venv := ".venv"
 export PATH := justfile_directory() / venv / "bin:" + env("PATH")
 # Some machines forbid it: every process would then compile all of JAX's modules again, 10 s of them.
 export PYTHONDONTWRITEBYTECODE := ""
+all_types := "xsake,beartype.beartype(conf=beartype.BeartypeConf(strategy=beartype.BeartypeStrategy.On))"
 compile := "uv pip compile --quiet --universal --python-version 3.12 --generate-hashes --no-annotate --no-emit-index-url --no-emit-find-links --custom-compile-command 'just lock'"
 
 _default:
@@ -38,9 +39,9 @@ fmt:
 test *args:
     JAX_DISABLE_MOST_OPTIMIZATIONS=1 pytest -q {{ args }}
 
-# every test, slow ones included, with many more examples, compiled as for users; then every supported jax
-nightly *args: && (jax-range "--slow")
-    pytest -q -m "slow or not slow" --timeout=1800 --hypothesis-profile=nightly {{ args }}
+# every test, slow ones included, every type checked, many more examples, compiled as for users; then every supported jax
+nightly *args: && showcase certify-smoke (jax-range "--slow")
+    pytest -q -m "slow or not slow" --timeout=1800 --hypothesis-profile=nightly --jaxtyping-packages='{{ all_types }}' {{ args }}
 
 # update the source tree in docs/tree.md
 tree:
@@ -57,6 +58,7 @@ showcase:
     cd showcase && npm test
     cd showcase && NEXT_TELEMETRY_DISABLED=1 npm run build
     cd showcase && npm run walk
+    python .ci/stage_inputs.py passed showcase
 
 # Lighthouse's opinion of the built showcase
 showcase-score:
@@ -147,6 +149,7 @@ certify-smoke *args:
     xsake certify v5e --cases smoke --no-figures --no-resume --out .ci/certificates --environments .ci/environments {{ args }}
     xsake certify v6e --cases 'smollm2_135m_4k_25_bf16_[fd]*' --no-figures --no-resume --out .ci/certificates --environments .ci/environments
     xsake certify sm_80 sm_90a_wgmma --cases 'smollm2_135m_4k_25_bf16_[fd]*' --no-figures --no-resume --out .ci/certificates --environments .ci/environments
+    python .ci/stage_inputs.py passed certify-smoke
 
 # write the table of certificates into the documentation
 hardware:

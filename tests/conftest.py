@@ -1,5 +1,6 @@
-"""Settings shared by all tests: how many examples hypothesis tries, and how strict JAX is."""
+"""Settings shared by all tests: examples of hypothesis, strictness of JAX, seconds per package."""
 
+import collections
 import os
 
 import hypothesis
@@ -21,3 +22,41 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("ci")
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# Seconds of tests per package on two cores, added up over the workers: about twice what they take,
+# so that a test that belongs to the nightly lane is noticed and a busy machine is not.
+LIMITS = {
+    "attention": 240, "baselines": 60, "certify": 60, "cli": 240, "distributed": 240, "hads": 240,
+    "kernels": 600, "model": 240, "training": 600, "server": 240,
+}  # fmt: skip
+OTHER_LIMIT = 120
+SECONDS: collections.Counter[str] = collections.Counter()
+
+
+def pytest_addoption(parser):
+    parser.addoption("--limit-seconds", action="store_true", help="fail if a package is too slow")
+
+
+def pytest_runtest_logreport(report):
+    folders = report.nodeid.split("::")[0].split("/")[1:-1]
+    SECONDS["".join(folders[:1]) or "tests"] += report.duration
+
+
+def pytest_sessionfinish(session):
+    if session.config.getoption("--limit-seconds") and not session.exitstatus and _too_slow():
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if config.getoption("--limit-seconds"):
+        each = (f"{name} {seconds:.0f}" for name, seconds in SECONDS.most_common())
+        terminalreporter.write_line(f"seconds of tests: {', '.join(each)}")
+        for name, seconds in _too_slow().items():
+            text = (
+                f"tests/{name} took {seconds:.0f} s, the limit is {LIMITS.get(name, OTHER_LIMIT)} s"
+            )
+            terminalreporter.write_line(text, red=True)
+
+
+def _too_slow() -> dict[str, float]:
+    return {name: s for name, s in SECONDS.items() if s > LIMITS.get(name, OTHER_LIMIT)}
