@@ -25,9 +25,9 @@ Q8 = jnp.asarray(Q).astype(jnp.float8_e4m3fn)
     [
         (ShapeError, {"q": Q[0]}, ("q (24, 4, 8)", "3 without a batch", "heads come after")),
         (ShapeError, {"k": K[:1]}, ("k (1, 24, 2, 8)", "[B, Tk, Hk, D]", "repeat")),
-        (ShapeError, {"k": K[..., :4]}, ("k.shape[3]=4", "same head dimension", "only v")),
+        (ShapeError, {"k": K[..., :4]}, ("k (2, 24, 2, 4)", "same head dimension", "only v")),
         (ShapeError, {"q": Q[:, :0]}, ("q (2, 0, 4, 8)", "at least 1", "empty batch")),
-        (ShapeError, {"q": Q[:, :, :3]}, ("Hq=3, Hk=2", "multiple", "each kv head")),
+        (ShapeError, {"q": Q[:, :, :3]}, ("q (2, 24, 3, 8)", "multiple", "each kv head")),
         (ShapeError, {"q": Q.astype(np.float16)}, ("q float16", "one floating dtype", "astype")),
         (ShapeError, {"bias": np.zeros((2, 4, 24, 5), np.float32)}, ("24, 5)", "= (2, 4, 24, 24)")),
         (ShapeError, {"bias": np.zeros((1, 1, 24, 24), bool)}, ("bool", "as `mask`")),

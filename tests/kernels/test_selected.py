@@ -8,8 +8,7 @@ import pytest
 from tests.kernels.error_budget import failures
 from xsake.errors import ArgumentError
 from xsake.kernels.selected import selected_attention, xla
-from xsake.kernels.selected.chunking import SelectedTuning, chunk_sizes
-from xsake.kernels.selected.routing import max_tiles, route_queries
+from xsake.kernels.selected.chunking import SelectedTuning, chunk_sizes, max_tiles, route_queries
 from xsake.kernels.selected.types import SelectedConfig, SelectedInputs
 from xsake.kernels.selected.xla import CPU
 

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from xsake.errors import ArgumentError, ShapeError
 from xsake.kernels.statistics import Statistics, block_statistics, xla
-from xsake.kernels.statistics.api import OP, _run
+from xsake.kernels.statistics.api import OP, _run, canonicalize_args
 from xsake.kernels.statistics.schedule import list_spans
-from xsake.kernels.statistics.validation import operands_of, problem_of
 from xsake.masks import Causal, Explicit, Full, PerHead, Random, Sinks, Window
 from xsake.testing.budget import check_error
 from xsake.testing.cases import ConformanceCase
@@ -311,8 +310,8 @@ def test_no_gradient_flows():
 def spans_visited(q_tokens, kv_tokens, mask, **integers):
     q, k = jnp.zeros((1, q_tokens, 1, 4)), jnp.zeros((1, kv_tokens, 1, 4))
     names = ("q_positions", "kv_positions", "q_segment_ids", "kv_segment_ids")
-    operands = operands_of(q, k, *(integers.get(name) for name in names))
-    problem = problem_of(operands, mask, 64, None, None)
+    integers = tuple(integers.get(name) for name in names)
+    operands, problem = canonicalize_args(q, k, integers, mask, 64, None, None)
     cut = xla.cut_for(operands, problem, xla.CPU)
     rows = jax.jit(lambda: list_spans(operands, problem, cut).rows)()
     return int(rows.partial.sum()), int(rows.full.sum())
@@ -345,27 +344,31 @@ def test_an_empty_query_has_no_mass():
     assert (np.asarray(found.mass()) == 0).all()
 
 
-def test_bad_arguments_are_explained():
-    q, k = np.zeros((2, 6, 4, 8), np.float32), np.zeros((2, 9, 2, 8), np.float32)
-    call = functools.partial(block_statistics, q, k, block_kv=3)
-    with pytest.raises(ArgumentError, match="no such implementation"):
-        call(implementation="cuda")
-    with pytest.raises(ArgumentError, match="block_kv must be positive"):
-        call(block_kv=0)
-    with pytest.raises(ArgumentError, match="softcap must be positive"):
-        call(softcap=-1.0)
-    with pytest.raises(ArgumentError, match="finite number"):
-        call(scale=float("nan"))
-    with pytest.raises(ArgumentError, match="for queries and for keys"):
-        call(q_segment_ids=np.zeros((2, 6), np.int32))
-    with pytest.raises(ShapeError, match="number of heads"):
-        call(mask=PerHead([Causal()] * 3))
-    with pytest.raises(ShapeError, match="`q_positions` does not fit"):
-        call(q_positions=np.arange(9))
-    nothing = (None,) * 4
-    with pytest.raises(ShapeError, match="do not fit each other"):
-        operands_of(q, k[..., :4], *nothing)
-    with pytest.raises(ShapeError, match="do not fit each other"):
-        operands_of(q[:, :, :3], k, *nothing)
-    with pytest.raises(ShapeError, match="share one floating dtype"):
-        operands_of(q, k.astype(np.float16), *nothing)
+GIVEN = {"q": np.zeros((2, 6, 4, 8), np.float32), "k": np.zeros((2, 9, 2, 8), np.float32)}
+BAD_ARGUMENTS = {
+    "no such implementation": {"implementation": "cuda"},
+    "block_kv must be positive": {"block_kv": 0},
+    "softcap must be positive": {"softcap": -1.0},
+    "finite number": {"scale": float("nan")},
+    "both queries and keys": {"q_segment_ids": np.zeros((2, 6), np.int32)},
+    "match neither query nor kv heads": {"mask": PerHead([Causal()] * 3)},
+    "`q_positions` does not fit": {"q_positions": np.arange(9)},
+}
+BAD_ARRAYS = {
+    "same head dimension": {"k": GIVEN["k"][..., :4]},
+    "multiple of kv heads": {"q": GIVEN["q"][:, :, :3]},
+    "share one floating dtype": {"k": GIVEN["k"].astype(np.float16)},
+}
+
+
+@pytest.mark.parametrize("what", BAD_ARGUMENTS)
+def test_bad_arguments_are_explained(what):
+    with pytest.raises((ArgumentError, ShapeError), match=what):
+        block_statistics(**{**GIVEN, "block_kv": 3, **BAD_ARGUMENTS[what]})
+
+
+@pytest.mark.parametrize("what", BAD_ARRAYS)
+def test_bad_arrays_are_explained(what):
+    arrays = GIVEN | BAD_ARRAYS[what]
+    with pytest.raises(ShapeError, match=what):
+        canonicalize_args(arrays["q"], arrays["k"], (None,) * 4, Causal(), 3, None, None)

@@ -18,16 +18,11 @@ from xsake.masks import Explicit
 def convert_booleans(
     args: AttentionArgs, shape: tuple[int, int, int, int], blocks: tuple[int, int]
 ) -> AttentionArgs:
-    """Replace a boolean `mask` by equivalent arguments.
+    """Replace a boolean `mask`, which broadcasts to `shape` [B, Hq, Tq, Tk], by other arguments.
 
     Booleans on keys alone become segment ids. Concrete booleans that the batch shares become
-    `Explicit`. All others become a bias of -inf and a list of the blocks with an allowed pair.
-
-    Args:
-        args: `mask` is True where a query may attend to a key, and broadcasts to `shape`; `bias` is
-            None or [B or 1, Hq or 1, Tq, Tk].
-        shape: [B, Hq, Tq, Tk] of the call.
-        blocks: block sizes (q, kv) of the list.
+    `Explicit`. All others become a bias of -inf, added to one of [B or 1, Hq or 1, Tq, Tk], and a
+    list of the blocks, of sizes (q, kv), with an allowed pair.
     """
     allowed = args.mask
     sizes = (1,) * (4 - allowed.ndim) + tuple(allowed.shape)

@@ -97,12 +97,9 @@ def _attention_split(
 
 
 def map_over_mesh(mesh: Mesh | None, function: Callable, *arrays: Any) -> Any:
-    """Apply `function` to each device's part of the batch and heads.
+    """Apply `function` to each device's part of the batch and heads; to all without a mesh.
 
-    Args:
-        mesh: None applies it to the whole arrays.
-        function: maps arrays [B, T, heads, ...] or pytrees of them to such arrays.
-        arrays: global arrays, or None.
+    Arrays and results are pytrees of [B, T, heads, ...].
     """
     if mesh is None:
         return function(*arrays)

@@ -14,7 +14,14 @@ from xsake.attention.boolean_masks import convert_booleans
 from xsake.attention.types import DEFAULT_BLOCK, AttentionArgs, reshape
 from xsake.errors import ArgumentError, LayoutError, ShapeError
 from xsake.kernels.block_sparse.types import BlockSparseConfig, BlockSparseInputs
-from xsake.kernels.validation import check_dtypes, check_sizes, integers, number, sum_dtype
+from xsake.kernels.validation import (
+    check_arrays,
+    check_heads,
+    positive_softcap,
+    scale_or_default,
+    sum_dtype,
+    token_integers,
+)
 from xsake.layout import BlockLayout
 from xsake.layout.block_layout import cache_live
 from xsake.masks import AbstractMask, Causal, Full, Window, parse
@@ -36,11 +43,14 @@ def canonicalize_args(
         q, k, v = (reshape(x, 1, *x.shape) for x in (q, k, v))
     check_arrays(q, k, v)
     q, scale = _scale(q, args.scale)
-    config = BlockSparseConfig(scale, _softcap(args.softcap))
+    config = BlockSparseConfig(scale, positive_softcap(args.softcap))
     args = _resolve_mask(dataclasses.replace(args, bias=_bias(args.bias, q, k)), q, k)
     layout = _layout(q, k, args)
-    tokens = *_positions(args, q, k), *_segments(args, q, k)
-    inputs = BlockSparseInputs(q, k, v, layout, args.bias, *tokens)
+    positions, ids = (
+        (args.q_positions, args.kv_positions),
+        (args.q_segment_ids, args.kv_segment_ids),
+    )
+    inputs = BlockSparseInputs(q, k, v, layout, args.bias, *token_integers(q, k, *positions, *ids))
     return inputs, config, _sinks(args.sinks, q.shape[2])
 
 
@@ -55,53 +65,10 @@ def _array(x: Any) -> Any:
     return x if isinstance(x, jax.ShapeDtypeStruct) else jnp.asarray(x)
 
 
-def check_arrays(q, k, v) -> None:
-    """Raise ShapeError unless shapes and dtypes of q, k and v are compatible."""
-    check_sizes(q=q, k=k, v=v)
-    shapes = f"q {q.shape}, k {k.shape}, v {v.shape}"
-    if not q.ndim == k.ndim == v.ndim == 4:
-        raise ShapeError(
-            "q, k and v must have 4 axes, or 3 without a batch",
-            got=shapes,
-            expected="q [B, Tq, Hq, D], k [B, Tk, Hk, D], v [B, Tk, Hk, Dv]",
-            fix="heads come after tokens",
-        )
-    if not (q.shape[0] == k.shape[0] == v.shape[0] and k.shape[1:3] == v.shape[1:3]):
-        raise ShapeError(
-            "k and v must agree in batch, tokens and heads, and q in batch",
-            got=shapes,
-            expected="q [B, Tq, Hq, D], k [B, Tk, Hk, D], v [B, Tk, Hk, Dv]",
-            fix="repeat or slice the batch; only kv heads may be fewer than query heads",
-        )
-    if q.shape[3] != k.shape[3]:
-        raise ShapeError(
-            "q and k must have the same head dimension",
-            got=f"{q.shape[3]=}, {k.shape[3]=}",
-            expected="equal numbers",
-            fix="only v may have another head dimension",
-        )
-    if min(*q.shape, *k.shape, *v.shape) == 0:
-        raise ShapeError(
-            "arrays must not have empty axes",
-            got=shapes,
-            expected="every size at least 1",
-            fix="skip the call for an empty batch",
-        )
-    if q.shape[2] % k.shape[2]:
-        raise ShapeError(
-            "query heads must be a multiple of kv heads",
-            got=f"Hq={q.shape[2]}, Hk={k.shape[2]}",
-            expected=f"Hq a multiple of {k.shape[2]}",
-            fix="each kv head serves Hq / Hk query heads",
-        )
-    check_dtypes(q=q, k=k, v=v)
-
-
 def _scale(q: Any, scale: Any) -> tuple[Any, float]:
     """Return `(q, factor on q.k)`; a traced scale is multiplied with q."""
     if not isinstance(scale, jax.core.Tracer):
-        fix = "None is 1 / sqrt(D)"
-        return q, q.shape[-1] ** -0.5 if scale is None else number("scale", scale, fix=fix)
+        return q, scale_or_default(scale, q)
     if scale.shape != () or not jnp.issubdtype(scale.dtype, jnp.floating):
         raise ShapeError(
             "a traced scale must be one floating-point number",
@@ -113,20 +80,6 @@ def _scale(q: Any, scale: Any) -> tuple[Any, float]:
         return q, 1.0
     dtype = sum_dtype(q.dtype)
     return (q.astype(dtype) * scale.astype(dtype)).astype(q.dtype), 1.0
-
-
-def _softcap(softcap) -> float | None:
-    if softcap is None:
-        return None
-    softcap = number("softcap", softcap, fix="None disables it")
-    if softcap <= 0:
-        raise ArgumentError(
-            "softcap must be positive",
-            got=softcap,
-            expected="a number above 0",
-            fix="None disables it",
-        )
-    return softcap
 
 
 def _bias(bias: Any, q: Any, k: Any) -> Any:
@@ -164,26 +117,6 @@ def _sinks(sinks, heads: int):
             fix="repeat shared sinks with jnp.broadcast_to(sinks, (Hq, S))",
         )
     return reshape(sinks, heads, sinks.size // heads)
-
-
-def _positions(args: AttentionArgs, q: Any, k: Any) -> tuple[Any, ...]:
-    pairs = (("q_positions", args.q_positions, q), ("kv_positions", args.kv_positions, k))
-    return tuple(integers(name, x, y, shared=True, least=0) for name, x, y in pairs)
-
-
-def _segments(args: AttentionArgs, q: Any, k: Any) -> tuple[Any, Any]:
-    q_ids = integers("q_segment_ids", args.q_segment_ids, q)
-    kv_ids = integers("kv_segment_ids", args.kv_segment_ids, k)
-    if q_ids is not None and kv_ids is None and q.shape[1] == k.shape[1]:
-        kv_ids = q_ids
-    if (q_ids is None) != (kv_ids is None):
-        raise ArgumentError(
-            "segment ids are required for both queries and keys",
-            got="only one of q_segment_ids and kv_segment_ids",
-            expected="both",
-            fix="if Tq == Tk, q_segment_ids alone is sufficient",
-        )
-    return q_ids, kv_ids
 
 
 def _resolve_mask(args: AttentionArgs, q: Any, k: Any) -> AttentionArgs:
@@ -253,7 +186,7 @@ def _layout(q: Any, k: Any, args: AttentionArgs) -> BlockLayout:
             layout = (
                 _replace_mask(layout, combined) if has_positions else _intersect_mask(layout, mask)
             )
-    _check_heads(layout, q, k)
+    check_heads(layout.heads, q, k)
     return layout
 
 
@@ -325,15 +258,4 @@ def _check_positions(layout: BlockLayout) -> None:
             expected="a layout without a mask",
             fix="build the layout without mask= and pass the mask to the call, which evaluates it "
             "at the given positions",
-        )
-
-
-def _check_heads(layout: BlockLayout, q, k) -> None:
-    accepted = sorted({1, k.shape[2], q.shape[2]})
-    if layout.heads not in accepted:
-        raise ShapeError(
-            "the heads of the mask or layout match neither query nor kv heads",
-            got=f"{layout.heads} heads",
-            expected=f"one of {accepted}",
-            fix="use one rule for all heads, one per kv head or one per query head",
         )

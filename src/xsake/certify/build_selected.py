@@ -20,10 +20,10 @@ from xsake.kernels.selected.chunking import (
     ChunkSizes,
     ChunkTiles,
     PartialSoftmax,
+    QueryTiles,
     TileGradients,
     chunk_sizes,
 )
-from xsake.kernels.selected.routing import QueryTiles
 from xsake.kernels.selected.types import SelectedConfig, SelectedInputs
 
 

@@ -11,9 +11,35 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from xsake.kernels.block_sparse.types import BlockSparseInputs
+from xsake.kernels.block_sparse.types import BlockSparseConfig, BlockSparseInputs, Gradients
 
 _POSITIONS = ("q_positions", "kv_positions")
+
+
+def define_backend(
+    forward_pass: Callable, dq_pass: Callable, dkv_pass: Callable
+) -> tuple[Callable, Callable]:
+    """Make `forward` and `backward` of a backend with three passes, as `dispatch` calls them.
+
+    `interpret` is that of the backend's kernels: False on a device.
+    """
+
+    def forward(
+        inputs: BlockSparseInputs, config: BlockSparseConfig, platform: str, interpret: Any = False
+    ) -> tuple[Any, Any]:
+        return fold_batch(lambda inputs: forward_pass(inputs, config, interpret), inputs)
+
+    def backward(
+        inputs: BlockSparseInputs, config: BlockSparseConfig, platform: str,
+        *residuals: Any, interpret: Any = False,
+    ) -> Gradients:  # fmt: skip
+        def grads(inputs: BlockSparseInputs, *residuals: Any) -> tuple[Any, ...]:
+            dq = dq_pass(inputs, config, *residuals, interpret=interpret)
+            return dq, *dkv_pass(inputs, config, *residuals, interpret=interpret)
+
+        return Gradients(*fold_batch(grads, inputs, *residuals))
+
+    return forward, backward
 
 
 def fold_batch(run: Callable, inputs: BlockSparseInputs, *rest: Any) -> Any:

@@ -44,23 +44,14 @@ def is_release(names: Iterable[str], version: str) -> bool:
 
 
 class BackendSpec(NamedTuple):
-    """One way to compute an operation.
+    """One way to compute an operation."""
 
-    Attributes:
-        name: for `implementation=`.
-        module: its name, imported when it is first used; or an object with the same functions.
-        platforms: the only ones it runs on; None: every platform.
-        jax_releases: the only ones its kernels were certified with; None: every release.
-        is_on_request: used only when it is named.
-        is_portable: the same program on every platform, so it can be differentiated again.
-    """
-
-    name: str
-    module: Any
-    platforms: tuple[str, ...] | None = None
-    jax_releases: tuple[str, ...] | None = None
-    is_on_request: bool = False
-    is_portable: bool = False
+    name: str  # for `implementation=`
+    module: Any  # its name, imported when it is first used; or an object with the same functions
+    platforms: tuple[str, ...] | None = None  # the only ones it runs on; None: every platform
+    jax_releases: tuple[str, ...] | None = None  # its kernels were certified with; None: all
+    is_on_request: bool = False  # used only when it is named
+    is_portable: bool = False  # one program for all platforms, so it can be differentiated again
 
     def load(self) -> Any:
         """Import the module."""
@@ -115,11 +106,7 @@ class StaticCall(NamedTuple):
 
 
 class Op:
-    """An operation.
-
-    Args:
-        backends: best first.
-    """
+    """An operation with its backends, best first."""
 
     def __init__(self, *backends: BackendSpec):
         self.backends = backends

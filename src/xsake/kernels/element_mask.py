@@ -52,10 +52,8 @@ def element_mask(
 ) -> Array | None:
     """Pairs of a tile that may attend; None if all pairs may.
 
-    Args:
-        q, kv: the two sides of the tile.
-        allows: the mask on positions; None without a mask.
-        mask_block: instead of `allows`: load integers of the tile, 0 where a pair is masked.
+    `allows` is the mask on positions. `mask_block`, instead of it, loads integers of the tile, 0
+    where a pair is masked.
     """
     conditions = []
     for side in (kv, q):

@@ -35,16 +35,10 @@ def family_of(platform: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Unsupported:
-    """Placeholder for a platform without a branch; raised when a program is lowered for it.
+    """Placeholder for a platform without a branch; raised when a program is lowered for it."""
 
-    Args:
-        what: one sentence on what cannot be done.
-        reason: why not on this platform.
-        fix: what the caller can do about it.
-    """
-
-    what: str
-    reason: str
+    what: str  # cannot be done
+    reason: str  # why not on this platform
     fix: str
 
 
@@ -55,19 +49,12 @@ def by_platform(branches: Mapping[str, Branch], default: Branch | None, *operand
     """`branches[platform](*operands)` for the platform that the code is lowered for.
 
     Branches are traced when they are needed: one now, for the shapes of the results, others when
-    the code is lowered for their platform. Works under `jit`, `vmap`,
-    `shard_map`, `jax.checkpoint`, loops and `jax.export`, outside of them too. It has no
-    derivative: call it inside the two functions of a `jax.custom_vjp`.
+    the code is lowered for their platform. They must agree on shapes and dtypes of their results,
+    and may close over constants only. `default` is the branch of every other platform; None refuses
+    them. Without others it is called directly, and can be differentiated.
 
-    Args:
-        branches: platform -> function of the operands, or the refusal to raise. Branches must
-            agree on shapes and dtypes of their results, and may close over constants only.
-        default: the branch of every other platform; None refuses them. Without others it is called
-            directly, and can be differentiated.
-        *operands: pytrees of arrays.
-
-    Returns:
-        What the branch returns.
+    Works under `jit`, `vmap`, `shard_map`, `jax.checkpoint`, loops and `jax.export`, outside of
+    them too. It has no derivative: call it inside the two functions of a `jax.custom_vjp`.
     """
     for platform in branches:
         if platform not in PLATFORMS:
@@ -91,9 +78,7 @@ def by_platform(branches: Mapping[str, Branch], default: Branch | None, *operand
     flat, tree = jax.tree.flatten(operands)
     here = choices.get(jax.default_backend(), default)
     first = functions[0] if isinstance(here, Unsupported) else here
-    jaxpr, out = jax.make_jaxpr(first, return_shape=True)(
-        *operands
-    )  # cached by function and shapes
+    jaxpr, out = jax.make_jaxpr(first, return_shape=True)(*operands)  # cached by function, shapes
     _check_constants(jaxpr)
     mesh = jax.sharding.get_abstract_mesh()
     deferred = lambda x: _Traced(jaxpr, mesh) if x is first else _Deferred(x, tree, mesh)

@@ -154,13 +154,7 @@ class MaskProgram:
     ) -> Bool[Array, "..."]:
         """Evaluate the mask for one head, by arithmetic that a kernel supports.
 
-        Args:
-            q_pos: query positions.
-            kv_pos: key positions, of the same rank; both broadcast.
-            scalars: the head's column of `tables`, each an int32 of rank 0.
-
-        Returns:
-            Booleans of the shape the positions broadcast to.
+        Positions have the same rank and broadcast; `scalars` is the head's column of `tables`.
         """
         done: list[Any] = []
         sources = {"position": (q_pos, kv_pos), "table": scalars, "step": done}
@@ -195,12 +189,6 @@ def trace_mask(mask: AbstractMask) -> MaskProgram | str:
 
     The mask is traced once, with abstract positions. What does not depend on them is computed for
     every head; the rest becomes the program.
-
-    Args:
-        mask: any mask, a user's own included.
-
-    Returns:
-        A `MaskProgram`, or a sentence that names the unsupported part.
 
     Example:
         >>> from xsake.masks import Causal, FromFunction
@@ -386,10 +374,7 @@ def unsupported_mask(
 ) -> str | None:
     """Why a kernel cannot apply a mask; None if it can.
 
-    Args:
-        program: of the mask; the reason why it has none, which precomputed element masks replace.
-        is_static: whether the layout is known while tracing, as element masks require.
-        has_positions: whether the call has positions, which element masks do not know.
+    Precomputed element masks replace a program; they need a static layout and know no positions.
     """
     if not isinstance(program, str):
         return None

@@ -160,18 +160,22 @@ def score_grad(p: Array, dp: Array, delta: Array, slope: Array | None) -> Array:
     return ds if slope is None else ds * slope
 
 
+class BackwardRows(NamedTuple):
+    """Per-query inputs of the backward passes."""
+
+    do: Any  # finite
+    lse: Any  # in base; NaN for a query whose cotangent is not finite: reaches the keys it sees
+    delta: Any  # sum(do * o) - dlse
+
+
 def backward_rows(
     dtype: Any, o: Array, lse: Array, do: Array, dlse: Array, base: Base = BASE_2
-) -> tuple[Array, Array, Array]:
-    """Per-query inputs of the backward passes: `(do, lse in base, delta)`.
-
-    `do` is finite. A query whose cotangent is not has NaN as lse, which reaches the keys it sees
-    and no others. `delta = sum(do * o) - dlse`.
-    """
+) -> BackwardRows:
+    """Per-query inputs of the backward passes from the residuals."""
     lse = jnp.where(jnp.isfinite(do).all(-1), lse_to_base(lse, base), jnp.nan)
     do = zero_nonfinite(do)
     delta = (do.astype(dtype) * o.astype(dtype)).sum(-1) - dlse.astype(dtype)
-    return do, lse, delta
+    return BackwardRows(do, lse, delta)
 
 
 def merge(o: Array, lse: Array, other_o: Array, other_lse: Array) -> tuple[Array, Array]:

@@ -117,19 +117,11 @@ def loop_rows(
     sets: int = 1,
     axes: frozenset[str] = frozenset(),
 ):
-    """Run `row_body` over all rows.
+    """Run `row_body` over all rows; return `shared`, which groups write to one after the other.
 
-    Args:
-        table: NumPy if it is known while tracing.
-        row_body: computation of a group of rows.
-        tiles: rows of a group, and items of a step.
-        shared: arrays that groups write to, one group after the other.
-        sets: equal parts that the rows are divided into before they are sorted. A part is computed
-            as if it were alone, so that sums in `shared` have the order of its own rows.
-        axes: mesh axes of `shard_map` that the inputs vary over.
-
-    Returns:
-        `shared` after the last group.
+    The rows are divided into `sets` equal parts before they are sorted. A part is computed as if it
+    were alone, so that sums in `shared` have the order of its own rows. `axes` are the mesh axes of
+    `shard_map` that the inputs vary over.
     """
     number = table.full.shape[0]
     groups = _group(table, tiles, sets)

@@ -96,12 +96,9 @@ def explicit_axes(mesh: AbstractMesh) -> frozenset[str]:
 
 
 def each_part(placing: Placing | None, function: Callable, *arrays: Any) -> Any:
-    """`function(*arrays)`, by every device for its part.
+    """`function(*arrays)`, by every device for its part; `placing` None: the call as it is.
 
-    Args:
-        placing: None: the call as it is.
-        function: of trees of arrays [B, T, heads, ...] to such trees.
-        arrays: of the whole call; an array with two axes is [B or 1, T].
+    Arrays and results are trees of [B, T, heads, ...]; an array with two axes is [B or 1, T].
     """
     if placing is None:
         return function(*arrays)

@@ -44,7 +44,60 @@ def check_dtypes(**arrays: Any) -> None:
     )
 
 
-def number(name: str, value: Any, *, fix: str) -> float:
+def check_arrays(q: Any, k: Any, v: Any = None) -> None:
+    """Raise ShapeError unless shapes and dtypes of q, k and, if there is one, v are compatible."""
+    arrays = {"q": q, "k": k} if v is None else {"q": q, "k": k, "v": v}
+    check_sizes(**arrays)
+    v = k if v is None else v
+    if not q.ndim == k.ndim == v.ndim == 4:
+        what, fix = "arrays must have 4 axes, or 3 without a batch", "heads come after tokens"
+    elif not (q.shape[0] == k.shape[0] == v.shape[0] and k.shape[1:3] == v.shape[1:3]):
+        what = "k and v must agree in batch, tokens and heads, and q in batch"
+        fix = "repeat or slice the batch; only kv heads may be fewer than query heads"
+    elif q.shape[3] != k.shape[3]:
+        what, fix = "q and k must have the same head dimension", "only v may have another one"
+    elif min(*q.shape, *k.shape, *v.shape) == 0:
+        what, fix = "arrays must not have empty axes", "skip the call for an empty batch"
+    elif q.shape[2] % k.shape[2]:
+        what = "query heads must be a multiple of kv heads"
+        fix = "each kv head serves Hq / Hk query heads"
+    else:
+        return check_dtypes(**arrays)
+    raise ShapeError(
+        what,
+        got=", ".join(f"{name} {x.shape}" for name, x in arrays.items()),
+        expected="q [B, Tq, Hq, D], k [B, Tk, Hk, D], v [B, Tk, Hk, Dv], Hq a multiple of Hk, "
+        "every size at least 1",
+        fix=fix,
+    )
+
+
+def check_heads(heads: int | None, q: Any, k: Any) -> None:
+    """Raise ShapeError unless a mask or layout has one head, those of k or those of q."""
+    accepted = sorted({1, k.shape[2], q.shape[2]})
+    if heads not in (None, *accepted):
+        raise ShapeError(
+            "the heads of the mask or layout match neither query nor kv heads",
+            got=f"{heads} heads",
+            expected=f"one of {accepted}",
+            fix="use one rule for all heads, one per kv head or one per query head",
+        )
+
+
+def scale_or_default(scale: Any, q: Any) -> float:
+    """The factor on q.k: a finite number, 1 / sqrt(D) if it is None."""
+    return q.shape[-1] ** -0.5 if scale is None else number("scale", scale, "None is 1 / sqrt(D)")
+
+
+def positive_softcap(softcap: Any) -> float | None:
+    """The softcap as a positive number; None stays None."""
+    value, fix = None, "None disables it"
+    if softcap is not None and (value := number("softcap", softcap, fix)) <= 0:
+        raise ArgumentError("softcap must be positive", got=value, expected="above 0", fix=fix)
+    return value
+
+
+def number(name: str, value: Any, fix: str) -> float:
     """`value` as a finite Python number."""
     if isinstance(value, jax.core.Tracer):
         raise ArgumentError(
@@ -63,18 +116,10 @@ def number(name: str, value: Any, *, fix: str) -> float:
 def integers(
     name: str, values: Any, like: Any, *, shared: bool = False, least: int | None = None
 ) -> Any:
-    """`values` as int32 [B, T], or [1, T] if `shared` allows one row for all.
+    """`values` as int32 [B, T] of the array `like`, or [1, T] if `shared` allows one row for all.
 
     Values that are known are checked: they fit int32, and none is below `least`. Traced ones are
     checked by their dtype, and by `jax.experimental.checkify` where it is 64 bits wide.
-
-    Args:
-        name: of the argument.
-        values: integers [B, T], or [T] if `shared` or B is 1; abstract ones stay abstract; None
-            stays None.
-        like: the array [B, T, ...] that they belong to.
-        shared: whether one row for all batch elements will do.
-        least: smallest value that makes sense; None: any.
     """
     if values is None:
         return None
@@ -95,6 +140,25 @@ def integers(
         return jax.ShapeDtypeStruct(shape, jnp.int32)
     _check_range(name, values, least)
     return jnp.asarray(values).astype(jnp.int32).reshape(shape)
+
+
+def token_integers(
+    q: Any, k: Any, q_positions: Any, kv_positions: Any, q_ids: Any, kv_ids: Any
+) -> tuple[Any, Any, Any, Any]:
+    """Checked positions [B or 1, T] and segment ids [B, T] of queries and keys; None stays None."""
+    q_positions = integers("q_positions", q_positions, q, shared=True, least=0)
+    kv_positions = integers("kv_positions", kv_positions, k, shared=True, least=0)
+    q_ids, kv_ids = integers("q_segment_ids", q_ids, q), integers("kv_segment_ids", kv_ids, k)
+    if q_ids is not None and kv_ids is None and q.shape[1] == k.shape[1]:
+        kv_ids = q_ids
+    if (q_ids is None) != (kv_ids is None):
+        raise ArgumentError(
+            "segment ids are required for both queries and keys",
+            got="only one of q_segment_ids and kv_segment_ids",
+            expected="both",
+            fix="if Tq == Tk, q_segment_ids alone is sufficient",
+        )
+    return q_positions, kv_positions, q_ids, kv_ids
 
 
 def _check_range(name: str, values: Any, least: int | None) -> None:

@@ -104,15 +104,10 @@ def check_capacity(items, capacity: int) -> None:
 
 
 def compact(xp, keep, starts, capacity: int | None, *arrays):
-    """Select the entries of flat `arrays` where `keep` is True, with new row starts.
+    """Select the entries of flat `arrays` [n] where `keep` is True; `starts` [R] are those of rows.
 
-    Args:
-        keep: bool [n]; unused entries must be False.
-        starts: int [R], start of each row among the n entries.
-        capacity: length of the results; None is the number of kept entries (NumPy) or n (JAX).
-
-    Returns:
-        `(row_starts[R + 1], *arrays)`, every array [capacity], zero in unused entries.
+    Returns `(row_starts [R + 1], *arrays)`, every array [capacity], zero in unused entries. The
+    capacity defaults to the number of kept entries (NumPy) or n (JAX).
     """
     total = xp.cumsum(keep, dtype=xp.int32)
     before = xp.concatenate([xp.zeros(1, xp.int32), total])
@@ -161,8 +156,8 @@ def gather_rows(xp, items: Items, row_index, capacity: int) -> Items:
 def partial_first(row_starts, is_partial):
     """Order the items so that the partial ones of each row come first.
 
-    Returns:
-        `(order [W], num_partial [R])`: the old index at each new index, and partial items per row.
+    Returns `(order [W], num_partial [R])`: the old index at each new index, and partial items per
+    row.
     """
     xp = namespace(row_starts, is_partial)
     capacity, rows = is_partial.shape[0], row_starts.shape[0] - 1

@@ -163,13 +163,10 @@ def build_mask_blocks(
     blocks: tuple[int, int],
     keys_first: bool,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the different element masks of a static list's partial blocks.
+    """Return the different element masks of a static list's partial blocks (block_q, block_kv).
 
-    Tokens are at positions 0, 1, 2, ... Blocks are (block_q, block_kv).
-
-    Returns:
-        `(tiles int8 [P, block_q, block_kv], tile of each item int32 [W])`; tiles are transposed if
-        `keys_first`. Full items have tile 0.
+    They are `(tiles int8 [P, block_q, block_kv], tile of each item int32 [W])` for tokens at
+    positions 0, 1, 2, ...; tiles are transposed if `keys_first`. Full items have tile 0.
     """
     row = item_rows(np, items.row_starts, items.number.shape[0])
     used = np.flatnonzero(items.is_partial & (row < items.row_starts.shape[0] - 1))

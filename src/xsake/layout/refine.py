@@ -22,8 +22,7 @@ from xsake.masks.array_masks import ListedBlocks
 def refine_items(xp, items: Items, codes, grid: BlockGrid) -> tuple[Items, BlockGrid]:
     """Drop items with code NONE and mark items whose code is not ALL as partial.
 
-    Args:
-        codes: [batch', W]; batch' > 1 on a shared list gives one list per batch element.
+    Codes [B, W] with B > 1 on a shared list give one list per batch element.
     """
     capacity = items.kv_block.shape[0]
     fits = codes.ndim == 2 and codes.shape[1] == capacity

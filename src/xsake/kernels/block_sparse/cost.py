@@ -15,26 +15,18 @@ from xsake.kernels.validation import sum_dtype
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScheduleCost:
-    """Cost of one schedule of a backend.
+    """Cost of one schedule of a backend."""
 
-    Attributes:
-        tiles: tile sizes; None for a dense implementation.
-        computed: blocks really computed, as a short row waits for the longest one of its group;
-            None if known only at run time.
-        launches: kernels that are launched; None where the compiler makes its own of it.
-        steps: groups of blocks that these kernels take; at most, if known only at run time.
-        balance: steps of the busiest core over their mean; None if known at run time only.
-        cores: cores that share the steps for `balance`.
-        padded: how many times more blocks there would be if every head's row were as long as the
-            longest one of any head; None if not counted.
-    """
-
-    tiles: Any  # TileSizes | None
+    tiles: Any  # TileSizes; None for a dense implementation
+    # Blocks really computed, as a short row waits for the longest of its group; None: known at run
+    # time only, as for `balance`
     computed: int | None
-    launches: int | None = None
-    steps: int | None = None
-    balance: float | None = None
-    cores: int = 2
+    launches: int | None = None  # of kernels; None where the compiler makes its own
+    steps: int | None = None  # groups of blocks of these kernels; at most, if known at run time
+    balance: float | None = None  # steps of the busiest core over their mean
+    cores: int = 2  # that share the steps
+    # Blocks if every head's row were as long as the longest of any head, over those that there are;
+    # None if not counted
     padded: float | None = None
 
 
@@ -82,11 +74,8 @@ def blockwise(
 ) -> tuple[KernelCost, ...]:
     """Cost of the passes over rows of query blocks, and of kv blocks for dk and dv.
 
-    Args:
-        inputs: the call; only shapes and dtypes matter.
-        by_query, by_key: cost of the two schedules.
-        widens: whether queries are read in the dtype that tiles are computed in.
-        one_pass: whether dq is summed in the pass over kv blocks.
+    `widens`: queries are read in the dtype that tiles are computed in. `one_pass`: dq is summed in
+    the pass over kv blocks.
     """
     layout, size = inputs.layout, _sizes(inputs, widens)
     batch, q_tokens, q_heads, _ = inputs.q.shape
@@ -141,11 +130,8 @@ def grouped_rows(
 ) -> tuple[ScheduleCost, ScheduleCost]:
     """`(by_query, by_key)` of a backend that computes rows in groups of about equal length.
 
-    Args:
-        inputs: the call.
-        config: its numbers.
-        tiles_of: `(layout, rows) -> TileSizes`, the backend's own choice.
-        sets: equal parts of the rows of kv blocks that are computed separately.
+    `tiles_of(layout, rows)` is the backend's own choice; `sets` equal parts of the rows of kv
+    blocks are computed separately.
     """
     layout = inputs.layout
     batch, _, q_heads, _ = inputs.q.shape

@@ -11,30 +11,19 @@ from xsake.layout import BlockLayout
 
 @dataclasses.dataclass(frozen=True)
 class TileSizes:
-    """Tile sizes of a backend; they never change a result beyond rounding.
+    """Tile sizes of a backend; they never change a result beyond rounding."""
 
-    Args:
-        rows: rows (batch, head, query block) computed together.
-        blocks: listed blocks of a row in one step.
-    """
-
-    rows: int
-    blocks: int
+    rows: int  # (batch, head, query block) computed together
+    blocks: int  # listed blocks of a row in one step
 
 
 @dataclasses.dataclass(frozen=True)
 class BlockSparseConfig:
-    """Numbers of a call: hashable, part of the key of a compiled program.
+    """Numbers of a call: hashable, part of the key of a compiled program."""
 
-    Args:
-        scale: factor on q.k.
-        softcap: scores become `softcap * tanh(scores / softcap)`; None: no cap.
-        tiles: instead of the backend's own tile sizes.
-    """
-
-    scale: float
-    softcap: float | None = None
-    tiles: TileSizes | None = None
+    scale: float  # factor on q.k
+    softcap: float | None = None  # scores become `softcap * tanh(scores / softcap)`; None: no cap
+    tiles: TileSizes | None = None  # instead of the backend's own
 
 
 class BlockSparseInputs(NamedTuple):

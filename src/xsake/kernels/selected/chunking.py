@@ -1,7 +1,8 @@
 """Selected attention in chunks of queries: shared by all backends that compute tiles.
 
 A backend computes the tiles of one chunk of queries of one kv head. Here calls are cut into chunks,
-and the partial results of a query's slots are merged.
+and the partial results of a query's slots are merged. The tiles of a chunk are the kv-major inverse
+of its queries' block lists: queries that selected the same block.
 """
 
 import math
@@ -10,14 +11,56 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
+from jaxtyping import Int
 
 from xsake.kernels import blocking
 from xsake.kernels import online_softmax as softmax
 from xsake.kernels.block_sparse.types import Gradients
 from xsake.kernels.online_softmax import isolate_nonfinite
-from xsake.kernels.selected.routing import QueryTiles, max_tiles, route_queries
 from xsake.kernels.selected.types import SelectedConfig, SelectedInputs
 from xsake.kernels.sharding import axes_of, vary
+
+
+class QueryTiles(NamedTuple):
+    """Queries by selected block; tiles of one block are neighbours, its queries in their order.
+
+    A query's index in its tile depends on earlier queries alone, so no later query can change a bit
+    of its result.
+    """
+
+    query: Int[Array, "W tile"]  # the number of queries where there is none
+    block: Int[Array, " W"]
+    total: Int[Array, ""]  # tiles in use
+    place: Int[Array, "Tq Ns"]  # of each (query, slot) in `query`, flat; W * tile if unused
+
+
+def max_tiles(queries: int, slots: int, kv_blocks: int, tile: int) -> int:
+    """Maximum number of tiles: every block has at most one tile that is not full."""
+    return queries * slots // tile + min(kv_blocks, queries * slots)
+
+
+def route_queries(
+    blocks: Int[Array, "Tq Ns"], kv_blocks: int, tile: int, capacity: int
+) -> QueryTiles:
+    """Tiles of `tile` queries from the blocks of every query, in time linear but for one sort."""
+    queries, slots = blocks.shape
+    items = queries * slots
+    flat = jnp.where(blocks < 0, kv_blocks, blocks).reshape(items).astype(jnp.int32)
+    numbers = jnp.arange(items, dtype=jnp.int32)
+    owner, item = lax.sort((flat, numbers), num_keys=1, is_stable=True)
+    begins = jnp.searchsorted(owner, jnp.arange(kv_blocks + 1)).astype(jnp.int32)
+    tiles = -(-(begins[1:] - begins[:-1]) // tile)
+    ends = jnp.cumsum(tiles)
+    first = jnp.append(ends - tiles, capacity)
+    rank = numbers - begins[owner]
+    place = jnp.where(owner < kv_blocks, first[owner] * tile + rank, capacity * tile)
+    query = jnp.full(capacity * tile, queries, jnp.int32)
+    query = query.at[place].set(item // slots, mode="drop").reshape(capacity, tile)
+    block = jnp.searchsorted(ends, jnp.arange(capacity), side="right").astype(jnp.int32)
+    inverse = jnp.zeros(items, jnp.int32).at[item].set(place, unique_indices=True)
+    return QueryTiles(
+        query, jnp.minimum(block, kv_blocks - 1), ends[-1], inverse.reshape(queries, slots)
+    )
 
 
 class SelectedTuning(NamedTuple):
@@ -199,14 +242,38 @@ def _sum_slots(partial: Array, place: Array, weight: Array | None = None) -> Arr
     return lax.scan(add, start, (place.T, factors), unroll=min(8, place.shape[1]))[0]
 
 
-def forward(
+def define_backend(
+    tuning: Callable[[str], SelectedTuning],
+    visit_forward: Callable[[ChunkTiles, PartialSoftmax], PartialSoftmax],
+    visit_backward: Callable[[ChunkTiles, ChunkResiduals, TileGradients], TileGradients],
+) -> tuple[Callable[..., tuple[Array, Array]], Callable[..., Gradients]]:
+    """Make `forward` and `backward` of a backend, as `dispatch` calls them.
+
+    `tuning` is that of a platform; `interpret` is that of the backend's kernels, False on a device.
+    """
+
+    def forward(
+        inputs: SelectedInputs, config: SelectedConfig, platform: str, interpret: Any = False
+    ) -> tuple[Array, Array]:
+        return _forward(inputs, config, tuning(platform), visit_forward, interpret)
+
+    def backward(
+        inputs: SelectedInputs, config: SelectedConfig, platform: str,
+        *residuals: Array, interpret: Any = False,
+    ) -> Gradients:  # fmt: skip
+        return _backward(inputs, config, tuning(platform), visit_backward, residuals, interpret)
+
+    return forward, backward
+
+
+def _forward(
     inputs: SelectedInputs,
     config: SelectedConfig,
     tuning: SelectedTuning,
-    visit: Callable[[ChunkTiles, PartialSoftmax], PartialSoftmax],
-    interpret: Any = False,
+    visit: Callable[..., PartialSoftmax],
+    interpret: Any,
 ) -> tuple[Array, Array]:
-    """`(o [B, Tq, Hq, Dv], lse [B, Tq, Hq])`, by `visit_forward` of a backend."""
+    """`(o [B, Tq, Hq, Dv], lse [B, Tq, Hq])`."""
     cut = chunk_sizes(inputs, config, tuning)
     call, dim, dtype = _cut_call(inputs, config, cut), inputs.v.shape[-1], inputs.dtype
 
@@ -239,15 +306,15 @@ def _merge_slots(partial: PartialSoftmax, place: Array, cut: ChunkSizes) -> tupl
     return softmax.normalize(o, l_row[..., None]), softmax.log_sum_exp(m_row, l_row)
 
 
-def backward(
+def _backward(
     inputs: SelectedInputs,
     config: SelectedConfig,
     tuning: SelectedTuning,
-    visit: Callable[[ChunkTiles, ChunkResiduals, TileGradients], TileGradients],
+    visit: Callable[..., TileGradients],
     residuals: tuple[Array, ...],
-    interpret: Any = False,
+    interpret: Any,
 ) -> Gradients:
-    """Gradients from the residuals (o, lse, do, dlse), by `visit_backward` of a backend."""
+    """Gradients from the residuals (o, lse, do, dlse)."""
     cut = chunk_sizes(inputs, config, tuning)
     call, dtype = _cut_call(inputs, config, cut), inputs.dtype
     o, lse, do, dlse = residuals

@@ -4,15 +4,12 @@ A tile of queries and the block that they selected are a row with one item: forw
 row each, dkv all tiles of a block in order.
 """
 
-from typing import Any
-
 import jax.numpy as jnp
-from jax import Array
 
 from xsake.kernels import online_softmax as softmax
 from xsake.kernels.block_sparse.mosaic_gpu import ampere, kernels
 from xsake.kernels.block_sparse.mosaic_gpu import ops as gpu
-from xsake.kernels.block_sparse.types import BlockSparseConfig, BlockSparseInputs, Gradients
+from xsake.kernels.block_sparse.types import BlockSparseConfig, BlockSparseInputs
 from xsake.kernels.lowering import capability_of
 from xsake.kernels.selected import chunking
 from xsake.kernels.selected.chunking import (
@@ -40,24 +37,6 @@ def unsupported_reason(inputs: SelectedInputs, config: SelectedConfig, platform:
     return ampere.capability_reason(capability_of(platform) or gpu.capability())
 
 
-def forward(
-    inputs: SelectedInputs, config: SelectedConfig, platform: str, interpret: Any = None
-) -> tuple[Array, Array]:
-    """`(o [B, Tq, Hq, Dv], lse [B, Tq, Hq])`."""
-    return chunking.forward(inputs, config, TUNING, visit_forward, interpret)
-
-
-def backward(
-    inputs: SelectedInputs,
-    config: SelectedConfig,
-    platform: str,
-    *residuals: Array,
-    interpret: Any = None,
-) -> Gradients:
-    """Gradients from (o, lse, do, dlse), with probabilities recomputed twice."""
-    return chunking.backward(inputs, config, TUNING, visit_backward, residuals, interpret)
-
-
 def visit_forward(call: ChunkTiles, partial: PartialSoftmax) -> PartialSoftmax:
     """Partial softmaxes of all tiles of a chunk, in one launch."""
     del partial  # every tile is written
@@ -73,20 +52,22 @@ def visit_backward(
     call: ChunkTiles, residuals: ChunkResiduals, sums: TileGradients
 ) -> TileGradients:
     """Gradients of all tiles of a chunk, in two launches."""
-    inputs, slots, rows = _tile_inputs(call), call.sizes.slots, call.sizes.rows
-    to_tokens = lambda x: call.gather_rows(x).reshape(1, slots * rows, 1, -1)
+    inputs, shape = _tile_inputs(call), (call.sizes.slots, call.sizes.rows)
+    to_tokens = lambda x: call.gather_rows(x).reshape(1, inputs.q.shape[1], 1, -1)
     do = to_tokens(residuals.do).astype(call.dtype)
     lse, delta = to_tokens(residuals.lse)[..., 0], to_tokens(residuals.delta)[..., 0]
     lse = jnp.where(jnp.isfinite(do).all(-1), lse, jnp.nan)
-    given = BlockSparseConfig(call.config.scale), softmax.zero_nonfinite(do), lse, delta
-    # The sums of all chunks are scaled once.
-    options = {"dtype": jnp.float32, "grad_scale": 1.0}
+    rows = softmax.BackwardRows(softmax.zero_nonfinite(do), lse, delta)
+    config = BlockSparseConfig(call.config.scale)
     launch = ampere.launch_of("dq", inputs, call.interpret)
-    dq = kernels.dq_given_delta(launch, *given, **options)
+    dq = kernels.dq_given_rows(launch, config, rows, as_sums=True)
     launch = ampere.launch_of("dkv", inputs, call.interpret)
-    dk, dv = kernels.dkv_given_delta(launch, *given, **options)
+    dk, dv = kernels.dkv_given_rows(launch, config, rows, as_sums=True)
     dk, dv = dk.reshape(sums.dk.shape), dv.reshape(sums.dv.shape)
-    return TileGradients(dq.reshape(slots, rows, -1), sums.dk + dk, sums.dv + dv)
+    return TileGradients(dq.reshape(*shape, -1), sums.dk + dk, sums.dv + dv)
+
+
+forward, backward = chunking.define_backend(lambda platform: TUNING, visit_forward, visit_backward)
 
 
 def _tile_inputs(call: ChunkTiles) -> BlockSparseInputs:

@@ -16,7 +16,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from xsake.kernels import online_softmax as softmax
-from xsake.kernels.block_sparse.types import Gradients
 from xsake.kernels.online_softmax import zero_nonfinite
 from xsake.kernels.selected import chunking
 from xsake.kernels.selected.chunking import (
@@ -42,24 +41,6 @@ def unsupported_reason(inputs: SelectedInputs, config: SelectedConfig, platform:
     if dtype not in (jnp.float32, jnp.bfloat16):
         return f"TPUs compute in float32 and bfloat16, not in {dtype}"
     return None
-
-
-def forward(
-    inputs: SelectedInputs, config: SelectedConfig, platform: str, interpret: Any = False
-) -> tuple[Array, Array]:
-    """`(o [B, Tq, Hq, Dv], lse [B, Tq, Hq])`."""
-    return chunking.forward(inputs, config, TUNING, visit_forward, interpret)
-
-
-def backward(
-    inputs: SelectedInputs,
-    config: SelectedConfig,
-    platform: str,
-    *residuals: Array,
-    interpret: Any = False,
-) -> Gradients:
-    """Gradients from (o, lse, do, dlse), with probabilities recomputed once."""
-    return chunking.backward(inputs, config, TUNING, visit_backward, residuals, interpret)
 
 
 def _dot(a: Array, b: Array, over: tuple[int, int], dtype: Any) -> Array:
@@ -161,14 +142,9 @@ def _launch(
     by_tile: Sequence[tuple[int, ...]],
     by_block: Sequence[tuple[int, ...]] = (),
 ) -> Sequence[Array]:
-    """Run a kernel over the tiles of a chunk.
+    """Run a kernel over the tiles of a chunk: `rows` [slots, ...] by tile, then keys and values.
 
-    Args:
-        kernel: of the pass.
-        name: as profiles show it.
-        call: the chunk.
-        rows: arrays by tile, [slots, ...] each; keys and values follow them.
-        by_tile, by_block: shapes of one tile's results, and of one block's.
+    `by_tile` and `by_block` are shapes of one tile's results, and of one block's.
     """
     chunk, slots = call.chunk, call.sizes.slots
     kv = chunk.k.astype(call.dtype), chunk.v.astype(call.dtype)
@@ -232,3 +208,6 @@ def visit_backward(
     is_written = is_written[:number, None, None]
     dk, dv = (jnp.where(is_written, x, 0) for x in (dk, dv))
     return TileGradients(dq, sums.dk + dk, sums.dv + dv)
+
+
+forward, backward = chunking.define_backend(lambda platform: TUNING, visit_forward, visit_backward)

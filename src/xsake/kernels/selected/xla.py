@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from xsake.kernels import online_softmax as softmax
-from xsake.kernels.block_sparse.types import Gradients
 from xsake.kernels.blocking import take
 from xsake.kernels.online_softmax import zero_nonfinite
 from xsake.kernels.selected import chunking
@@ -24,28 +23,11 @@ from xsake.kernels.selected.chunking import (
     SelectedTuning,
     TileGradients,
 )
-from xsake.kernels.selected.types import SelectedConfig, SelectedInputs
 
 # On 2 x86 cores, tiles of 192 and of 384 rows are alike, tiles of 96 lose a third; a step of 8
 # tiles keeps what it computes in the cache.
 CPU = SelectedTuning(rows=256, tiles=8, queries=1024)
 ACCELERATOR = SelectedTuning(rows=256, tiles=64, queries=4096)
-
-
-def forward(inputs: SelectedInputs, config: SelectedConfig, platform: str) -> tuple[Array, Array]:
-    """`(o [B, Tq, Hq, Dv], lse [B, Tq, Hq])`."""
-    return chunking.forward(inputs, config, _tuning(platform), visit_forward)
-
-
-def backward(
-    inputs: SelectedInputs, config: SelectedConfig, platform: str, *residuals: Array
-) -> Gradients:
-    """Gradients from (o, lse, do, dlse), with probabilities recomputed once."""
-    return chunking.backward(inputs, config, _tuning(platform), visit_backward, residuals)
-
-
-def _tuning(platform: str) -> SelectedTuning:
-    return CPU if platform == "cpu" else ACCELERATOR
 
 
 class StepTiles(NamedTuple):
@@ -135,3 +117,8 @@ def _add_tiles(acc: Array, blocks: Array, parts: Array) -> Array:
         return lax.dynamic_update_index_in_dim(acc, old + new, blocks[tile], 0)
 
     return lax.fori_loop(0, parts.shape[0], add, acc)
+
+
+forward, backward = chunking.define_backend(
+    lambda platform: CPU if platform == "cpu" else ACCELERATOR, visit_forward, visit_backward
+)

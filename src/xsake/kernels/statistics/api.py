@@ -4,16 +4,24 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from xsake.errors import UnsupportedError
+from xsake.errors import ArgumentError, UnsupportedError
 from xsake.kernels.dispatch import BackendSpec, Implementation, Op, StaticCall
 from xsake.kernels.lowering import by_platform
 from xsake.kernels.sharding import Placing, each_part, placing_of, vary_alike
 from xsake.kernels.statistics.types import Statistics, StatisticsConfig, StatisticsInputs
-from xsake.kernels.statistics.validation import operands_of, problem_of
+from xsake.kernels.validation import (
+    check_arrays,
+    check_heads,
+    positive_softcap,
+    scale_or_default,
+    token_integers,
+)
 from xsake.masks import AbstractMask, Causal
+from xsake.masks.base import require_mask
 
 Integers = Int[Array | np.ndarray, "..."]
 
@@ -72,13 +80,33 @@ def block_statistics(
         [0.5 0.5]
     """
     q, k = jax.lax.stop_gradient((q, k))
-    inputs = operands_of(q, k, q_positions, kv_positions, q_segment_ids, kv_segment_ids)
-    config = problem_of(inputs, mask, block_kv, scale, softcap)
+    integers = q_positions, kv_positions, q_segment_ids, kv_segment_ids
+    inputs, config = canonicalize_args(q, k, integers, mask, block_kv, scale, softcap)
     placing = placing_of(q=inputs.q, k=inputs.k)
     _check_rule(placing, config)
     call = StaticCall(OP.names(implementation), config, StatisticsInputs)
     run = lambda inputs: _run(call, vary_alike(inputs))
     return each_part(placing, run, inputs)
+
+
+def canonicalize_args(
+    q: Any, k: Any, integers: tuple[Any, ...], mask: Any, block_kv: int, scale: Any, softcap: Any
+) -> tuple[StatisticsInputs, StatisticsConfig]:
+    """Checked inputs and config; `integers` are those of `token_integers`."""
+    q, k = jnp.asarray(q), jnp.asarray(k)
+    check_arrays(q, k)
+    inputs = StatisticsInputs(q, k, *token_integers(q, k, *integers))
+    require_mask(mask)
+    check_heads(mask.heads, q, k)
+    if block_kv < 1:
+        raise ArgumentError(
+            "block_kv must be positive",
+            got=block_kv,
+            expected="64, say",
+            fix="a size above the number of keys means one block",
+        )
+    numbers = scale_or_default(scale, q), positive_softcap(softcap)
+    return inputs, StatisticsConfig(mask, min(block_kv, k.shape[1]), *numbers)
 
 
 def _check_rule(placing: Placing | None, config: StatisticsConfig) -> None:

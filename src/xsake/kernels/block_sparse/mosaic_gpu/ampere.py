@@ -88,6 +88,4 @@ def launch_of(name: str, inputs: BlockSparseInputs, interpret: Any) -> GpuLaunch
     return GpuLaunch(inputs, make(inputs, inner_tile(name, inputs)), ops)
 
 
-_PASSES = kernels.Passes(launch_of)
-forward, backward = _PASSES.forward, _PASSES.backward
-dq_pass, dkv_pass = _PASSES.dq_pass, _PASSES.dkv_pass
+forward, backward, dq_pass, dkv_pass = kernels.define_passes(launch_of)

@@ -53,10 +53,8 @@ def _launch(name: str, inputs: BlockSparseInputs, interpret: Any) -> GpuLaunch:
     make = schedule.schedule_keys if name == "dkv" else schedule.schedule_queries
     made = make(inputs, INNER_TILE)
     is_shared = made.outer.tiles % 2 == 0 and _features(inputs) <= TWO_GROUPS_FEATURES[name]
-    ops = gpu.GpuOps(True, interpret, uses_wgmma=True)
+    ops = gpu.GpuOps(True, interpret or None, uses_wgmma=True)
     return GpuLaunch(inputs, made, ops, gpu.WarpGroups(2 if is_shared else 1))
 
 
-_PASSES = kernels.Passes(_launch)
-forward, backward = _PASSES.forward, _PASSES.backward
-dq_pass, dkv_pass = _PASSES.dq_pass, _PASSES.dkv_pass
+forward, backward, dq_pass, dkv_pass = kernels.define_passes(_launch)

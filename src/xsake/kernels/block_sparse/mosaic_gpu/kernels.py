@@ -4,7 +4,6 @@ Tiles of scores are [outer, inner]: queries by keys, and for dkv keys by queries
 become operands of the next product without leaving their registers.
 """
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -12,15 +11,20 @@ import jax.numpy as jnp
 from jax import Array
 
 from xsake.kernels import online_softmax
-from xsake.kernels.batching import fold_batch
+from xsake.kernels.batching import define_backend
 from xsake.kernels.block_sparse.mosaic_gpu import ops as gpu
 from xsake.kernels.block_sparse.mosaic_gpu import schedule
 from xsake.kernels.block_sparse.mosaic_gpu.launch import GpuKernelBody, GpuLaunch, pad_features
 from xsake.kernels.block_sparse.mosaic_gpu.masking import TilePairs
-from xsake.kernels.block_sparse.types import BlockSparseConfig, BlockSparseInputs, Gradients
+from xsake.kernels.block_sparse.types import BlockSparseConfig, BlockSparseInputs
 from xsake.kernels.blocking import KeyArrays, QueryArrays
 from xsake.kernels.mask_program import unsupported_mask
-from xsake.kernels.online_softmax import backward_rows, isolate_nonfinite, zero_nonfinite
+from xsake.kernels.online_softmax import (
+    BackwardRows,
+    backward_rows,
+    isolate_nonfinite,
+    zero_nonfinite,
+)
 
 # GPUs have an instruction for 2^x.
 BASE = online_softmax.Base(online_softmax.LOG2E, jnp.exp2)
@@ -45,64 +49,31 @@ def common_reason(inputs: BlockSparseInputs, config: BlockSparseConfig) -> str |
     return unsupported_mask(program, is_static=layout.is_static, has_positions=has_positions)
 
 
-@dataclasses.dataclass(frozen=True)
-class Passes:
-    """Forward and backward of a GPU backend."""
+def define_passes(
+    launch_of: Callable[[str, BlockSparseInputs, Any], GpuLaunch],
+) -> tuple[Callable[..., Any], ...]:
+    """Make `(forward, backward, dq_pass, dkv_pass)` of a GPU backend.
 
-    # From a pass ("forward", "dq" or "dkv"), inputs and interpreter parameters (None: not
-    # interpreted) to the launch
-    launch_of: Callable[[str, BlockSparseInputs, Any], GpuLaunch]
+    `launch_of` makes the launch of a pass ("forward", "dq" or "dkv") from inputs and interpreter
+    parameters, which are false on a device.
+    """
 
-    def forward(
-        self,
-        inputs: BlockSparseInputs,
-        config: BlockSparseConfig,
-        platform: str,
-        interpret: Any = None,
-    ) -> tuple[Array, Array]:
-        """`(o [B, Tq, Hq, Dv], lse [B, Tq, Hq])`."""
-        run = lambda inputs: forward_pass(self.launch_of("forward", inputs, interpret), config)
-        return fold_batch(run, inputs)
+    def forward(inputs: BlockSparseInputs, config: BlockSparseConfig, interpret: Any):
+        return forward_pass(launch_of("forward", inputs, interpret), config)
 
-    def backward(
-        self,
-        inputs: BlockSparseInputs,
-        config: BlockSparseConfig,
-        platform: str,
-        *residuals: Array,
-        interpret: Any = None,
-    ) -> Gradients:
-        """Gradients from (o, lse, do, dlse), with probabilities recomputed twice."""
-
-        def grads(inputs: BlockSparseInputs, *residuals: Array) -> tuple[Array, ...]:
-            dq = self.dq_pass(inputs, config, *residuals, interpret=interpret)
-            return dq, *self.dkv_pass(inputs, config, *residuals, interpret=interpret)
-
-        return Gradients(*fold_batch(grads, inputs, *residuals))
-
-    def dq_pass(
-        self,
-        inputs: BlockSparseInputs,
-        config: BlockSparseConfig,
-        *residuals: Array,
-        interpret: Any = None,
+    def dq(
+        inputs: BlockSparseInputs, config: BlockSparseConfig, *residuals: Array, interpret=False
     ) -> Array:
-        """dq [B, Tq, Hq, D] from (o, lse, do, dlse)."""
-        o, lse, do, dlse = residuals
-        rows = backward_rows(jnp.float32, o, lse, do, dlse, BASE)
-        return dq_given_delta(self.launch_of("dq", inputs, interpret), config, *rows)
+        rows = backward_rows(jnp.float32, *residuals, base=BASE)
+        return dq_given_rows(launch_of("dq", inputs, interpret), config, rows)
 
-    def dkv_pass(
-        self,
-        inputs: BlockSparseInputs,
-        config: BlockSparseConfig,
-        *residuals: Array,
-        interpret: Any = None,
+    def dkv(
+        inputs: BlockSparseInputs, config: BlockSparseConfig, *residuals: Array, interpret=False
     ) -> tuple[Array, Array]:
-        """dk [B, Tk, Hk, D] and dv [B, Tk, Hk, Dv] from (o, lse, do, dlse)."""
-        o, lse, do, dlse = residuals
-        rows = backward_rows(jnp.float32, o, lse, do, dlse, BASE)
-        return dkv_given_delta(self.launch_of("dkv", inputs, interpret), config, *rows)
+        rows = backward_rows(jnp.float32, *residuals, base=BASE)
+        return dkv_given_rows(launch_of("dkv", inputs, interpret), config, rows)
+
+    return *define_backend(forward, dq, dkv), dq, dkv
 
 
 def forward_pass(
@@ -120,25 +91,10 @@ def forward_pass(
     return o, lse
 
 
-def dq_given_delta(
-    launch: GpuLaunch,
-    config: BlockSparseConfig,
-    do: Array,
-    lse: Array,
-    delta: Array,
-    *,
-    dtype: Any = None,
-    grad_scale: float | None = None,
+def dq_given_rows(
+    launch: GpuLaunch, config: BlockSparseConfig, rows: BackwardRows, *, as_sums: bool = False
 ) -> Array:
-    """dq [B, Tq, Hq, D] from the rows of `backward_rows`.
-
-    Args:
-        launch: of the pass.
-        config: of the call.
-        do, lse, delta: finite; in base 2; per query.
-        dtype: of dq; None: that of the queries.
-        grad_scale: factor on dq; None: the scale.
-    """
+    """dq [B, Tq, Hq, D]; `as_sums`: in float32 and not scaled, to be added to others."""
     inputs, poison = launch.inputs, None
     k, v = isolate_nonfinite(inputs.k, inputs.v)
     if launch.ops.uses_wgmma:
@@ -146,33 +102,26 @@ def dq_given_delta(
         poison = jnp.where(jnp.isfinite(k).all(-1), 0.0, jnp.nan).astype(jnp.float32)
         k = zero_nonfinite(k)
     (dq,) = launch.run(
-        dq_body(config, launch, config.scale if grad_scale is None else grad_scale),
-        launch.pack_queries(inputs.q, do, lse, delta),
+        dq_body(config, launch, 1.0 if as_sums else config.scale),
+        launch.pack_queries(inputs.q, rows),
         launch.pack_keys(k, v, poison),
-        [(inputs.q.shape[-1], dtype or inputs.q.dtype)],
+        [(inputs.q.shape[-1], jnp.float32 if as_sums else inputs.q.dtype)],
     )
     return dq
 
 
-def dkv_given_delta(
-    launch: GpuLaunch,
-    config: BlockSparseConfig,
-    do: Array,
-    lse: Array,
-    delta: Array,
-    *,
-    dtype: Any = None,
-    grad_scale: float | None = None,
+def dkv_given_rows(
+    launch: GpuLaunch, config: BlockSparseConfig, rows: BackwardRows, *, as_sums: bool = False
 ) -> tuple[Array, Array]:
-    """dk [B, Tk, Hk, D] and dv [B, Tk, Hk, Dv]; arguments as in `dq_given_delta`."""
+    """dk [B, Tk, Hk, D] and dv [B, Tk, Hk, Dv]; arguments as in `dq_given_rows`."""
     inputs = launch.inputs
     # A query that is not finite reaches the keys that it sees, and no others.
-    lse = jnp.where(jnp.isfinite(inputs.q).all(-1), lse, jnp.nan)
+    lse = jnp.where(jnp.isfinite(inputs.q).all(-1), rows.lse, jnp.nan)
     dk, dv = launch.run(
-        dkv_body(config, launch, config.scale if grad_scale is None else grad_scale),
+        dkv_body(config, launch, 1.0 if as_sums else config.scale),
         launch.pack_keys(*isolate_nonfinite(inputs.k, inputs.v)),
-        launch.pack_queries(zero_nonfinite(inputs.q), do, lse, delta),
-        [(x.shape[-1], dtype or x.dtype) for x in (inputs.k, inputs.v)],
+        launch.pack_queries(zero_nonfinite(inputs.q), rows._replace(lse=lse)),
+        [(x.shape[-1], jnp.float32 if as_sums else x.dtype) for x in (inputs.k, inputs.v)],
     )
     return dk, dv
 

@@ -23,6 +23,7 @@ from xsake.kernels.block_sparse.mosaic_gpu.schedule import GpuSchedule, RowLists
 from xsake.kernels.block_sparse.mosaic_gpu.split_rows import sum_pieces
 from xsake.kernels.block_sparse.types import BlockSparseInputs
 from xsake.kernels.blocking import KeyArrays, QueryArrays, pad_axis
+from xsake.kernels.online_softmax import BackwardRows
 from xsake.kernels.sharding import axes_of, vary
 from xsake.layout.numbering import quotient, remainder
 
@@ -59,23 +60,15 @@ class GpuLaunch:
     ops: gpu.GpuOps  # instructions of the GPU, or of the interpreter
     groups: gpu.WarpGroups = gpu.WarpGroups()  # warp specialization of a thread block
 
-    def pack_queries(
-        self,
-        q: Array,
-        do: Array | None = None,
-        lse: Array | None = None,
-        delta: Array | None = None,
-    ) -> QueryArrays:
+    def pack_queries(self, q: Array, rows: BackwardRows | None = None) -> QueryArrays:
         """Arrays of the queries, padded to whole tiles."""
         inputs, (tile, _) = self.inputs, self.schedule.grid.q_and_kv(*self.schedule.tiles)
-        return QueryArrays(
-            _pack_tokens(q, tile),
-            None if do is None else _pack_tokens(do, tile),
-            None if lse is None else _pack_rows(lse, tile, jnp.inf),
-            None if delta is None else _pack_rows(delta, tile, 0),
-            _pack_integers(inputs.q_positions, tile, 0),
-            _pack_integers(inputs.q_segment_ids, tile, -1),
-        )
+        q, residuals = _pack_tokens(q, tile), (None, None, None)
+        if rows is not None:
+            do, lse = _pack_tokens(rows.do, tile), _pack_rows(rows.lse, tile, jnp.inf)
+            residuals = do, lse, _pack_rows(rows.delta, tile, 0)
+        positions = _pack_integers(inputs.q_positions, tile, 0)
+        return QueryArrays(q, *residuals, positions, _pack_integers(inputs.q_segment_ids, tile, -1))
 
     def pack_keys(self, k: Array, v: Array, poison: Array | None = None) -> KeyArrays:
         """Arrays of the keys, padded to whole tiles."""
@@ -95,15 +88,9 @@ class GpuLaunch:
         inner: QueryArrays | KeyArrays,
         results: Sequence[tuple[int | None, Any]],
     ) -> list[Array]:
-        """Run the kernel.
+        """Run the kernel; each of `results` is (features or None for a statistic, dtype).
 
-        Args:
-            body: of the pass.
-            outer, inner: arrays of the two sides.
-            results: (features or None for a statistic, dtype) of each result.
-
-        Returns:
-            The results, [B, T, H, features] or [B, T, H].
+        Returns the results, [B, T, H, features] or [B, T, H].
         """
         schedule, grid = self.schedule, self.schedule.grid
         shapes = [self._result(*result) for result in results]

@@ -110,13 +110,9 @@ class GpuOps:
         return acc
 
     def add_product(self, acc: Any, p: Any, inner: Any, zero_nonfinite: bool = False) -> Any:
-        """`acc + p @ inner`, [outer, inner] x [inner, D].
+        """`acc + p @ inner`, [outer, inner] x [inner, D], `inner` in shared memory.
 
-        Args:
-            acc: sums in registers.
-            p: in registers; rounded to the dtype of `inner`.
-            inner: in shared memory.
-            zero_nonfinite: replace non-finite values of `inner` by zero.
+        `p` is rounded to the dtype of `inner`, whose non-finite values may be replaced by zero.
         """
         if self.uses_wgmma:
             assert not zero_nonfinite, "wgmma reads shared memory itself"

@@ -52,12 +52,8 @@ def keep_rows(starts: Any, first_unmasked: Any) -> Pieces:
 def split(starts: Any, first_unmasked: Any, length: int, capacity: int, longest: int) -> Pieces:
     """Split rows into pieces of about equal size, none of more than `length` items.
 
-    Args:
-        starts: int32 [R + 1], first item of a row.
-        first_unmasked: int32 [R], its first item without an element mask.
-        length: maximum items of a piece.
-        capacity: maximum items of all rows.
-        longest: maximum items of a row.
+    `starts` [R + 1] and `first_unmasked` [R] are items; all rows have at most `capacity` of them,
+    one row at most `longest`.
     """
     xp = namespace(starts)
     counts = starts[1:] - starts[:-1]
@@ -93,11 +89,8 @@ def launch_order(pieces: Pieces) -> Any:
 def balance(lengths: np.ndarray, repeats: int) -> float:
     """Work of the busiest core over the mean, if each core takes the next piece when it is free.
 
-    A piece costs its items and one more for its prologue and epilogue.
-
-    Args:
-        lengths: items of the pieces, in the order in which they start.
-        repeats: of each of them.
+    `lengths` are items of pieces in the order in which they start, each `repeats` times. A piece
+    costs its items and one more for its prologue and epilogue.
     """
     cores = [0] * CORES
     for length in lengths.tolist():
@@ -107,16 +100,9 @@ def balance(lengths: np.ndarray, repeats: int) -> float:
 
 
 def sum_pieces(parts: Array, first: Any, max_pieces: int, grid: RaggedGrid):
-    """Sum the pieces of every row, always in the same order.
+    """Sum the pieces [P * replicas, tokens, features] of every row, always in the same order.
 
-    Args:
-        parts: [P * replicas, tokens, features], partial sums of the pieces.
-        first: int32 [R + 1], first piece of a row.
-        max_pieces: of one row.
-        grid: numbering of the blocks.
-
-    Returns:
-        [B, T, H * features], T of all blocks.
+    Row `r` has the pieces from `first[r]` on. Returns [B, T, H * features], T of all blocks.
     """
     parts = parts.reshape(-1, grid.replicas, *parts.shape[1:])
     first, tokens, features = jnp.asarray(first, jnp.int32), *parts.shape[2:]

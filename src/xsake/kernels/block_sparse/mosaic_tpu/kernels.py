@@ -16,12 +16,12 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from xsake.kernels import online_softmax
-from xsake.kernels.batching import fold_batch
+from xsake.kernels.batching import define_backend
 from xsake.kernels.block_sparse import cost
 from xsake.kernels.block_sparse.mosaic_tpu import schedule
 from xsake.kernels.block_sparse.mosaic_tpu.launch import Refs, TpuKernelBody, TpuLaunch
 from xsake.kernels.block_sparse.mosaic_tpu.masking import GroupMasks, to_column
-from xsake.kernels.block_sparse.types import BlockSparseConfig, BlockSparseInputs, Gradients
+from xsake.kernels.block_sparse.types import BlockSparseConfig, BlockSparseInputs
 from xsake.kernels.blocking import KeyArrays, QueryArrays
 from xsake.kernels.mask_program import trace_mask, unsupported_mask
 from xsake.kernels.online_softmax import backward_rows, isolate_nonfinite
@@ -55,29 +55,6 @@ def count_passes(
     return cost.blockwise(inputs, *schedule.count_schedules(inputs, config), widens=False)
 
 
-def forward(
-    inputs: BlockSparseInputs, config: BlockSparseConfig, platform: str, interpret: Any = False
-) -> tuple[Array, Array]:
-    """`(o [B, Tq, Hq, Dv], lse [B, Tq, Hq])`."""
-    return fold_batch(lambda inputs: forward_pass(inputs, config, interpret), inputs)
-
-
-def backward(
-    inputs: BlockSparseInputs,
-    config: BlockSparseConfig,
-    platform: str,
-    *residuals: Array,
-    interpret: Any = False,
-) -> Gradients:
-    """Gradients from (o, lse, do, dlse), with probabilities recomputed twice."""
-
-    def grads(inputs: BlockSparseInputs, *residuals: Array) -> tuple[Array, ...]:
-        dq = dq_pass(inputs, config, *residuals, interpret=interpret)
-        return dq, *dkv_pass(inputs, config, *residuals, interpret=interpret)
-
-    return Gradients(*fold_batch(grads, inputs, *residuals))
-
-
 def forward_pass(
     inputs: BlockSparseInputs, config: BlockSparseConfig, interpret: Any = False
 ) -> tuple[Array, Array]:
@@ -104,11 +81,10 @@ def dq_pass(
     launch = _launch(_DQ, schedule.schedule_queries(inputs, config), inputs, interpret)
     block = inputs.layout.block_q, inputs.q.shape[-1]
     column = block[0], LANES
-    o, lse, do, dlse = residuals
-    rows = backward_rows(jnp.float32, o, lse, do, dlse, BASE)
+    rows = backward_rows(jnp.float32, *residuals, base=BASE)
     (dq,) = launch.run(
         dq_body(config),
-        launch.cut_queries(_scale(inputs.q, config), *rows),
+        launch.cut_queries(_scale(inputs.q, config), rows),
         launch.cut_keys(*isolate_nonfinite(inputs.k, inputs.v)),
         results=[(block, inputs.q.dtype)],
         scratch=[block, column, column],
@@ -123,17 +99,19 @@ def dkv_pass(
     """dk [B, Tk, Hk, D] and dv [B, Tk, Hk, Dv] from (o, lse, do, dlse)."""
     launch = _launch(_DKV, schedule.schedule_keys(inputs, config), inputs, interpret)
     blocks = [(inputs.layout.block_kv, x.shape[-1]) for x in (inputs.k, inputs.v)]
-    o, lse, do, dlse = residuals
-    rows = backward_rows(jnp.float32, o, lse, do, dlse, BASE)
+    rows = backward_rows(jnp.float32, *residuals, base=BASE)
     dk, dv = launch.run(
         dkv_body(config),
         launch.cut_keys(*isolate_nonfinite(inputs.k, inputs.v)),
-        launch.cut_queries(_scale(inputs.q, config), *rows),
+        launch.cut_queries(_scale(inputs.q, config), rows),
         results=[(block, inputs.k.dtype) for block in blocks],
         scratch=blocks,
         keys_first=True,
     )
     return launch.key_tokens(dk), launch.key_tokens(dv)
+
+
+forward, backward = define_backend(forward_pass, dq_pass, dkv_pass)
 
 
 def forward_body(config: BlockSparseConfig) -> TpuKernelBody:

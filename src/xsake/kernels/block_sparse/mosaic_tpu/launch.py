@@ -22,6 +22,7 @@ from xsake.kernels.block_sparse.mosaic_tpu.schedule import FLAG_BITS, TpuSchedul
 from xsake.kernels.block_sparse.types import BlockSparseInputs
 from xsake.kernels.blocking import KeyArrays, QueryArrays
 from xsake.kernels.mask_program import flat_tables
+from xsake.kernels.online_softmax import BackwardRows
 from xsake.kernels.sharding import axes_of, result_shape, vary
 from xsake.layout.numbering import RaggedGrid, quotient, remainder
 
@@ -70,23 +71,15 @@ class TpuLaunch:
     interpret: Any  # as in `pallas_call`: False on a TPU
     estimate: pl.CostEstimate  # flops and bytes, for the compiler's scheduler
 
-    def cut_queries(
-        self,
-        q: Array,
-        do: Array | None = None,
-        lse: Array | None = None,
-        delta: Array | None = None,
-    ) -> QueryArrays:
+    def cut_queries(self, q: Array, rows: BackwardRows | None = None) -> QueryArrays:
         """Arrays of the queries by block."""
-        block, inputs = self.inputs.layout.block_q, self.inputs
-        return QueryArrays(
-            _to_blocks(q, block),
-            None if do is None else _to_blocks(do, block),
-            None if lse is None else _to_rows(lse, block, jnp.inf),
-            None if delta is None else _to_rows(delta, block, 0),
-            _to_lanes(inputs.q_positions, block, 0),
-            _to_lanes(inputs.q_segment_ids, block, -1),
-        )
+        block, inputs, residuals = self.inputs.layout.block_q, self.inputs, (None, None, None)
+        q = _to_blocks(q, block)
+        if rows is not None:
+            do, lse = _to_blocks(rows.do, block), _to_rows(rows.lse, block, jnp.inf)
+            residuals = do, lse, _to_rows(rows.delta, block, 0)
+        positions = _to_lanes(inputs.q_positions, block, 0)
+        return QueryArrays(q, *residuals, positions, _to_lanes(inputs.q_segment_ids, block, -1))
 
     def cut_keys(self, k: Array, v: Array, transpose_values: bool = False) -> KeyArrays:
         """Arrays of the keys by block."""
@@ -122,12 +115,8 @@ class TpuLaunch:
     ) -> Sequence[Array]:
         """Run the kernel: launch after launch, each adding its rows to the results.
 
-        Args:
-            body: of the pass.
-            outer, inner: arrays of the two sides by block.
-            results: (shape, dtype) of one block of each result.
-            scratch: shapes of the float32 sums that stay in VMEM while a row is computed.
-            keys_first: tiles of scores are [keys, queries].
+        `results` are (shape, dtype) of one block each, `scratch` shapes of the float32 sums that
+        stay in VMEM while a row is computed. `keys_first`: tiles of scores are [keys, queries].
         """
         grid, packed, like = self.schedule.grid, self.schedule.packed, self.inputs.q
         mask_blocks, mask_ids = self.schedule.mask_blocks(keys_first)

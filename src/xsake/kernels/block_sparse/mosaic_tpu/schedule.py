@@ -213,14 +213,9 @@ def _bound(layout: Layout, slots: int, inputs: BlockSparseInputs) -> cost.Schedu
 def pack(
     items: FlatItems, slots: int, cores: int, max_entries: int, max_row: int
 ) -> PackedSchedule:
-    """Group the items and divide the rows into launches of at most `max_entries` int32.
+    """Group `slots` items each and divide the rows into launches of at most `max_entries` int32.
 
-    Args:
-        items: the list.
-        slots: items of a group.
-        cores: that share a launch.
-        max_entries: capacity of scalar memory.
-        max_row: maximum items of a row of a traced list.
+    `max_row` is the maximum number of items of a row of a traced list.
     """
     xp = namespace(items.row_starts)
     counts = items.row_starts[1:] - items.row_starts[:-1]
