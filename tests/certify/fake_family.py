@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import jax
 
-from xsake.certify.case import CompileCase
-from xsake.certify.family import CompileFacts, PeakFigures, Target
+from xsake.certify.family import PeakFigures, Target
+from xsake.certify.record import CompileCase, CompileFacts
 
 NAME, PLATFORM, PACKAGES = "fake", "cpu", ("jaxlib",)
 KERNELS = SELECTED_KERNELS = "tests.certify.fake_family"

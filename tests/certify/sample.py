@@ -3,8 +3,7 @@
 from pathlib import Path
 
 from tests.certify.fake_family import case
-from xsake.certify.family import CompileFacts
-from xsake.certify.record import Certificate, Outcome, PassCost, TimeBound
+from xsake.certify.record import Certificate, CompileFacts, Outcome, PassCost, TimeBound
 
 ROOT = Path(__file__).parents[2]
 

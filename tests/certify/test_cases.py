@@ -4,7 +4,7 @@ import jax
 import pytest
 
 from tests.certify import fake_family
-from xsake.certify import build, build_selected, cases
+from xsake.certify import build, cases
 from xsake.errors import ArgumentError
 from xsake.kernels.selected import mosaic_tpu
 
@@ -83,7 +83,7 @@ def test_a_replaced_number_is_put_back():
 @pytest.mark.parametrize("name", cases.SELECTED_PASSES)
 def test_a_case_of_lists_per_token_is_one_launch_over_a_chunk(name):
     case = cases.all_cases()[f"gemma3_4b_4k_bf16_{name}"]
-    built = build_selected.build(case, mosaic_tpu)
+    built = build.build_selected(case, mosaic_tpu)
     assert case.slots == 16 and built.cost.launches == 1 and built.cost.steps > built.cost.listed
     assert 0.4 < case.budget < 0.5
     assert built.cost.flops > 4096 * 16 * 64 * 2 * 256  # at least the products of every pair

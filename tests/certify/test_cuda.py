@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from xsake.certify import cases, cuda, family, gpu_specs, hopper, ptx, turing
+from xsake.certify import cases, cuda, family, gpu_specs
 from xsake.errors import ArgumentError
 
 # As ptxas 13.4 words it; numbers are made up.
@@ -34,16 +34,17 @@ def written(folder, name: str, ptxas: str = PTXAS) -> None:
 def test_what_ptxas_says_is_read(tmp_path):
     written(tmp_path, "first")
     written(tmp_path, "second", PTXAS.replace("200", "255"))
-    largest, other = ptx.read_kernels(tmp_path)
+    largest, other = cuda.read_kernels(tmp_path)
     assert (largest.name, largest.registers, other.registers) == ("second", 255, 200)
     assert (other.target, other.spill_bytes, other.shared_bytes) == ("sm_80", (12, 8), 43008)
     assert other.instructions == {"mma": 2, "wgmma": 0, "ldmatrix": 1, "cp_async": 1, "tma": 1}
-    assert ptx.read_kernels(tmp_path / "first.ptx") == []
+    assert cuda.read_kernels(tmp_path / "first.ptx") == []
 
 
-@pytest.mark.parametrize("module", [cuda, hopper, turing])
-def test_all_are_families_with_requirements_by_name(module):
-    loaded = family.load_family(module.__name__)
+@pytest.mark.parametrize("name", ["cuda", "hopper", "turing"])
+def test_all_are_families_with_requirements_by_name(name):
+    loaded = family.load_family(family.FAMILIES[name])
+    assert name == loaded.NAME
     assert isinstance(loaded, family.TargetFamily)
     words = " ".join(loaded.requirements("0.12.0.1"))
     assert "jax-cuda13-plugin==0.12.0.1" in words and "://" not in words
@@ -67,11 +68,11 @@ def test_targets_are_found_and_have_the_shared_memory_of_their_capability():
 
 
 def test_only_what_the_kernels_take_is_selected():
-    smoke = cases.select_cases("smoke", cuda)
+    smoke = cases.select_cases("smoke", cuda.AMPERE)
     assert {case.dtype for case in smoke if case.expects == "compiles"} == {"bfloat16"}
     assert {case.pass_name for case in smoke} == {*cases.PASSES, *cases.SELECTED_PASSES}
     assert [case for case in smoke if case.expects == "refused"] == list(cuda.CONTROLS)
-    assert {case.tokens for case in cases.select_cases("all", turing)} == {4096}
+    assert {case.tokens for case in cases.select_cases("all", cuda.TURING)} == {4096}
 
 
 def test_a_description_names_every_number_once():

@@ -11,7 +11,7 @@ import pytest
 from tests.certify import fake_family
 from tests.certify.sample import ROOT
 from xsake.certify import environments
-from xsake.certify.errors import CertifyError
+from xsake.certify.record import CertifyError
 
 
 def test_an_environment_is_built_once_and_works_after_its_move(tmp_path, monkeypatch):

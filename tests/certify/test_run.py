@@ -9,7 +9,7 @@ import pytest
 
 from tests.certify import fake_family
 from xsake.certify import process, record, run
-from xsake.certify.errors import CertifyError
+from xsake.certify.record import CertifyError
 from xsake.schemas import schema_text
 
 TARGET = fake_family.TARGETS["f1"]

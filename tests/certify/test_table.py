@@ -5,8 +5,7 @@ import rich.console
 
 from tests.certify.sample import ROOT, sample_certificate
 from xsake.certify import table
-from xsake.certify.record import read_certificates
-from xsake.certify.words import MAX_CHARACTERS, sanitize
+from xsake.certify.record import MAX_CHARACTERS, read_certificates, sanitize
 from xsake.errors import ArgumentError
 
 

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from tests.certify.sample import sample_certificate
 from xsake.certify import run
-from xsake.certify.errors import CertifyError
+from xsake.certify.record import CertifyError
 from xsake.cli.certify import run_certify
 
 APP = typer.Typer()

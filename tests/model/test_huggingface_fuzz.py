@@ -66,11 +66,9 @@ def test_damaged_weights_are_read_or_refused_but_never_crash(data, tmp_path_fact
     path.write_bytes(
         damaged[: data.draw(st.sampled_from([len(damaged), 9, 700, len(damaged) - 1]))]
     )
-    opened = CheckpointFolder(folder.resolve())
     try:
-        tensors = opened.tensors()
-        with opened.open_reader() as read:
+        with CheckpointFolder(folder.resolve()).open_tensors() as tensors:
             for tensor in tensors.values():
-                assert read(tensor).shape == tensor.shape
+                assert tensor.read().shape == tensor.shape
     except XsakeError as error:
         assert error.fix

@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from xsake.certify.case import CompileCase
-from xsake.certify.record import PassCost
+from xsake.certify.record import CompileCase, PassCost
 from xsake.errors import ArgumentError
 from xsake.kernels.block_sparse.types import BlockSparseConfig, BlockSparseInputs
+from xsake.kernels.selected import chunking
+from xsake.kernels.selected.types import SelectedConfig, SelectedInputs
 from xsake.layout import BlockLayout
 from xsake.layout.synthetic import ragged_grid
 from xsake.masks import Causal
@@ -37,27 +38,100 @@ def build(case: CompileCase, kernels: ModuleType, platform: str) -> BuiltCase:
         kernels: a block-sparse backend with `forward`, `dq_pass`, `dkv_pass` and `count_passes`.
         platform: argument of `count_passes`.
     """
-    problem = BlockSparseConfig(scale=case.head_dim**-0.5, tiles=case.tiles)
+    config = BlockSparseConfig(scale=case.head_dim**-0.5, tiles=case.tiles)
     layout = build_layout(case)
-    traced_layout = jax.tree.map(_abstract, layout.traced()) if case.traced else None
+    traced_layout = (
+        jax.tree.map(lambda x: _array(*x.shape, dtype=x.dtype), layout.traced())
+        if case.traced
+        else None
+    )
 
-    def make_operands(traced_layout: BlockLayout | None, q, k, v) -> BlockSparseInputs:
+    def make_inputs(traced_layout: BlockLayout | None, q, k, v) -> BlockSparseInputs:
         return BlockSparseInputs(q, k, v, layout if traced_layout is None else traced_layout)
 
     def run(traced_layout: BlockLayout | None, q, k, v, *residuals):
-        operands = make_operands(traced_layout, q, k, v)
+        inputs = make_inputs(traced_layout, q, k, v)
         if case.pass_name == "forward":
-            return kernels.forward(operands, problem, platform)
-        out, lse, *cotangents = residuals
-        gradient = {"dq": kernels.dq_pass, "dkv": kernels.dkv_pass}
-        return gradient[case.pass_name](operands, problem, out, lse, *cotangents)
+            return kernels.forward(inputs, config, platform)
+        gradient = kernels.dq_pass if case.pass_name == "dq" else kernels.dkv_pass
+        return gradient(inputs, config, *residuals)
 
-    arrays = _arrays(case)
-    counted = kernels.count_passes(make_operands(traced_layout, *arrays[:3]), problem, platform)
-    arguments = (traced_layout, *arrays)
-    arrays_moved = jax.tree.leaves((arguments, jax.eval_shape(run, *arguments)))
-    min_bytes = sum(x.size * x.dtype.itemsize for x in arrays_moved)
-    return BuiltCase(run, arguments, _find_cost(counted, _PASS_NAMES[case.pass_name], min_bytes))
+    q = _array(1, case.tokens, case.q_heads, case.head_dim, dtype=case.dtype)
+    k = _array(1, case.tokens, case.kv_heads, case.head_dim, dtype=case.dtype)
+    lse = _array(1, case.tokens, case.q_heads)
+    residuals = () if case.pass_name == "forward" else (q, lse, q, lse)  # o, lse, do, dlse
+    arguments = (traced_layout, q, k, k, *residuals)
+    counted = kernels.count_passes(make_inputs(traced_layout, q, k, k), config, platform)
+    cost = next(one for one in counted if one.name == _PASS_NAMES[case.pass_name])
+    fields = PassCost.model_fields.keys() - {"least_bytes"}
+    moved = _count_bytes((arguments, jax.eval_shape(run, *arguments)))
+    return BuiltCase(
+        run, arguments, PassCost(least_bytes=moved, **{x: getattr(cost, x) for x in fields})
+    )
+
+
+def build_selected(case: CompileCase, kernels: ModuleType) -> BuiltCase:
+    """Build one launch of selected attention over a chunk of queries, for one kv head.
+
+    Block lists are arguments: XLA takes minutes to compile their construction for a TPU, and the
+    kernels do not depend on their contents.
+
+    Args:
+        case: to build, with slots.
+        kernels: a backend of selected attention with `visit_forward`, `visit_backward`, `TUNING`.
+    """
+    config, dtype = SelectedConfig(case.block, case.head_dim**-0.5), jnp.dtype(case.dtype)
+    is_forward = case.pass_name == "selected_forward"
+    q = _array(1, case.tokens, case.q_heads, case.head_dim, dtype=dtype)
+    k = _array(1, case.tokens, case.kv_heads, case.head_dim, dtype=dtype)
+    blocks = _array(1, case.tokens, case.kv_heads, case.slots, dtype=jnp.int32)
+    sizes = chunking.chunk_sizes(SelectedInputs(q, k, k, blocks), config, kernels.TUNING)
+
+    def run(chunk, tiles, *rest):
+        parts = chunking.Chunk(*chunk), chunking.QueryTiles(*tiles)
+        call = chunking.ChunkTiles(sizes, config, dtype, False, *parts)
+        if is_forward:
+            return kernels.visit_forward(call, chunking.PartialSoftmax(*rest[0]))
+        residuals, sums = chunking.ChunkResiduals(*rest[0]), chunking.TileGradients(*rest[1])
+        return kernels.visit_backward(call, residuals, sums)
+
+    arguments = _selected_arguments(case, sizes)
+    read, written = (_count_bytes(x) for x in (arguments, jax.eval_shape(run, *arguments)))
+    products = 2 if is_forward else 5
+    cost = PassCost(
+        listed=sizes.capacity, computed=None, launches=kernels.LAUNCHES[case.pass_name],
+        steps=sizes.slots, balance=None,
+        flops=2 * products * sizes.capacity * sizes.rows * case.block * case.head_dim,
+        bytes_read=read, bytes_written=written, least_bytes=read + written,
+    )  # fmt: skip
+    return BuiltCase(run, arguments, cost)
+
+
+def _selected_arguments(case: CompileCase, sizes: chunking.ChunkSizes) -> tuple:
+    """Return abstract arrays: chunk, tiles and the operands of the pass."""
+    dim, queries = case.head_dim, sizes.chunk + 1
+    integers = functools.partial(_array, dtype=jnp.int32)
+    kv = _array(-(-case.tokens // case.block), case.block, dim)
+    rows = _array(queries, sizes.group * dim, dtype=case.dtype)
+    chunk = rows, integers(queries), kv, kv
+    tiles = (
+        integers(sizes.capacity, sizes.tile), integers(sizes.capacity), integers(),
+        integers(sizes.chunk, case.slots),
+    )  # fmt: skip
+    acc = _array(sizes.slots, sizes.rows, dim)
+    if case.pass_name == "selected_forward":
+        line = _array(sizes.slots, sizes.rows)
+        return chunk, tiles, (acc, line, line)
+    line = _array(queries, sizes.group)
+    return chunk, tiles, (_array(queries, sizes.group * dim), line, line), (acc, kv, kv)
+
+
+def _array(*shape: int | None, dtype: Any = jnp.float32) -> Any:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def _count_bytes(tree: Any) -> int:
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
 def build_layout(case: CompileCase) -> BlockLayout:
@@ -99,22 +173,3 @@ def _layout(tokens: int, block: int, budget: float, heads: int, seed: int) -> Bl
     return BlockLayout.from_block_mask(
         grid, q_tokens=tokens, kv_tokens=tokens, block_q=block, block_kv=block, mask=Causal()
     )
-
-
-def _arrays(case: CompileCase) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Return abstract q, k, v, and for gradients out, lse and the cotangents of both."""
-    dtype = jnp.dtype(case.dtype)
-    q = jax.ShapeDtypeStruct((1, case.tokens, case.q_heads, case.head_dim), dtype)
-    k = jax.ShapeDtypeStruct((1, case.tokens, case.kv_heads, case.head_dim), dtype)
-    lse = jax.ShapeDtypeStruct((1, case.tokens, case.q_heads), jnp.float32)
-    return (q, k, k) if case.pass_name == "forward" else (q, k, k, q, lse, q, lse)
-
-
-def _abstract(array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(array.shape, array.dtype)
-
-
-def _find_cost(counted: tuple, name: str, least_bytes: int) -> PassCost:
-    cost = next(one for one in counted if one.name == name)
-    fields = PassCost.model_fields.keys() - {"least_bytes"}
-    return PassCost(least_bytes=least_bytes, **{field: getattr(cost, field) for field in fields})

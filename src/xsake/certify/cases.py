@@ -2,10 +2,11 @@
 
 import fnmatch
 import functools
+from collections.abc import Iterable
 from typing import NamedTuple
 
-from xsake.certify.case import CompileCase, PassName
 from xsake.certify.family import TargetFamily
+from xsake.certify.record import CompileCase, PassName
 from xsake.errors import ArgumentError
 
 PASSES: tuple[PassName, ...] = ("forward", "dq", "dkv")
@@ -37,6 +38,7 @@ SIZES = ((4096, 1.0), (4096, 0.25), (4096, 0.10), (16384, 0.25), (32768, 0.10), 
 MAX_HEADS_AT_128K = 16
 # Native sparse attention selects 16 blocks of 64 tokens per token.
 SELECTED_BLOCK, SELECTED_SLOTS = 64, 16
+_DTYPES = {"bfloat16": "bf16", "float32": "f32"}
 
 
 @functools.cache
@@ -104,46 +106,37 @@ def _smoke_cases() -> list[CompileCase]:
 
 def _selected_case(pass_name: PassName, shape: str, tokens: int, dtype: str) -> CompileCase:
     """Return a case of native sparse attention: one list per token, shared by a group of heads."""
-    heads, block, slots = MODELS[shape], SELECTED_BLOCK, SELECTED_SLOTS
-    visible = range(1, tokens // block + 1)
-    short = {"bfloat16": "bf16", "float32": "f32"}[dtype]
-    return CompileCase.model_validate(
-        {
-            "name": f"{shape}_{tokens // 1024}k_{short}_{pass_name}",
-            "pass_name": pass_name, "shape": shape, "tokens": tokens,
-            "q_heads": heads.q, "kv_heads": heads.kv, "head_dim": heads.dim, "dtype": dtype,
-            "budget": sum(min(slots, x) for x in visible) / sum(visible),
-            "block": block, "slots": slots,
-        }
+    visible = range(1, tokens // SELECTED_BLOCK + 1)
+    budget = sum(min(SELECTED_SLOTS, x) for x in visible) / sum(visible)
+    return _make_case(
+        (shape, f"{tokens // 1024}k", _DTYPES[dtype], pass_name), MODELS[shape],
+        pass_name=pass_name, shape=shape, tokens=tokens, dtype=dtype, budget=budget,
+        block=SELECTED_BLOCK, slots=SELECTED_SLOTS,
     )  # fmt: skip
 
 
 def _case(
     pass_name: PassName, shape: str, tokens: int, budget: float, block: int, **more
 ) -> CompileCase:
-    q_heads, kv_heads, head_dim = MODELS[shape]
-    if tokens == 131072 and q_heads > MAX_HEADS_AT_128K:
-        group = q_heads // kv_heads
-        kv_heads = MAX_HEADS_AT_128K // group
-        q_heads = kv_heads * group
-    parts = [
-        shape,
-        f"{tokens // 1024}k",
-        f"{budget:.0%}".removesuffix("%"),
-        {"bfloat16": "bf16", "float32": "f32"}[more.get("dtype", "bfloat16")],
+    heads = MODELS[shape]
+    if tokens == 131072 and heads.q > MAX_HEADS_AT_128K:
+        group = heads.q // heads.kv
+        kv = MAX_HEADS_AT_128K // group
+        heads = AttentionShape(kv * group, kv, heads.dim)
+    name = [
+        shape, f"{tokens // 1024}k", f"{budget:.0%}".removesuffix("%"),
+        _DTYPES[more.get("dtype", "bfloat16")],
         *([f"block{block}"] if block != LENGTHS[tokens] else []),
         *(["traced"] if more.get("traced") else []),
         pass_name,
-    ]
-    return CompileCase(
-        name="_".join(parts),
-        pass_name=pass_name,
-        shape=shape,
-        tokens=tokens,
-        q_heads=q_heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        budget=budget,
-        block=block,
+    ]  # fmt: skip
+    return _make_case(
+        name, heads, pass_name=pass_name, shape=shape, tokens=tokens, budget=budget, block=block,
         **more,
+    )  # fmt: skip
+
+
+def _make_case(name: Iterable[str], heads: AttentionShape, **fields) -> CompileCase:
+    return CompileCase(
+        name="_".join(name), q_heads=heads.q, kv_heads=heads.kv, head_dim=heads.dim, **fields
     )

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from xsake._provenance import installed_versions
-from xsake.certify.errors import CertifyError
 from xsake.certify.family import TargetFamily
+from xsake.certify.record import CertifyError
 
 # Dependencies of XSAKE except jax, whose version the family sets. A test compares this with the
 # package metadata.

@@ -1,20 +1,21 @@
-"""Interface of a family of compile targets."""
+"""Compile targets and the interface of their families."""
 
 import importlib
+import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from xsake.certify.case import CompileCase
+from xsake.certify.record import CompileCase, CompileFacts
 from xsake.errors import ArgumentError
 
-# Name -> module, imported lazily.
+# Imported lazily.
 FAMILIES: dict[str, str] = {
     "tpu": "xsake.certify.tpu",
-    "cuda": "xsake.certify.cuda",
-    "hopper": "xsake.certify.hopper",
-    "turing": "xsake.certify.turing",
+    "cuda": "xsake.certify.cuda:AMPERE",
+    "hopper": "xsake.certify.cuda:HOPPER",
+    "turing": "xsake.certify.cuda:TURING",
 }
 
 
@@ -58,59 +59,21 @@ class Target:
     peak: PeakFigures
 
 
-@dataclass(frozen=True)
-class CompileFacts:
-    """Figures of one compile as JSON types; None if the compiler does not report them.
-
-    Args:
-        compile_seconds: time of lowering and compiling on the host.
-        temp_bytes: temporary device memory outside of the kernels.
-        vmem_bytes: fast vector (or shared) memory of the kernel.
-        smem_bytes: scalar memory of the kernel.
-        spills: spill stores and loads in the final schedule, in bytes for GPUs; summed over
-            kernels.
-        bundles: instruction bundles of the largest kernel.
-        loop_bundles: bundles of the body of a grid step.
-        details: family-specific figures: registers, slots, ...
-    """
-
-    compile_seconds: float
-    temp_bytes: int | None = None
-    vmem_bytes: int | None = None
-    smem_bytes: int | None = None
-    spills: int | None = None
-    bundles: int | None = None
-    loop_bundles: int | None = None
-    details: dict[str, int | float | str] = field(default_factory=dict)
-
-
 @runtime_checkable
 class TargetFamily(Protocol):
-    """Protocol of a family module.
+    """A vendor's compiler and the kernels it compiles: a module, or an object in one.
 
-    Importing the module must work without the vendor's libraries and without touching a device:
-    they are imported inside functions, which run in the worker process of one target.
-
-    Attributes:
-        NAME: key in `FAMILIES`, and prefix of certificate file names.
-        TARGETS: by target name.
-        KERNELS: module of the block-sparse kernels to compile, as a dotted name. It has `forward`,
-            `dq_pass`, `dkv_pass` and `count_passes`.
-        SELECTED_KERNELS: module of selected attention, with `visit_forward` and `visit_backward`.
-        PLATFORM: platform argument of `KERNELS.count_passes`: "tpu", "cuda".
-        PACKAGES: distributions whose versions a certificate records, in addition to those of every
-            certificate (xsake, jax, jaxlib, numpy, python).
-        CONTROLS: cases that the compiler must reject (`CompileCase.expects == "refused"`, with
-            a pattern of its message in `CompileCase.because`). They run with every selection.
+    Importing it works without the vendor's libraries and without touching a device: they are
+    imported inside functions, which run in the worker process of one target.
     """
 
-    NAME: str
+    NAME: str  # key in `FAMILIES`, and prefix of certificate file names
     TARGETS: dict[str, Target]
-    KERNELS: str
-    SELECTED_KERNELS: str
-    PLATFORM: str
-    PACKAGES: tuple[str, ...]
-    CONTROLS: tuple[CompileCase, ...]
+    KERNELS: str  # module with `forward`, `dq_pass`, `dkv_pass` and `count_passes`
+    SELECTED_KERNELS: str  # module of selected attention: `visit_forward`, `visit_backward`
+    PLATFORM: str  # argument of `count_passes`
+    PACKAGES: tuple[str, ...]  # whose versions a certificate records, besides those of every one
+    CONTROLS: tuple[CompileCase, ...]  # cases that the compiler must reject, in every selection
 
     def requirements(self, jax_version: str) -> tuple[str, ...]:
         """Return the pip requirements of this family."""
@@ -119,9 +82,8 @@ class TargetFamily(Protocol):
     def process_variables(self, dump: Path | None) -> dict[str, str]:
         """Return environment variables of the worker process, set before jax is imported.
 
-        Args:
-            dump: folder for compiler dumps; None disables them, as writing can take several times
-                as long as compiling.
+        `dump` is the folder for compiler dumps; None disables them, as writing can take several
+        times as long as compiling.
         """
         ...
 
@@ -138,32 +100,54 @@ class TargetFamily(Protocol):
     ) -> CompileFacts:
         """Compile `run` for one device and return figures; nothing is executed.
 
-        Args:
-            run: a function of `arguments`, not jitted.
-            arguments: pytrees of `jax.ShapeDtypeStruct` without sharding.
-            target: device type.
-            dump: folder given to `process_variables`, or an unused one; empty when this is called.
-
-        Raises:
-            Exception: the compiler's exception, if it rejects the function.
+        `arguments` are pytrees of `jax.ShapeDtypeStruct`; `dump` is empty when this is called. A
+        rejection is the compiler's exception.
         """
         ...
 
 
-def load_family(module: str) -> TargetFamily:
-    """Import a family module and check that it has every name of `TargetFamily`."""
+def load_family(place: str) -> TargetFamily:
+    """Import a family, such as "xsake.certify.tpu" or "xsake.certify.cuda:HOPPER"."""
+    module, _, name = place.partition(":")
     loaded: Any = importlib.import_module(module)
+    loaded = getattr(loaded, name) if name else loaded
     functions = ("requirements", "process_variables", "supports", "device_kind", "compile")
     missing = [
         name for name in (*TargetFamily.__annotations__, *functions) if not hasattr(loaded, name)
     ]
     if missing:
         raise ArgumentError(
-            "The module is not a target family.",
-            got=f"{module} without {', '.join(missing)}",
+            "The module is not a target family.", got=f"{place} without {', '.join(missing)}",
             expected="every name of xsake.certify.family.TargetFamily",
-        )
+        )  # fmt: skip
     return loaded
+
+
+def compile_for_device(
+    run: Callable[..., Any], arguments: tuple, device: Any, platform: str
+) -> tuple[float, int | None]:
+    """Compile `run` for one device; return seconds and bytes of temporary memory, if reported.
+
+    Kernels read the type of the device from the mesh on TPUs, else from the default device.
+    """
+    import jax
+    import numpy as np
+
+    mesh = jax.sharding.Mesh(np.array([device]), ("device",))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    placed = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments
+    )
+    is_tpu = platform == "tpu"
+    start = time.perf_counter()
+    with (
+        jax.sharding.use_abstract_mesh(mesh.abstract_mesh) if is_tpu else jax.default_device(device)
+    ):
+        jitted = jax.jit(run) if is_tpu else jax.jit(run, out_shardings=sharding)
+        compiled = jitted.trace(*placed).lower(lowering_platforms=(platform,)).compile()
+    seconds = time.perf_counter() - start
+    memory = compiled.memory_analysis()
+    return seconds, None if memory is None else int(memory.temp_size_in_bytes)
 
 
 def find_target(name: str) -> Target:
@@ -185,6 +169,6 @@ def known_targets() -> dict[str, Target]:
     """Return the targets of all families by name."""
     return {
         name: target
-        for module in FAMILIES.values()
-        for name, target in load_family(module).TARGETS.items()
+        for place in FAMILIES.values()
+        for name, target in load_family(place).TARGETS.items()
     }

@@ -9,34 +9,19 @@ _KIBI, _MEBI, _GIBI, _GIGA, _TERA = 2**10, 2**20, 2**30, 10**9, 10**12
 
 
 class GpuSpec(NamedTuple):
-    """Specification of a GPU, from its data sheet and the CUDA programming guide.
+    """Specification of a GPU, from its data sheet and the CUDA programming guide."""
 
-    Attributes:
-        name: as reported by the driver.
-        capability: compute capability.
-        cores: streaming multiprocessors.
-        shared_kibi: shared memory per SM; a thread block gets 1 KiB less from 8.0 on.
-        threads: maximum threads per SM.
-        units: float32 units per SM.
-        giga_bytes: memory bandwidth, GB/s.
-        cache_mebi: level 2 cache.
-        giga_hertz: boost clock.
-        gibi: memory.
-        tera_flops: dense 16-bit products with float32 accumulation.
-        source: the data sheet.
-    """
-
-    name: str
+    name: str  # as reported by the driver
     capability: tuple[int, int]
-    cores: int
-    shared_kibi: int
-    threads: int
-    units: int
-    giga_bytes: int
-    cache_mebi: int
-    giga_hertz: float
-    gibi: int
-    tera_flops: float
+    cores: int  # streaming multiprocessors
+    shared_kibi: int  # shared memory per SM; a thread block gets 1 KiB less from 8.0 on
+    threads: int  # maximum per SM
+    units: int  # float32 units per SM
+    giga_bytes: int  # memory bandwidth, GB/s
+    cache_mebi: int  # level 2
+    giga_hertz: float  # boost clock
+    gibi: int  # memory
+    tera_flops: float  # dense 16-bit products with float32 accumulation
     source: str
 
 
@@ -92,18 +77,8 @@ def shared_per_block(spec: GpuSpec) -> int:
     return (spec.shared_kibi - (spec.capability[0] >= 8)) * _KIBI
 
 
-def device(name: str, topology: str = "1x1x1") -> Any:
-    """Return a compile-only device.
-
-    Args:
-        name: name of a target.
-        topology: slices x hosts x GPUs per host; the first device is returned.
-    """
-    return devices(name, topology)[0]
-
-
-def devices(name: str, topology: str) -> list[Any]:
-    """Return all compile-only devices of a topology."""
+def devices(name: str, topology: str = "1x1x1") -> list[Any]:
+    """Return the compile-only devices of a target in a topology: slices x hosts x GPUs per host."""
     if _key(name) not in SPECS:
         raise ArgumentError("Unknown GPU.", got=name, expected=", ".join(SPECS))
     from jax.experimental import topologies

@@ -11,12 +11,10 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from xsake.certify.case import CompileCase
-from xsake.certify.errors import CertifyError
 from xsake.certify.family import Target, TargetFamily
-from xsake.certify.record import CompileResult
-from xsake.certify.words import read_tail, sanitize
+from xsake.certify.record import CertifyError, CompileCase, CompileResult, sanitize
 
+TAIL_LINES = 12  # of the log, in messages
 START_SECONDS, END_SECONDS = 180.0, 5.0
 # Variables of the user's shell must not affect certificates.
 _CLEARED_PREFIXES = ("JAX_", "LIBTPU_", "MOSAIC_", "PYTHON", "TPU_", "XLA_")
@@ -24,23 +22,14 @@ _CLEARED_PREFIXES = ("JAX_", "LIBTPU_", "MOSAIC_", "PYTHON", "TPU_", "XLA_")
 
 @dataclass(frozen=True)
 class WorkerConfig:
-    """Configuration of a worker.
+    """Configuration of a worker."""
 
-    Args:
-        python: interpreter.
-        module: dotted name of the family's module.
-        family: the imported module.
-        target: device type.
-        time_limit: timeout per case in seconds.
-        figures: enable compiler dumps, which is slower.
-    """
-
-    python: Path
-    module: str
+    python: Path  # interpreter
+    module: str  # of the family, for `load_family`
     family: TargetFamily
     target: Target
-    time_limit: float
-    figures: bool = True
+    time_limit: float  # timeout per case in seconds
+    figures: bool = True  # enable compiler dumps, which is slower
 
 
 class Worker:
@@ -80,8 +69,7 @@ class Worker:
         line, error = self._exchange(case.model_dump_json(), self.config.time_limit)
         if line is None:
             self._stop()
-            message = f"{error}\n{read_tail(self._log)}".strip()
-            return CompileResult(verdict="crashed", message=self._sanitize(message))
+            return CompileResult(verdict="crashed", message=self._sanitize(self._add_log(error)))
         result = CompileResult.model_validate_json(line)
         if result.message is None:
             return result
@@ -89,11 +77,8 @@ class Worker:
 
     def _start(self) -> None:
         config = self.config
-        variables = {
-            name: value
-            for name, value in os.environ.items()
-            if not name.startswith(_CLEARED_PREFIXES)
-        }
+        inherited = os.environ.items()
+        variables = {name: x for name, x in inherited if not name.startswith(_CLEARED_PREFIXES)}
         variables |= config.family.process_variables(self._dump if config.figures else None)
         variables |= {"PYTHONPATH": str(self._packages), "PYTHONNOUSERSITE": "1"}
         command = [str(config.python), "-m", "xsake.certify.worker", config.module]
@@ -108,7 +93,7 @@ class Worker:
             self._stop()
             raise CertifyError(
                 f"The worker for {config.target.name} does not start.",
-                got=f"{error}\n{read_tail(self._log)}".strip(),
+                got=self._add_log(error),
                 expected="a process that reports its device",
                 fix=f"Run `{config.python} -c 'import jax'`; remove the environment if it fails.",
             )
@@ -129,7 +114,12 @@ class Worker:
             line = ""
         if line is None:
             return None, f"timed out after {seconds:g} s"
-        return (line, "") if line else (None, _describe_exit(process.wait()))
+        if line:
+            return line, ""
+        code = process.wait()
+        if code < 0:
+            return None, f"the process was killed by {signal.Signals(-code).name}"
+        return None, f"the process exited with code {code}"
 
     def _stop(self, grace: float = 0.0) -> None:
         """Kill the process group, after a grace period."""
@@ -146,16 +136,16 @@ class Worker:
         process.wait()
         process.stdout.close()
 
+    def _add_log(self, error: str) -> str:
+        """Return the error with the last lines of the log."""
+        self._log.seek(0)
+        lines = self._log.read().strip().splitlines()[-TAIL_LINES:]
+        return "\n".join([error, *lines])
+
     def _sanitize(self, message: str) -> str:
         home = str(self.config.python.parent.parent)
         names = {str(self._packages): "", self._folder.name: "<scratch>", home: "<environment>"}
         return sanitize(message, names)
-
-
-def _describe_exit(code: int) -> str:
-    if code < 0:
-        return f"the process was killed by {signal.Signals(-code).name}"
-    return f"the process exited with code {code}"
 
 
 def _link_packages(modules: tuple[str, ...], folder: Path) -> None:

@@ -1,19 +1,91 @@
-"""Certificates: one file per target, one outcome per case, written atomically."""
+"""Cases, results and certificates: one file per target, one outcome per case."""
 
 import re
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, ValidationError
 
 from xsake._io import atomic_write
-from xsake._schema import Frozen
-from xsake.certify.case import CompileCase
-from xsake.certify.family import CompileFacts
-from xsake.errors import ArgumentError
+from xsake._schema import Frozen, describe_first
+from xsake.errors import ArgumentError, XsakeError
+from xsake.kernels.block_sparse.types import TileSizes
 
 Count = Annotated[int, Field(ge=0)]
+Positive = Annotated[int, Field(ge=1)]
+PassName = Literal["forward", "dq", "dkv", "selected_forward", "selected_backward"]
 Verdict = Literal["compiled", "refused", "crashed"]
+MAX_CHARACTERS = 2000  # of a message
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+
+
+class CertifyError(XsakeError, RuntimeError):
+    """An environment cannot be built, or a worker does not start."""
+
+    code = "XSK-601"
+
+
+class CompileCase(Frozen):
+    """A compile that must succeed, or a negative control that the compiler must reject.
+
+    Batch is 1. At budget 1 the layout lists every causally visible block; below it budgets differ
+    between heads, as in calibrated plans, and the budget is their mean.
+    """
+
+    name: str = Field(description="unique; `--cases` matches it as a shell pattern")
+    pass_name: PassName = Field(
+        description="dq and dkv are two passes of one gradient; selected: one block list per token"
+    )
+    shape: str = Field(description="model that the heads come from, or the purpose of a control")
+    tokens: Positive
+    q_heads: Positive
+    kv_heads: Positive
+    head_dim: Positive
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    budget: float = Field(gt=0, le=1, description="computed / causally visible blocks")
+    block: Positive = Field(description="tokens per block, for queries and keys")
+    traced: bool = Field(default=False, description="the block list is an argument of the call")
+    seed: int = Field(default=0, description="seed of the block lists")
+    slots: Positive | None = Field(
+        default=None, description="selected blocks per token; None: one list per row of blocks"
+    )
+    tiles: TileSizes | None = Field(default=None, description="None: chosen by the kernel")
+    constants: dict[str, int] = Field(
+        default_factory=dict,
+        description="module constants, by dotted name, that a control overrides",
+    )
+    expects: Literal["compiles", "refused"] = "compiles"
+    because: str | None = Field(
+        default=None,
+        description="pattern that the compiler's message must match for a control",
+    )
+
+
+@dataclass(frozen=True)
+class CompileFacts:
+    """Figures of one compile; None if the compiler does not report them.
+
+    Args:
+        compile_seconds: time of lowering and compiling on the host.
+        temp_bytes: temporary device memory outside of the kernels.
+        vmem_bytes: fast vector (or shared) memory of the kernel.
+        smem_bytes: scalar memory of the kernel.
+        spills: spill stores and loads in the final schedule, in bytes for GPUs; summed over
+            kernels.
+        bundles: instruction bundles of the largest kernel.
+        loop_bundles: bundles of the body of a grid step.
+        details: family-specific figures: registers, slots, ...
+    """
+
+    compile_seconds: float
+    temp_bytes: int | None = None
+    vmem_bytes: int | None = None
+    smem_bytes: int | None = None
+    spills: int | None = None
+    bundles: int | None = None
+    loop_bundles: int | None = None
+    details: dict[str, int | float | str] = field(default_factory=dict)
 
 
 class PassCost(Frozen):
@@ -129,16 +201,34 @@ def read_certificate(path: Path) -> Certificate:
     try:
         return Certificate.model_validate_json(path.read_text(encoding="utf-8"))
     except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"])
         raise ArgumentError(
-            "The file is not a certificate.",
-            got=f"{path.name}: {field}: {first['msg']}",
+            "The file is not a certificate.", got=f"{path.name}: {describe_first(error)}",
             expected="JSON that fits schemas/certificate.schema.json",
             fix="Remove the file, or run `xsake certify` with --no-resume.",
-        ) from error
+        ) from error  # fmt: skip
 
 
 def read_certificates(folder: Path) -> list[Certificate]:
     """Read all certificates of a folder, sorted by file name."""
     return [read_certificate(path) for path in sorted(folder.glob("*.json"))]
+
+
+def sanitize(message: str, names: dict[str, str]) -> str:
+    """Replace folders by names, remove colors and truncate the middle of a message.
+
+    Args:
+        message: compiler message.
+        names: replacements by folder.
+
+    Example:
+        >>> sanitize("error in /somewhere/lib/x.py", {"/somewhere": "<environment>"})
+        'error in <environment>/lib/x.py'
+    """
+    plain = _COLOURS.sub("", message).strip()
+    replacements = names | {str(Path(__file__).parents[1]): "xsake", str(Path.home()): "~"}
+    for folder in sorted(replacements, key=len, reverse=True):
+        plain = plain.replace(folder, replacements[folder])
+    if len(plain) <= MAX_CHARACTERS:
+        return plain
+    head, tail = plain[: MAX_CHARACTERS * 2 // 3], plain[-MAX_CHARACTERS // 3 :]
+    return f"{head}\n[... {len(plain) - len(head) - len(tail)} characters omitted ...]\n{tail}"

@@ -4,29 +4,22 @@ import datetime
 import hashlib
 import importlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any
 
 import xsake
 from xsake._provenance import checkout_root, cpu_model, environment
 from xsake.certify import bound, cases, environments, record
-from xsake.certify.case import CompileCase
 from xsake.certify.family import FAMILIES, Target, TargetFamily, load_family
 from xsake.certify.process import Worker, WorkerConfig
-from xsake.certify.record import Certificate, CompileResult, Outcome
+from xsake.certify.record import Certificate, CompileCase, CompileResult, Outcome
 
 PACKAGE = Path(xsake.__file__).parent
 # Sources that decide the outcome of a case, in addition to its fields and its family.
-SOURCES = (
-    "certify/build.py",
-    "certify/build_selected.py",
-    "kernels",
-    "layout",
-    "masks",
-)
+SOURCES = ("certify/build.py", "kernels", "layout", "masks")
 CASE_SECONDS = 300.0
 
 
@@ -99,32 +92,36 @@ def certify(
     python = environments.find_interpreter(family, options.environments, callbacks.announce)
     config = WorkerConfig(python, module, family, target, options.time_limit, options.figures)
     with Worker(config) as worker:
-        provenance = _collect_provenance(module)
+        here, source = environment(checkout_root()), source_digest(module)
+        origin = {"commit": here.commit, "dirty": here.dirty, "source": source}
         certificate = _new_certificate(target, worker, options)
         outcomes = _load_outcomes(certificate, family, options)
-        cached = {name for name, outcome in outcomes.items() if outcome.source == provenance.source}
-        clock = _Clock(sum(case.name not in cached for case in selected_cases))
-        selected: dict[str, Outcome] = {}
+        cached = {name for name, outcome in outcomes.items() if outcome.source == source}
+        new = [case.name for case in selected_cases if case.name not in cached]
+        started, compiled = time.monotonic(), 0
         for done, case in enumerate(selected_cases, start=1):
-            is_new = case.name not in cached
+            is_new = case.name in new
             if is_new:
-                outcomes[case.name] = _make_outcome(case, worker.compile(case), target, provenance)
-                clock.tick()
-            selected[case.name] = outcomes[case.name]
+                result = worker.compile(case)
+                outcomes[case.name] = _make_outcome(case, result, target, origin)
+                compiled += 1
             certificate = _replace_outcomes(certificate, outcomes)
             if is_new or done == len(selected_cases):
                 record.write_certificate(certificate, options.out)
-            outcome = selected[case.name]
-            times = clock.elapsed, clock.remaining
+            elapsed = time.monotonic() - started
+            remaining = elapsed / compiled * (len(new) - compiled) if compiled else None
             callbacks.progress(
-                CertifyProgress(target.name, done, len(selected_cases), outcome, is_new, *times)
-            )
-    return certificate, list(selected.values())
+                CertifyProgress(
+                    target.name, done, len(selected_cases), outcomes[case.name], is_new,
+                    elapsed, remaining,
+                )
+            )  # fmt: skip
+    return certificate, [outcomes[case.name] for case in selected_cases]
 
 
 def source_digest(module: str) -> str:
     """Return a digest of the sources that decide an outcome, the family's modules included."""
-    family = importlib.import_module(module)
+    family = importlib.import_module(module.partition(":")[0])
     modules = [family, *(x for x in vars(family).values() if isinstance(x, ModuleType))]
     folder = family.__name__.rpartition(".")[0]
     files = [Path(x.__file__ or "") for x in modules if x.__name__.startswith(f"{folder}.")]
@@ -137,50 +134,12 @@ def source_digest(module: str) -> str:
     return digest.hexdigest()[:16]
 
 
-class _Clock:
-    """Elapsed seconds and, after the first compile, an estimate of the remaining ones."""
-
-    def __init__(self, new: int):
-        self._start, self._new, self._ticks = time.monotonic(), new, 0
-
-    def tick(self) -> None:
-        self._ticks += 1
-
-    @property
-    def elapsed(self) -> float:
-        return time.monotonic() - self._start
-
-    @property
-    def remaining(self) -> float | None:
-        left = self._new - self._ticks
-        return self.elapsed / self._ticks * left if self._ticks else None
-
-
-class _Provenance(NamedTuple):
-    """Provenance of outcomes."""
-
-    commit: str | None
-    dirty: bool | None
-    source: str
-
-
-def _collect_provenance(module: str) -> _Provenance:
-    here = environment(checkout_root())
-    return _Provenance(here.commit, here.dirty, source_digest(module))
-
-
 def _new_certificate(target: Target, worker: Worker, options: CertifyOptions) -> Certificate:
     return Certificate(
-        family=target.family,
-        target=target.name,
-        topology=target.topology,
-        device_kind=worker.device_kind,
-        made_at=_now(),
-        command=options.command,
-        figures=options.figures,
-        versions=worker.versions,
-        host_processor=cpu_model(),
-    )
+        family=target.family, target=target.name, topology=target.topology,
+        device_kind=worker.device_kind, made_at=_now(), command=options.command,
+        figures=options.figures, versions=worker.versions, host_processor=cpu_model(),
+    )  # fmt: skip
 
 
 def _load_outcomes(
@@ -202,13 +161,13 @@ def _load_outcomes(
 
 
 def _replace_outcomes(certificate: Certificate, outcomes: dict[str, Outcome]) -> Certificate:
-    by_name: Sequence[Outcome] = sorted(outcomes.values(), key=lambda outcome: outcome.case.name)
+    by_name = sorted(outcomes.values(), key=lambda outcome: outcome.case.name)
     newest = max(outcome.made_at for outcome in by_name)
-    return certificate.model_copy(update={"outcomes": list(by_name), "made_at": newest})
+    return certificate.model_copy(update={"outcomes": by_name, "made_at": newest})
 
 
 def _make_outcome(
-    case: CompileCase, result: CompileResult, target: Target, provenance: _Provenance
+    case: CompileCase, result: CompileResult, target: Target, origin: dict[str, Any]
 ) -> Outcome:
     cost = result.cost if result.verdict == "compiled" else None
     return Outcome(
@@ -216,7 +175,7 @@ def _make_outcome(
         as_expected=record.is_as_expected(case, result),
         bound=None if cost is None else bound.lower_bound(cost, target.peak),
         made_at=_now(),
-        **provenance._asdict(),
+        **origin,
         **{name: getattr(result, name) for name in CompileResult.model_fields},
     )
 

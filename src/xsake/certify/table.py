@@ -5,8 +5,9 @@ python -m xsake.certify.table docs/hardware.md certificates
 
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 from rich.markup import escape
 from rich.table import Table
@@ -25,15 +26,7 @@ def outcomes_table(target: str, outcomes: Iterable[Outcome]) -> Table:
     table = Table(title=f"xsake certify {target}", title_justify="left")
     table.add_column("case", overflow="fold")
     table.add_column("verdict")
-    for name in (
-        "fast memory",
-        "SMEM",
-        "spills",
-        "bundles",
-        "launches",
-        "steps",
-        "lower bound",
-    ):
+    for name in ("fast memory", "SMEM", "spills", "bundles", "launches", "steps", "lower bound"):
         table.add_column(name, justify="right")
     for outcome in outcomes:
         table.add_row(outcome.case.name, _format_verdict(outcome), *_format_figures(outcome))
@@ -57,12 +50,10 @@ def markdown(certificates: Iterable[Certificate]) -> str:
     families: dict[str, list[Certificate]] = {}
     for one in certificates:
         families.setdefault(one.family, []).append(one)
-    tables = [["", *_pass_table(members)] for members in families.values()] or [
-        ["", *_pass_table([])]
-    ]
-    return "\n".join(
-        [*_target_table(certificates), *(line for part in tables for line in part), ""]
-    )
+    lines = _target_table(certificates)
+    for members in families.values() or [[]]:
+        lines += ["", *_pass_table(members)]
+    return "\n".join([*lines, ""])
 
 
 def update_page(page: str, certificates: Iterable[Certificate]) -> str:
@@ -148,15 +139,13 @@ def _format_expectation(outcome: Outcome) -> str:
 
 def _format_figures(outcome: Outcome) -> list[str]:
     facts, cost, bound = outcome.facts, outcome.cost, outcome.bound
-    return [
-        "" if facts is None or facts.vmem_bytes is None else _format_size(facts.vmem_bytes),
-        "" if facts is None or facts.smem_bytes is None else _format_size(facts.smem_bytes),
-        "" if facts is None or facts.spills is None else str(facts.spills),
-        "" if facts is None or facts.bundles is None else str(facts.bundles),
-        "" if cost is None else str(cost.launches),
-        "" if cost is None else f"{cost.steps:,}",
-        "" if bound is None else format_seconds(bound.seconds),
-    ]
+    figures: tuple[tuple[Any, Callable[[Any], str]], ...] = (
+        (facts and facts.vmem_bytes, _format_size), (facts and facts.smem_bytes, _format_size),
+        (facts and facts.spills, str), (facts and facts.bundles, str),
+        (cost and cost.launches, str), (cost and cost.steps, "{:,}".format),
+        (bound and bound.seconds, format_seconds),
+    )  # fmt: skip
+    return ["" if value is None else form(value) for value, form in figures]
 
 
 def _format_size(count: int) -> str:

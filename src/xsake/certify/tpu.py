@@ -1,13 +1,12 @@
 """TPU target family: libtpu compiles ahead of time and dumps the final schedule."""
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from xsake.certify import llo
-from xsake.certify.case import CompileCase
-from xsake.certify.family import CompileFacts, PeakFigures, Target
+from xsake.certify.family import PeakFigures, Target, compile_for_device
+from xsake.certify.record import CompileCase, CompileFacts
 from xsake.errors import ArgumentError
 from xsake.kernels.block_sparse.types import TileSizes
 
@@ -30,74 +29,55 @@ def _target(
     return Target(name, NAME, topology, description, cores, peak)
 
 
-_V4 = _target(
-    "v4", "v4:2x2x1", "TPU v4: two cores, one JAX device", 2, (275, 1200, 32, 16), "page TPU v4"
-)
-_V5E = _target("v5e", "v5e:2x2", "TPU v5e: one core", 1, (197, 819, 16, 128), "page TPU v5e")
-_V5P = _target(
-    "v5p", "v5p:2x2x1", "TPU v5p: two cores, one JAX device", 2, (459, 2765, 95, 64), "page TPU7x"
-)
-_V6E = _target(
-    "v6e", "v6e:2x2", "TPU v6e (Trillium): one core", 1, (918, 1638, 32, 128), "page TPU7x"
-)
-_TPU7X = _target(
-    "tpu7x",
-    "tpu7x:2x2x1",
-    "TPU7x (Ironwood): two cores, a JAX device each",
-    1,
-    (2307 / 2, 7380 / 2, 192 / 2, 64),
-    "half of a chip on page TPU7x",
-)
-TARGETS = {target.name: target for target in (_V4, _V5E, _V5P, _V6E, _TPU7X)}
+TARGETS = {
+    target.name: target
+    for target in (
+        _target("v4", "v4:2x2x1", "TPU v4: two cores, one JAX device", 2,
+                (275, 1200, 32, 16), "page TPU v4"),
+        _target("v5e", "v5e:2x2", "TPU v5e: one core", 1, (197, 819, 16, 128), "page TPU v5e"),
+        _target("v5p", "v5p:2x2x1", "TPU v5p: two cores, one JAX device", 2,
+                (459, 2765, 95, 64), "page TPU7x"),
+        _target("v6e", "v6e:2x2", "TPU v6e (Trillium): one core", 1,
+                (918, 1638, 32, 128), "page TPU7x"),
+        _target("tpu7x", "tpu7x:2x2x1", "TPU7x (Ironwood): two cores, a JAX device each", 1,
+                (2307 / 2, 7380 / 2, 192 / 2, 64), "half of a chip on page TPU7x"),
+    )
+}  # fmt: skip
 
 # libtpu's default for v4 is one device per core; on Google Cloud both cores are one JAX device.
 _CHIP_CONFIG = {"v4": {"chip_config_name": "megacore"}}
 
 # Any block size and head dimension compiles; a tile is rejected only if it exceeds memory.
-CONTROLS = (
-    CompileCase(
-        name="control_head_too_wide",
-        pass_name="forward",
-        shape="one block of 8 tokens that does not fit into vector memory",
-        tokens=32,
-        q_heads=1,
-        kv_heads=1,
-        head_dim=32768,
-        budget=1.0,
-        block=8,
-        tiles=TileSizes(rows=1, blocks=1),
-        expects="refused",
-        because=r"out of memory in memory space vmem",
-    ),
-    CompileCase(
-        name="control_tile_too_large",
-        pass_name="forward",
-        shape="blocks that fit into vector memory, and a tile of 32 of them that does not",
-        tokens=512,
-        q_heads=1,
-        kv_heads=1,
-        head_dim=4096,
-        budget=1.0,
-        block=8,
-        tiles=TileSizes(rows=1, blocks=32),
-        expects="refused",
-        because=r"memory space vmem|space=vmem",
-    ),
-    CompileCase(
-        name="control_list_unsplit",
-        pass_name="forward",
-        shape="a list longer than scalar memory, with splitting switched off",
-        tokens=32768,
-        q_heads=16,
-        kv_heads=16,
-        head_dim=128,
-        budget=0.75,
-        block=128,
-        constants={"xsake.kernels.block_sparse.mosaic_tpu.schedule.MAX_ENTRIES": 2**31 - 1},
-        expects="refused",
-        because=r"space=smem|memory space smem",
-    ),
-)
+CONTROLS = tuple(
+    CompileCase.model_validate(
+        {"pass_name": "forward", "q_heads": 1, "kv_heads": 1, "budget": 1.0, "block": 8,
+         "expects": "refused"} | case
+    )
+    for case in (
+        {
+            "name": "control_head_too_wide",
+            "shape": "one block of 8 tokens that does not fit into vector memory",
+            "tokens": 32, "head_dim": 32768, "tiles": TileSizes(rows=1, blocks=1),
+            "because": r"out of memory in memory space vmem",
+        },
+        {
+            "name": "control_tile_too_large",
+            "shape": "blocks that fit into vector memory, and a tile of 32 of them that does not",
+            "tokens": 512, "head_dim": 4096, "tiles": TileSizes(rows=1, blocks=32),
+            "because": r"memory space vmem|space=vmem",
+        },
+        {
+            "name": "control_list_unsplit",
+            "shape": "a list longer than scalar memory, with splitting switched off",
+            "tokens": 32768, "q_heads": 16, "kv_heads": 16, "head_dim": 128, "budget": 0.75,
+            "block": 128,
+            "constants": {
+                "xsake.kernels.block_sparse.mosaic_tpu.schedule.MAX_ENTRIES": 2**31 - 1
+            },
+            "because": r"space=smem|memory space smem",
+        },
+    )
+)  # fmt: skip
 
 
 def requirements(jax_version: str) -> tuple[str, ...]:
@@ -119,10 +99,9 @@ def process_variables(dump: Path | None) -> dict[str, str]:
         return variables
     if any(character.isspace() for character in str(dump)):
         raise ArgumentError(
-            "libtpu does not support dump folders with spaces.",
-            got=str(dump),
+            "libtpu does not support dump folders with spaces.", got=str(dump),
             fix="Set TMPDIR to a folder without one.",
-        )
+        )  # fmt: skip
     flags = (
         f"--xla_jf_dump_to={dump}",
         "--xla_jf_dump_llo_text=true",
@@ -148,22 +127,7 @@ def compile(run: Callable[..., Any], arguments: tuple, target: Target, dump: Pat
     `spills` counts vector registers; `details` has scalar ones as `scalar_spills`. All counts are
     static counts of the final schedule.
     """
-    import jax
-    import numpy as np
-
-    mesh = jax.sharding.Mesh(np.array([_device(target)]), ("device",))
-    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    placed = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments
-    )
-    start = time.perf_counter()
-    # Kernels read the chip type from the mesh.
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        lowered = jax.jit(run).trace(*placed).lower(lowering_platforms=("tpu",))
-        compiled = lowered.compile()
-    seconds = time.perf_counter() - start
-    memory = compiled.memory_analysis()
-    temp_bytes = None if memory is None else int(memory.temp_size_in_bytes)
+    seconds, temp_bytes = compile_for_device(run, arguments, _device(target), "tpu")
     return collect_facts(llo.read_kernels(dump), seconds, temp_bytes)
 
 
@@ -174,6 +138,7 @@ def collect_facts(
     if not kernels:
         return CompileFacts(seconds, temp_bytes)
     largest = kernels[0]
+    loop = largest.inner_loops[0] if largest.inner_loops else largest.grid_loop
     spills = [kernel.vector_spills for kernel in kernels]
     return CompileFacts(
         seconds,
@@ -182,7 +147,7 @@ def collect_facts(
         smem_bytes=_max_or_none(kernel.smem_bytes for kernel in kernels),
         spills=None if None in spills else sum(filter(None, spills)),
         bundles=largest.bundles,
-        loop_bundles=_loop_bundles(largest),
+        loop_bundles=_count_bundles(loop) or None,  # the shortest innermost matrix loop
         details=_details(largest) | {"kernels": len(kernels)},
     )
 
@@ -209,12 +174,6 @@ def _details(kernel: llo.LloKernel) -> dict[str, int | float | str]:
     for unit in ("MXU", "XLU", "VALU", "EUP", "VLOAD", "VSTORE"):
         details[f"work_{unit.lower()}_slots"] = sum(s.slots[unit] for s in kernel.work)
     return details
-
-
-def _loop_bundles(kernel: llo.LloKernel) -> int | None:
-    """Return the bundles of the shortest innermost matrix loop, or else of the grid loop."""
-    loop = kernel.inner_loops[0] if kernel.inner_loops else kernel.grid_loop
-    return _count_bundles(loop) or None
 
 
 def _count_bundles(sections: tuple[llo.Section, ...]) -> int:

@@ -17,49 +17,39 @@ import jax
 
 import xsake
 from xsake._provenance import installed_versions
-from xsake.certify import build, build_selected
-from xsake.certify.case import CompileCase
+from xsake.certify import build
 from xsake.certify.family import Target, TargetFamily, load_family
-from xsake.certify.record import CompileResult
+from xsake.certify.record import CompileCase, CompileResult
 
 
 def compile_case(
     case: CompileCase, family: TargetFamily, target: Target, dump: Path
 ) -> CompileResult:
     """Compile one case; exceptions become rejections."""
-    _clear_folder(dump)
+    shutil.rmtree(dump)
+    dump.mkdir()
     cost = None
     try:
         with build.override_constants(case.constants):
-            run, arguments, cost = _build_case(case, family)
+            if case.slots is None:
+                kernels = importlib.import_module(family.KERNELS)
+                run, arguments, cost = build.build(case, kernels, family.PLATFORM)
+            else:
+                kernels = importlib.import_module(family.SELECTED_KERNELS)
+                run, arguments, cost = build.build_selected(case, kernels)
             facts = family.compile(run, arguments, target, dump)
     except Exception as error:  # noqa: BLE001 - a rejection is a result
-        return CompileResult(
-            verdict="refused", message=f"{type(error).__name__}: {error}", cost=cost
-        )
+        message = f"{type(error).__name__}: {error}"
+        return CompileResult(verdict="refused", message=message, cost=cost)
     finally:
         jax.clear_caches()
     return CompileResult(verdict="compiled", facts=facts, cost=cost)
-
-
-def _build_case(case: CompileCase, family: TargetFamily) -> build.BuiltCase:
-    if case.slots is None:
-        return build.build(case, importlib.import_module(family.KERNELS), family.PLATFORM)
-    return build_selected.build(case, importlib.import_module(family.SELECTED_KERNELS))
 
 
 def versions(family: TargetFamily) -> dict[str, str]:
     """Return the versions of a certificate."""
     base = {"xsake": xsake.__version__, "python": platform.python_version()}
     return base | installed_versions(("jax", "jaxlib", "numpy", *family.PACKAGES))
-
-
-def _clear_folder(folder: Path) -> None:
-    for entry in folder.iterdir():
-        if entry.is_dir():
-            shutil.rmtree(entry)
-        else:
-            entry.unlink()
 
 
 def main(arguments: list[str]) -> None:

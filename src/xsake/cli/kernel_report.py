@@ -23,7 +23,7 @@ from rich.markup import escape
 import xsake
 from xsake._io import atomic_write
 from xsake._provenance import checkout_root, environment, source_digest
-from xsake.certify.words import sanitize
+from xsake.certify.record import sanitize
 from xsake.cli.screen import ProgressBar
 from xsake.errors import UnsupportedError
 from xsake.kernels import dispatch

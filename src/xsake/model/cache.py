@@ -1,12 +1,15 @@
-"""KV cache for a batch of rows of different lengths."""
+"""Decoding caches for a batch of rows of different lengths."""
 
 import dataclasses
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from xsake import nsa
+from xsake.kernels.compressed.summaries import num_summaries
 from xsake.layout.grid import register_layout
-from xsake.model.nsa_cache import NativeCache
 
 
 @register_layout(leaves=("keys", "values", "lengths"), static=())
@@ -47,6 +50,120 @@ class KVCache:
     def advance(self, tokens: int) -> "KVCache":
         """Return the cache with the length of every row increased by `tokens`."""
         return dataclasses.replace(self, lengths=self.lengths + tokens)
+
+
+_ARRAYS = (
+    "keys", "values", "window_keys", "window_values", "summary_keys", "summary_values",
+    "run_keys", "run_values",
+)  # fmt: skip
+
+
+@register_layout(leaves=_ARRAYS, static=())
+@dataclasses.dataclass(frozen=True)
+class NativeState:
+    """State of one layer: all selectable keys, and ring buffers of the most recent ones.
+
+    Slot i of `keys` holds position i, slot i of the summaries summary i; slot s of a ring buffer
+    holds the latest position that is s modulo its size.
+    """
+
+    keys: Float[Array, "B capacity Hk D"]
+    values: Float[Array, "B capacity Hk D"]
+    window_keys: Float[Array, "B window Hk D"]
+    window_values: Float[Array, "B window Hk D"]
+    summary_keys: Float[Array, "B Nc Hk D"]
+    summary_values: Float[Array, "B Nc Hk D"]
+    run_keys: Float[Array, "B length Hk D"]  # of the compressed branch
+    run_values: Float[Array, "B length Hk D"]
+
+    @classmethod
+    def from_prefill(
+        cls, k: nsa.KV, v: nsa.KV, summaries: tuple[Array, Array], lengths, config: nsa.Config,
+        capacity: int,
+    ) -> "NativeState":  # fmt: skip
+        """Create a state for `capacity` tokens from the keys and values of a prefill."""
+
+        def pad(x, size):
+            return jnp.pad(x, ((0, 0), (0, size - x.shape[1]), (0, 0), (0, 0)))
+
+        def ring(x, size):
+            slot = _ring_positions(lengths - 1, size)
+            return jnp.take_along_axis(x, jnp.maximum(slot, 0)[:, :, None, None], axis=1)
+
+        number = num_summaries(capacity, config.length, config.stride)
+        return cls(
+            pad(k.selected, capacity), pad(v.selected, capacity),
+            ring(k.window, config.window), ring(v.window, config.window),
+            pad(summaries[0], number), pad(summaries[1], number),
+            ring(k.compressed, config.length), ring(v.compressed, config.length),
+        )  # fmt: skip
+
+    def append(
+        self, k: nsa.KV, v: nsa.KV, position: Int[Array, " B"], config: nsa.Config, compress: tuple
+    ) -> "NativeState":
+        """Append a token to every row; add a summary when its run is complete."""
+        rows = jnp.arange(position.shape[0])
+        write = lambda old, slot, new: old.at[rows, slot].set(new[:, 0], mode="drop")
+        length, window = config.length, position % config.window
+        run = [
+            write(old, position % length, new)
+            for old, new in ((self.run_keys, k.compressed), (self.run_values, v.compressed))
+        ]
+        order = (position[:, None] + 1 + jnp.arange(length)[None]) % length  # oldest first
+        begin = position + 1 - length
+        is_complete = (begin >= 0) & (begin % config.stride == 0)
+        slot = jnp.where(is_complete, begin // config.stride, self.summary_keys.shape[1])
+        summaries = [
+            function(
+                jnp.take_along_axis(x, order[:, :, None, None], axis=1)[:, None], begin[:, None]
+            )
+            for x, function in zip(run, compress, strict=True)
+        ]
+        return NativeState(
+            write(self.keys, position, k.selected), write(self.values, position, v.selected),
+            write(self.window_keys, window, k.window), write(self.window_values, window, v.window),
+            write(self.summary_keys, slot, summaries[0]),
+            write(self.summary_values, slot, summaries[1]),
+            run[0], run[1],
+        )  # fmt: skip
+
+    def window_positions(self, position: Int[Array, " B"]) -> Int[Array, "B window"]:
+        """Return the position of each slot of the window; empty slots get a future position."""
+        positions = _ring_positions(position, self.window_keys.shape[1])
+        return jnp.where(positions < 0, position[:, None] + 1, positions)
+
+
+@register_layout(leaves=("layers", "lengths"), static=())
+@dataclasses.dataclass(frozen=True)
+class NativeCache:
+    """Stacked states of all layers for a batch of rows of different lengths."""
+
+    layers: Any  # a NativeState with a leading layer axis
+    lengths: Int[Array, " B"]
+
+    @property
+    def capacity(self) -> int:
+        """Maximum number of tokens."""
+        return self.layers.keys.shape[2]
+
+    def get_layer(self, layer) -> NativeState:
+        """Return the state of one layer."""
+        return jax.tree.map(lambda x: x[layer], self.layers)
+
+    def set_layer(self, layer, state: NativeState) -> "NativeCache":
+        """Return the cache with a new state of one layer."""
+        write = lambda old, new: old.at[layer].set(new)
+        return dataclasses.replace(self, layers=jax.tree.map(write, self.layers, state))
+
+    def advance(self, tokens: int) -> "NativeCache":
+        """Return the cache with the length of every row increased by `tokens`."""
+        return dataclasses.replace(self, lengths=self.lengths + tokens)
+
+
+def _ring_positions(last: Int[Array, " B"], size: int) -> Int[Array, "B size"]:
+    """Return the latest position up to `last` in every slot of a ring; negative if empty."""
+    last = last[:, None]
+    return last - (last - jnp.arange(size)[None]) % size
 
 
 AnyCache = KVCache | NativeCache

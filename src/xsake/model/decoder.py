@@ -16,10 +16,9 @@ from xsake.attention.layer_call import AttentionFn, LayerCall
 from xsake.errors import ArgumentError
 from xsake.kernels.validation import is_known
 from xsake.model.attend import DenseAttention, check_dense
-from xsake.model.cache import AnyCache, KVCache
+from xsake.model.cache import AnyCache, KVCache, NativeCache
 from xsake.model.config import DecoderConfig
 from xsake.model.layers import Attention, Layer, Norm, init_param
-from xsake.model.nsa_cache import NativeCache
 from xsake.model.nsa_layer import NativeSparse
 from xsake.model.rope import cos_sin_tables, rotate
 

@@ -16,7 +16,7 @@ from xsake.errors import ArgumentError
 from xsake.model.attend import AttentionFn, DenseAttention, LayoutAttention
 from xsake.model.cache import AnyCache
 from xsake.model.decoder import Decoder
-from xsake.model.sampling import SamplingParams, sample_tokens
+from xsake.model.sampling import SamplingParams, check_range, sample_tokens
 
 OnTokens = Callable[[tuple[int | None, ...]], None]
 """Callback with the new token of every row at every step; None for finished rows."""
@@ -40,20 +40,8 @@ class GenerationOptions(SamplingParams):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.max_new_tokens < 1:
-            raise ArgumentError(
-                "max_new_tokens is out of range",
-                got=f"max_new_tokens={self.max_new_tokens}",
-                expected="1 or more",
-                fix="to score prompts without generation, call the model",
-            )
-        if not 0 <= self.seed < 2**31:
-            raise ArgumentError(
-                "the seed is out of range",
-                got=f"seed={self.seed}",
-                expected="0 to 2**31 - 1",
-                fix="use a seed in that range",
-            )
+        check_range("max_new_tokens", self.max_new_tokens, "1 or more", self.max_new_tokens >= 1)
+        check_range("seed", self.seed, "0 to 2**31 - 1", 0 <= self.seed < 2**31)
 
     @property
     def sampling(self) -> SamplingParams:
@@ -150,21 +138,29 @@ def generate(
     """
     tokens, lengths = _pad_prompts(prompts, model, options)
     capacity = padded_length(int(lengths.max()) + options.max_new_tokens, model.config.context)
-    attends = attend, _select_decode_attention(attend, decode_attend)
-    programs = _CompiledPrograms(model, attends, options, capacity=capacity)
+    decode_attend = _select_decode_attention(attend, decode_attend)
+    graph, weights = nnx.split(model)
+    programs, key = _CompiledPrograms(), jax.random.key(options.seed)
     started = first_at = programs.clock()
-    logits, cache = programs.prefill(tokens, lengths)
+    logits, cache = programs.run(
+        _prefill, weights, tokens, lengths, graph=graph, attend=attend, capacity=capacity
+    )
     seen = _mark_seen(prompts, model, options)
     rows = _BatchState(len(prompts), options.end_ids)
     for step in range(options.max_new_tokens):
-        sampled, logprobs, seen = programs.sample(logits, step, seen)
+        sampled, logprobs, seen = programs.run(
+            _sample, logits, key, jnp.int32(step), seen, sampling=options.sampling
+        )
         new = rows.add(np.asarray(sampled), np.asarray(logprobs))
         first_at = programs.clock() if step == 0 else first_at
         if on_tokens is not None:
             on_tokens(new)
         if not rows.is_active.any() or step == options.max_new_tokens - 1:
             break
-        logits, cache = programs.extend(sampled, cache, rows.is_active)
+        is_active = jnp.asarray(rows.is_active)
+        logits, cache = programs.run(
+            _extend, weights, sampled, cache, is_active, graph=graph, attend=decode_attend
+        )
     timing = GenerationTiming(
         prompt_tokens=int(lengths.sum()),
         compile_seconds=programs.compile_seconds,
@@ -192,18 +188,15 @@ def padded_length(tokens: int, context: int) -> int:
     return min(-(-tokens // unit) * unit, context)
 
 
-def _pad_prompts(
-    prompts, model: Decoder, options: GenerationOptions
-) -> tuple[np.ndarray, np.ndarray]:
+def _pad_prompts(prompts, model: Decoder, options: GenerationOptions) -> tuple[Array, Array]:
     """Validate and right-pad prompts; return ([B, T] tokens, [B] lengths)."""
     lengths = np.asarray([len(prompt) for prompt in prompts], np.int32)
     if lengths.size == 0 or lengths.min() == 0:
         raise ArgumentError(
-            "empty prompt",
-            got=f"prompts of {lengths.tolist()} tokens"[:200],
+            "empty prompt", got=f"prompts of {lengths.tolist()} tokens"[:200],
             expected="at least one prompt, and at least one token in each",
             fix="start an empty prompt with the BOS token of the model",
-        )
+        )  # fmt: skip
     context, vocab = model.config.context, model.config.vocab_size
     longest = int(lengths.max())
     if longest + options.max_new_tokens > context:
@@ -220,21 +213,19 @@ def _pad_prompts(
             raise ArgumentError(
                 f"prompt {row} has token ids outside the vocabulary",
                 got=f"{ids.dtype} from {ids.min()} to {ids.max()}",
-                expected=f"integers from 0 to {vocab - 1}",
-                fix="use the tokenizer of the model",
-            )
+                expected=f"integers from 0 to {vocab - 1}", fix="use the tokenizer of the model",
+            )  # fmt: skip
         tokens[row, : len(ids)] = ids
-    return tokens, lengths
+    return jnp.asarray(tokens), jnp.asarray(lengths)
 
 
 def _select_decode_attention(attend: AttentionFn, decode_attend: AttentionFn | None) -> AttentionFn:
     if decode_attend is None and isinstance(attend, LayoutAttention):
         raise ArgumentError(
             "a layout has a fixed length, so decoding needs another attention function",
-            got="attend=LayoutAttention(...), decode_attend=None",
-            expected="decode_attend",
+            got="attend=LayoutAttention(...), decode_attend=None", expected="decode_attend",
             fix="decode_attend=DenseAttention(), or MaskedAttention(mask of the layout)",
-        )
+        )  # fmt: skip
     return attend if decode_attend is None else decode_attend
 
 
@@ -251,54 +242,37 @@ def _mark_seen(prompts, model: Decoder, options: GenerationOptions) -> Array | N
 class _BatchState:
     """Generated tokens of all rows, and which rows are active."""
 
-    def __init__(self, number: int, end_ids: tuple[int, ...]):
-        self.is_active = np.ones(number, bool)
+    def __init__(self, count: int, end_ids: tuple[int, ...]):
+        self.is_active = np.ones(count, bool)
         self.num_sampled = 0  # end tokens included
-        self._end_ids = frozenset(end_ids)
-        self._tokens: list[list[int]] = [[] for _ in range(number)]
-        self._logprobs: list[list[float]] = [[] for _ in range(number)]
+        self._end_ids = end_ids
+        self._rows: list[list[tuple[int, float]]] = [[] for _ in range(count)]
 
     def add(self, tokens: np.ndarray, logprobs: np.ndarray) -> tuple[int | None, ...]:
         """Add the tokens [B] of a step; return the new token of each row or None."""
         self.num_sampled += int(self.is_active.sum())
-        is_end = np.asarray([int(token) in self._end_ids for token in tokens])
-        self.is_active = self.is_active & ~is_end
+        self.is_active = self.is_active & ~np.isin(tokens, self._end_ids)
         for row in np.flatnonzero(self.is_active):
-            self._tokens[row].append(int(tokens[row]))
-            self._logprobs[row].append(float(logprobs[row]))
-        return tuple(
-            int(token) if is_row_active else None
-            for token, is_row_active in zip(tokens, self.is_active, strict=True)
-        )
+            self._rows[row].append((int(tokens[row]), float(logprobs[row])))
+        pairs = zip(tokens.tolist(), self.is_active, strict=True)
+        return tuple(token if is_active else None for token, is_active in pairs)
 
     def continuations(self) -> tuple[Continuation, ...]:
         """Return the output of every row."""
         return tuple(
-            Continuation(tuple(tokens), tuple(logprobs), "length" if is_row_active else "end")
-            for tokens, logprobs, is_row_active in zip(
-                self._tokens, self._logprobs, self.is_active, strict=True
+            Continuation(
+                tuple(token for token, _ in row),
+                tuple(logprob for _, logprob in row),
+                "length" if is_active else "end",
             )
+            for row, is_active in zip(self._rows, self.is_active, strict=True)
         )
 
 
 class _CompiledPrograms:
-    """Compiled prefill, sampling and decode programs; measures compilation time."""
+    """Runs jitted programs; `clock` excludes their compilation."""
 
-    def __init__(
-        self,
-        model: Decoder,
-        attends: tuple[AttentionFn, AttentionFn],
-        options: GenerationOptions,
-        *,
-        capacity: int,
-    ):
-        graph, self._weights = nnx.split(model)
-        self._key = jax.random.key(options.seed)
-        self._settings: dict[Any, dict[str, Any]] = {
-            _prefill: {"graph": graph, "attend": attends[0], "capacity": capacity},
-            _sample: {"sampling": options.sampling},
-            _extend: {"graph": graph, "attend": attends[1]},
-        }
+    def __init__(self):
         self._compiled: dict[Any, Any] = {}
         self.compile_seconds = 0.0
 
@@ -306,21 +280,11 @@ class _CompiledPrograms:
         """Return a time in seconds that excludes compilation."""
         return time.perf_counter() - self.compile_seconds
 
-    def prefill(self, tokens, lengths) -> tuple[Array, AnyCache]:
-        return self._run(_prefill, self._weights, jnp.asarray(tokens), jnp.asarray(lengths))
-
-    def sample(self, logits, step: int, seen) -> tuple[Array, Array, Array | None]:
-        return self._run(_sample, logits, self._key, jnp.int32(step), seen)
-
-    def extend(self, tokens, cache: AnyCache, is_active) -> tuple[Array, AnyCache]:
-        return self._run(_extend, self._weights, tokens, cache, jnp.asarray(is_active))
-
-    def _run(self, program, *arguments):
+    def run(self, program, *arguments, **static):
         if program not in self._compiled:
             started = time.perf_counter()
             # jit caches the compiled program for later generations.
-            lowered = program.lower(*arguments, **self._settings[program])
-            self._compiled[program] = lowered.compile()
+            self._compiled[program] = program.lower(*arguments, **static).compile()
             self.compile_seconds += time.perf_counter() - started
         return self._compiled[program](*arguments)
 

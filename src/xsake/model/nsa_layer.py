@@ -21,39 +21,29 @@ from xsake.kernels.compressed.summaries import runs
 from xsake.kernels.selected import selected_attention
 from xsake.kernels.selected import types as selecting
 from xsake.masks import Causal, Window
+from xsake.model.cache import NativeState
 from xsake.model.config import DecoderConfig
 from xsake.model.layers import Norm, init_param, named_param
-from xsake.model.nsa_cache import NativeState
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class NativeSparseCall:
-    """Native sparse attention of one layer call.
-
-    Args:
-        config: block sizes.
-        gates: of the query tokens.
-        compress: compression of runs of keys and of values, rotation included.
-    """
+    """Native sparse attention of one layer call."""
 
     config: nsa.Config
     gates: nsa.Gates
-    compress: tuple[nsa.Compress, nsa.Compress]
+    compress: tuple[nsa.Compress, nsa.Compress]  # of runs of keys and of values, with rotation
 
     def __call__(self, q, k: nsa.KV, v: nsa.KV, call: LayerCall, mesh: Mesh | None = None):
         """Compute attention for sequences that start at position 0."""
         if call.segment_ids is not None or call.q_positions is not None:
             raise UnsupportedError(
                 "native sparse attention in a model requires sequences from position 0",
-                got="positions or segment_ids",
-                expected="neither",
+                got="positions or segment_ids", expected="neither",
                 fix="use one row per sequence; for packed ones: xsake.nsa.attention",
-            )
+            )  # fmt: skip
         return nsa.attention(
-            q, k, v, self.gates,
-            config=self.config,
-            compress=self.compress,
-            scale=call.scale,
+            q, k, v, self.gates, config=self.config, compress=self.compress, scale=call.scale,
             mesh=mesh,
         )  # fmt: skip
 
@@ -61,15 +51,16 @@ class NativeSparseCall:
         self, k: nsa.KV, v: nsa.KV, lengths: Int[Array, " B"], capacity: int
     ) -> NativeState:
         """Return the decoding state after a prefill."""
-        sizes = self.config.length, self.config.stride
-        begins = lambda x: (jnp.arange(x.shape[1], dtype=jnp.int32) * self.config.stride)[None]
-        summaries = []
-        for x, compress in zip((k.compressed, v.compressed), self.compress, strict=True):
-            cut = runs(x, *sizes)
-            summaries.append(compress(cut, begins(cut)))
-        return NativeState.from_prefill(
-            k, v, (summaries[0], summaries[1]), lengths, self.config, capacity
-        )
+
+        def summarize(x, compress):
+            cut = runs(x, self.config.length, self.config.stride)
+            return compress(
+                cut, (jnp.arange(cut.shape[1], dtype=jnp.int32) * self.config.stride)[None]
+            )
+
+        compress_keys, compress_values = self.compress
+        summaries = summarize(k.compressed, compress_keys), summarize(v.compressed, compress_values)
+        return NativeState.from_prefill(k, v, summaries, lengths, self.config, capacity)
 
     def step(
         self, q, k: nsa.KV, v: nsa.KV, state: NativeState, position: Int[Array, " B"], *,
@@ -78,27 +69,24 @@ class NativeSparseCall:
         """Append a token to each row; return (attention output, state)."""
         state = state.append(k, v, position, self.config, self.compress)
         config, at = self.config, position[:, None]
-        number = -(-state.keys.shape[1] // config.size)
-        choosing = pooling.BlockSelection(
-            config.size, number, config.count, config.first, config.local
+        blocks = -(-state.keys.shape[1] // config.size)
+        selection = pooling.BlockSelection(
+            config.size, blocks, config.count, config.first, config.local
         )
-        problem = pooling.CompressedConfig(config.length, config.stride, scale, choosing)
-        summaries = state.summary_keys, state.summary_values
-        compressed, _, chosen = compressed_attention(
-            pooling.CompressedInputs(q, *summaries, at), problem
+        compressed, _, selected = compressed_attention(
+            pooling.CompressedInputs(q, state.summary_keys, state.summary_values, at),
+            pooling.CompressedConfig(config.length, config.stride, scale, selection),
         )
-        assert chosen is not None
-        operands = selecting.SelectedInputs(q, state.keys, state.values, chosen, at)
-        selected_out, _ = selected_attention(operands, selecting.SelectedConfig(config.size, scale))
+        assert selected is not None
+        selected_out, _ = selected_attention(
+            selecting.SelectedInputs(q, state.keys, state.values, selected, at),
+            selecting.SelectedConfig(config.size, scale),
+        )
         window: Any = attention(
-            q,
-            state.window_keys,
-            state.window_values,
-            mask=Causal() & Window(left=config.window - 1, right=0),
-            scale=scale,
-            q_positions=at,
-            kv_positions=state.window_positions(position),
-        )
+            q, state.window_keys, state.window_values,
+            mask=Causal() & Window(left=config.window - 1, right=0), scale=scale,
+            q_positions=at, kv_positions=state.window_positions(position),
+        )  # fmt: skip
         gates = jnp.stack([gate for gate in self.gates if gate is not None])[..., None]
         return (gates * jnp.stack([compressed, selected_out, window])).sum(0).astype(q.dtype), state
 

@@ -49,7 +49,7 @@ def _yarn(plain: np.ndarray, base: float, head_dim: int, scaling: YarnScaling) -
     return ramp * plain / scaling.factor + (1 - ramp) * plain
 
 
-def yarn_attention_factor(factor: float) -> float:
+def yarn_attention_factor(factor: float | int) -> float:
     """Return YaRN's default attention factor."""
     return 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
 

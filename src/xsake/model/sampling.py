@@ -33,23 +33,25 @@ class SamplingParams:
     min_p: Number | None = None
 
     def __post_init__(self):
-        _check("repetition_penalty", self.repetition_penalty, "above 0", lambda x: x > 0)
-        _check("temperature", self.temperature, "0 (greedy) or above", lambda x: x >= 0)
-        is_count = lambda x: x >= 1 and x == int(x)
-        _check("top_k", self.top_k, "an integer of at least 1", is_count)
-        for name in ("top_p", "min_p"):
-            _check(name, getattr(self, name), "above 0 and at most 1", lambda x: 0 < x <= 1)
+        for name, expected, is_valid in (
+            ("repetition_penalty", "above 0", lambda x: x > 0),
+            ("temperature", "0 (greedy) or above", lambda x: x >= 0),
+            ("top_k", "an integer of at least 1", lambda x: x >= 1 and x == int(x)),
+            ("top_p", "above 0 and at most 1", lambda x: 0 < x <= 1),
+            ("min_p", "above 0 and at most 1", lambda x: 0 < x <= 1),
+        ):
+            value = getattr(self, name)
+            is_off = value is None
+            check_range(name, value, expected, is_off or math.isfinite(value) and is_valid(value))
 
 
-def _check(name: str, value: Number | None, expected: str, is_fine) -> None:
-    if value is not None and not (math.isfinite(value) and is_fine(value)):
-        optional = "omit it, or " if name != "temperature" else ""
+def check_range(name: str, value: Number | None, expected: str, is_valid: bool) -> None:
+    """Raise ArgumentError for an option out of its range."""
+    if not is_valid:
         raise ArgumentError(
-            f"{name} is out of range",
-            got=f"{name}={value}",
-            expected=expected,
-            fix=f"{optional}use a number in that range",
-        )
+            f"{name} is out of range", got=f"{name}={value}", expected=expected,
+            fix="use a number in that range; `None` disables a filter",
+        )  # fmt: skip
 
 
 def sample_tokens(

@@ -49,13 +49,16 @@ class Tokenizer:
         Returns:
             A tokenizer without truncation and padding.
         """
-        tokenizers = _import_tokenizers()
+        try:
+            import tokenizers
+        except ModuleNotFoundError as missing:
+            raise MissingExtraError(
+                "tokenizer.json requires the package tokenizers", fix='pip install "xsake[model]"'
+            ) from missing
         folder = CheckpointFolder.open(directory)
         path = folder.file(TOKENIZER)
-        if path.stat().st_size > MAX_TOKENIZER_BYTES:
-            raise invalid_tokenizer(
-                f"{path.stat().st_size} bytes, at most {MAX_TOKENIZER_BYTES} are supported"
-            )
+        if (size := path.stat().st_size) > MAX_TOKENIZER_BYTES:
+            raise invalid_tokenizer(f"{size} bytes, at most {MAX_TOKENIZER_BYTES} are supported")
         content = path.read_bytes()
         try:
             document = parse_object(
@@ -136,50 +139,27 @@ class TextStream:
         return new
 
 
-def _import_tokenizers() -> Any:
-    try:
-        import tokenizers
-    except ModuleNotFoundError as missing:
-        raise MissingExtraError(
-            "tokenizer.json requires the package tokenizers",
-            fix='pip install "xsake[model]"',
-        ) from missing
-    return tokenizers
-
-
 def _find_end_ids(folder: CheckpointFolder, inner: Any) -> tuple[int, ...]:
     ids: set[int] = set()
-    for name in _ID_FILES:
-        if folder.has(name):
-            settings = folder.json(name, max_bytes=MAX_SETTINGS_BYTES)
-            ids |= _parse_ids(name, settings.get("eos_token_id"))
+    for name in filter(folder.has, _ID_FILES):
+        value = folder.json(name, max_bytes=MAX_SETTINGS_BYTES).get("eos_token_id")
+        listed = [] if value is None else value if isinstance(value, list) else [value]
+        if not all(type(each) is int and 0 <= each < 2**31 for each in listed):
+            raise CheckpointError(
+                f"{name} has an invalid eos_token_id", got=f"eos_token_id: {value!r}"[:200],
+                expected="a token id, a list of them, or null",
+                fix=f"correct eos_token_id in {name}",
+            )  # fmt: skip
+        ids |= set(listed)
     if folder.has(_TOKEN_FILE):
         token = folder.json(_TOKEN_FILE, max_bytes=MAX_SETTINGS_BYTES).get("eos_token")
-        ids |= _token_to_ids(inner, token.get("content") if isinstance(token, dict) else token)
+        token = token.get("content") if isinstance(token, dict) else token
+        token_id = inner.token_to_id(token) if isinstance(token, str) else None
+        if token is not None and token_id is None:
+            raise CheckpointError(
+                f"eos_token of {_TOKEN_FILE} is not in {TOKENIZER}",
+                got=f"eos_token: {token!r}"[:200], expected="a token of the vocabulary, or null",
+                fix="take both files from the same version of the model",
+            )  # fmt: skip
+        ids |= set() if token_id is None else {token_id}
     return tuple(sorted(ids))
-
-
-def _parse_ids(name: str, value: Any) -> set[int]:
-    ids = [] if value is None else value if isinstance(value, list) else [value]
-    if not all(type(one) is int and 0 <= one < 2**31 for one in ids):
-        raise CheckpointError(
-            f"{name} has an invalid eos_token_id",
-            got=f"eos_token_id: {value!r}"[:200],
-            expected="a token id, a list of them, or null",
-            fix=f"correct eos_token_id in {name}",
-        )
-    return set(ids)
-
-
-def _token_to_ids(inner: Any, token: Any) -> set[int]:
-    if token is None:
-        return set()
-    token_id = inner.token_to_id(token) if isinstance(token, str) else None
-    if token_id is None:
-        raise CheckpointError(
-            f"eos_token of {_TOKEN_FILE} is not in {TOKENIZER}",
-            got=f"eos_token: {token!r}"[:200],
-            expected="a token of the vocabulary, or null",
-            fix="take both files from the same version of the model",
-        )
-    return {token_id}

@@ -1,26 +1,47 @@
-"""Read config.json: every key that affects results is either supported or rejected."""
+"""Read and write config.json: every key that affects results is either supported or rejected."""
 
 import dataclasses
 from typing import Any
 
 from pydantic import ValidationError
 
+from xsake._schema import describe_first
 from xsake.errors import CheckpointError
-from xsake.model.config import DecoderConfig, LayerKind
-from xsake.model.huggingface.families import FAMILIES, ModelFamily
-from xsake.model.huggingface.ropes import read_gemma_ropes, read_rope
-from xsake.model.huggingface.settings import ConfigReader
+from xsake.model.config import (
+    DecoderConfig,
+    LayerKind,
+    LinearScaling,
+    Llama3Scaling,
+    Rope,
+    YarnScaling,
+)
+from xsake.model.huggingface.config_reader import (
+    FLAG,
+    NUMBER,
+    REQUIRED,
+    SIZE,
+    TOKEN_IDS,
+    ConfigReader,
+    as_list,
+    numbers,
+    one_of,
+    one_per_layer,
+    sizes,
+)
+from xsake.model.huggingface.families import (
+    ACTIVATIONS,
+    DERIVED,
+    FAMILIES,
+    FULL,
+    SLIDING,
+    ModelFamily,
+)
+from xsake.model.rope import yarn_attention_factor
 
-FULL, SLIDING = "full_attention", "sliding_attention"
-ACTIVATIONS = {
-    "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_python": "gelu", "gelu_new": "gelu_tanh",
-    "gelu_fast": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_python_tanh": "gelu_tanh",
-}  # fmt: skip
-MAX_LAYERS, MAX_PARAMETERS = 1024, 2**40
+MAX_PARAMETERS = 2**40
 _DEFAULT_WINDOW = 4096
 
-_OFF, _ABSENT, _ONE = (None, False), (None,), (None, 1)
-_NO_EXPERTS = (None, 0, 1)
+_OFF, _ABSENT, _ONE, _NO_EXPERTS = (None, False), (None,), (None, 1), (None, 0, 1)
 # Unsupported keys with the values that have no effect.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "quantization_config": _ABSENT, "compression_config": _ABSENT,
@@ -37,15 +58,31 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "hidden_size_per_layer_input": (None, 0), "sliding_window": _ABSENT,
     "use_sliding_window": _OFF, "sliding_window_pattern": _ABSENT, "rope_local_base_freq": _ABSENT,
 }  # fmt: skip
-_HANDLED = {
-    "none": set(),
-    "all": {"sliding_window"},
-    "some": {"sliding_window", "use_sliding_window"},
-    "pattern": {
-        "sliding_window", "sliding_window_pattern", "rope_local_base_freq",
-        "final_logit_softcapping",
+_WINDOW_KEYS = {
+    "none": (),
+    "all": ("sliding_window",),
+    "some": ("sliding_window", "use_sliding_window"),
+    "pattern": ("sliding_window", "sliding_window_pattern"),
+}
+_SCALINGS: dict[str, Any] = {"linear": LinearScaling, "llama3": Llama3Scaling, "yarn": YarnScaling}
+# Fields of a scaling by key of `rope_parameters`.
+_FACTOR = {"factor": "factor"}
+_ORIGINAL = {"original_max_position_embeddings": "original_context"}
+_SCALING_KEYS: dict[str, dict[str, str]] = {
+    "default": {},
+    "linear": _FACTOR,
+    "llama3": _FACTOR | _ORIGINAL | {
+        "low_freq_factor": "low_factor", "high_freq_factor": "high_factor",
+    },
+    "yarn": _FACTOR | _ORIGINAL | {
+        "beta_fast": "beta_fast", "beta_slow": "beta_slow", "attention_factor": "attention_factor",
+        "truncate": "is_truncated",
     },
 }  # fmt: skip
+# Keys without a field: common ones, of which "finetuned" of the oldest files has no effect, and
+# those of a type; `default` files have leftovers.
+_COMMON_ROPE_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "finetuned"}
+_OTHER_ROPE_KEYS = {"default": {*_FACTOR, *_ORIGINAL}, "yarn": {"mscale", "mscale_all_dim"}}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,65 +109,52 @@ def read_config(values: dict[str, Any]) -> ModelDescription:
     Args:
         values: content of config.json, written by transformers 4 or 5.
     """
-    settings = ConfigReader(values)
-    custom_code = settings.section("auto_map")
-    if custom_code is not None and custom_code.values.keys() & {
-        "AutoConfig",
-        "AutoModelForCausalLM",
-    }:
-        raise settings.error(
+    outer = ConfigReader(values)
+    custom_code = outer.section("auto_map")
+    if custom_code and custom_code.values.keys() & {"AutoConfig", "AutoModelForCausalLM"}:
+        raise outer.error(
             "auto_map", custom_code.values, "a model of transformers itself, without custom code",
             fix="remove the key if the model is identical to its model_type",
         )  # fmt: skip
-    model_type = settings.choice("model_type", (*FAMILIES, "gemma3"))
-    text = settings
-    if model_type == "gemma3":
-        model_type, text = "gemma3_text", _text_config(settings)
-    family = FAMILIES[model_type]
-    text = text.with_defaults(family.defaults)
-    _reject_unsupported_keys(settings, family)
-    _reject_unsupported_keys(text, family)
-    fields = _gpt2(text) if model_type == "gpt2" else _llama(text, family)
-    _check_parameter_count(fields)
-    try:
-        config = DecoderConfig.model_validate(fields)
-    except ValidationError as wrong:
-        first = wrong.errors()[0]
-        raise CheckpointError(
-            "config.json describes an invalid model",
-            got=f"{'.'.join(map(str, first['loc']))}: {first['msg']}"[:300],
-            expected="consistent sizes and layer types",
-            fix="use the original config.json of the checkpoint",
-        ) from wrong
-    return ModelDescription(family, config, _token_ids(settings, text))
+    model_type = outer.read("model_type", one_of((*FAMILIES, "gemma3")))
+    family = FAMILIES["gemma3_text" if model_type == "gemma3" else model_type]
+    text = _text_config(outer) if model_type == "gemma3" else outer
+    for reader in (outer, text):
+        _reject_unsupported_keys(reader, family)
+    config = _read_decoder(dataclasses.replace(text, defaults=family.defaults), family)
+
+    def token_ids(key: str) -> tuple[int, ...]:
+        return tuple(as_list((outer if outer.has(key) else text).read(key, TOKEN_IDS, [])))
+
+    bos, eos, pad = map(token_ids, ("bos_token_id", "eos_token_id", "pad_token_id"))
+    return ModelDescription(
+        family, config, TokenIds(next(iter(bos), None), eos, next(iter(pad), None))
+    )
 
 
-def _text_config(settings: ConfigReader) -> ConfigReader:
-    text = settings.section("text_config")
+def _text_config(outer: ConfigReader) -> ConfigReader:
+    text = outer.section("text_config")
     if text is None:
-        raise settings.error("text_config", None, "the text config of a gemma3 model")
-    if text.has("model_type"):
-        text.choice("model_type", ("gemma3_text",))
-    if settings.has("tie_word_embeddings") and text.has("tie_word_embeddings"):
-        outer, inner = (x.flag("tie_word_embeddings") for x in (settings, text))
-        if outer != inner:
-            raise text.error("tie_word_embeddings", inner, f"{outer}, as outside text_config")
-    elif settings.has("tie_word_embeddings"):
-        tied = {"tie_word_embeddings": settings.flag("tie_word_embeddings")}
-        text = dataclasses.replace(text, values={**text.values, **tied})
-    return text
+        raise outer.error("text_config", None, "the text config of a gemma3 model")
+    text.read("model_type", one_of(["gemma3_text"]), None)
+    tied = outer.read("tie_word_embeddings", FLAG, None)
+    if tied is None:
+        return text
+    if text.read("tie_word_embeddings", FLAG, tied) != tied:
+        raise text.error("tie_word_embeddings", not tied, f"{tied}, as outside text_config")
+    return dataclasses.replace(text, values={**text.values, "tie_word_embeddings": tied})
 
 
-def _reject_unsupported_keys(settings: ConfigReader, family: ModelFamily) -> None:
+def _reject_unsupported_keys(reader: ConfigReader, family: ModelFamily) -> None:
+    supported = {*family.keys, *_WINDOW_KEYS[family.window], *family.rope_bases.values()}
     for key, neutral in _NEUTRAL.items():
-        value = settings.values.get(key)
-        if key in _HANDLED[family.window] or any(_is_neutral(value, each) for each in neutral):
-            continue
-        accepted = " or ".join("absent" if each is None else str(each) for each in neutral)
-        raise settings.error(
-            key, value, f"{accepted}, for model_type {family.name!r}",
-            fix="this changes the model and is not supported",
-        )  # fmt: skip
+        value = reader.values.get(key)
+        if key not in supported and not any(_is_neutral(value, each) for each in neutral):
+            accepted = " or ".join("absent" if each is None else str(each) for each in neutral)
+            raise reader.error(
+                key, value, f"{accepted}, for model_type {family.name!r}",
+                fix="this changes the model and is not supported",
+            )  # fmt: skip
 
 
 def _is_neutral(value: Any, neutral: Any) -> bool:
@@ -139,161 +163,298 @@ def _is_neutral(value: Any, neutral: Any) -> bool:
     return isinstance(value, int | float) and value == neutral
 
 
-def _llama(settings: ConfigReader, family: ModelFamily) -> dict[str, Any]:
-    """Return the fields of the decoder's config for all families except GPT-2."""
-    is_gemma = family.window == "pattern"
-    width, heads = settings.size("hidden_size"), settings.size("num_attention_heads")
-    layers = settings.size("num_hidden_layers", maximum=MAX_LAYERS)
-    ropes = (
-        read_gemma_ropes(settings)
-        if is_gemma
-        else dict.fromkeys((FULL, SLIDING), read_rope(settings))
-    )
-    biased = family.name in ("llama", "qwen3", "gemma3_text") and settings.flag("attention_bias")
-    fields = {
-        "vocab_size": settings.size("vocab_size"),
-        "width": width,
-        "mlp_width": settings.size("intermediate_size"),
-        "layers": layers,
-        "q_heads": heads,
-        "kv_heads": settings.size("num_key_value_heads", heads),
-        "head_dim": _head_dim(settings, width, heads),
-        "context": settings.size("max_position_embeddings"),
-        "norm_epsilon": settings.number("rms_norm_eps"),
-        "has_qk_norm": family.name in ("qwen3", "gemma3_text"),
-        "activation": _activation(settings, "hidden_activation" if is_gemma else "hidden_act"),
-        "is_tied": settings.flag("tie_word_embeddings"),
-        "has_qkv_bias": biased or family.name == "qwen2",
-        "has_out_bias": biased,
-        "has_mlp_bias": family.name == "llama" and settings.flag("mlp_bias"),
-        **_layer_kinds(settings, family, ropes, layers),
-    }
-    if is_gemma:
-        fields |= {
-            "norm_offset": 1.0,
-            "has_post_norms": True,
-            "embedding_scale": width**0.5,
-            "query_scale": settings.number("query_pre_attn_scalar") ** -0.5,
-            "logit_softcap": settings.optional_number("final_logit_softcapping"),
-        }
-    return fields
-
-
-def _gpt2(settings: ConfigReader) -> dict[str, Any]:
-    width, heads = settings.size("n_embd"), settings.size("n_head")
-    layers = settings.size("n_layer", maximum=MAX_LAYERS)
-    if width % heads:
-        raise settings.error("n_head", heads, f"a divisor of n_embd, which is {width}")
-    _layer_types(settings, "none", layers)
-    return {
-        "vocab_size": settings.size("vocab_size"),
-        "width": width,
-        "mlp_width": settings.size("n_inner", 4 * width),
-        "layers": layers,
-        "q_heads": heads,
-        "kv_heads": heads,
-        "head_dim": width // heads,
-        "context": settings.size("n_positions"),
-        "kinds": (LayerKind(),),
-        "has_learned_positions": True,
-        "norm": "layer",
-        "norm_epsilon": settings.number("layer_norm_epsilon"),
-        "activation": _activation(settings, "activation_function"),
-        "is_gated": False,
-        "is_tied": settings.flag("tie_word_embeddings"),
-        "has_qkv_bias": True,
-        "has_out_bias": True,
-        "has_mlp_bias": True,
-        "query_scale": None if settings.flag("scale_attn_weights") else 1.0,
-    }
-
-
-def _head_dim(settings: ConfigReader, width: int, heads: int) -> int:
-    head_dim = settings.optional_size("head_dim")
-    if head_dim is not None:
-        if head_dim % 2:
-            raise settings.error("head_dim", head_dim, "even, for rotary positions")
-        return head_dim
-    if width % (2 * heads):
-        raise settings.error(
-            "head_dim", None, f"required, as hidden_size {width} / {heads} heads is not even"
+def _read_decoder(reader: ConfigReader, family: ModelFamily) -> DecoderConfig:
+    fields: dict[str, Any] = {}
+    for key, entry in family.keys.items():
+        value = reader.read(key, entry.kind, DERIVED[key](fields) if key in DERIVED else REQUIRED)
+        fields[entry.field] = None if value is None else entry.read(value)
+        if entry.field == "activation":
+            _check_hidden_act(reader, key, fields["activation"])
+    if "n_head" in family.keys and fields["width"] % fields["q_heads"]:
+        divisor = f"a divisor of n_embd, which is {fields['width']}"
+        raise reader.error("n_head", fields["q_heads"], divisor)
+    for field, value in family.fixed.items():
+        fields[field] = value(fields) if callable(value) else value
+    try:
+        config = DecoderConfig.model_validate(
+            fields | _read_layer_kinds(reader, family, fields["layers"])
         )
-    return width // heads
+    except ValidationError as wrong:
+        raise CheckpointError(
+            "config.json describes an invalid model", got=describe_first(wrong)[:300],
+            expected="consistent sizes and layer types",
+            fix="use the original config.json of the checkpoint",
+        ) from wrong  # fmt: skip
+    _check_parameter_count(config)
+    return config
 
 
-def _activation(settings: ConfigReader, key: str) -> str:
-    activation = ACTIVATIONS[settings.choice(key, ACTIVATIONS)]
-    # Older Gemma files have two keys, of which only one has an effect.
-    if key != "hidden_act" and settings.has("hidden_act"):
-        other = ACTIVATIONS[settings.choice("hidden_act", ACTIVATIONS)]
+def _check_hidden_act(reader: ConfigReader, key: str, activation: str) -> None:
+    """Older Gemma files have two keys, of which only one has an effect."""
+    other = reader.values.get("hidden_act")
+    if other is not None:
+        other = ACTIVATIONS[reader.read("hidden_act", one_of(ACTIVATIONS))]
         if other != activation:
-            raise settings.error("hidden_act", other, f"the same as {key}, {activation}, or absent")
-    return activation
+            raise reader.error("hidden_act", other, f"the same as {key}, {activation}, or absent")
 
 
-def _layer_kinds(
-    settings: ConfigReader, family: ModelFamily, ropes: dict, layers: int
-) -> dict[str, Any]:
-    window = _window(settings, family.window)
-    types = _layer_types(settings, family.window, layers, window is not None)
-    if SLIDING in types and window is None:
-        raise settings.error(
-            "sliding_window", None, "a number of tokens, as some layers use a window"
-        )
-    kinds = {
-        each: LayerKind(window=window if each == SLIDING else None, rope=ropes[each])
-        for each in dict.fromkeys(types)
-    }
-    order = tuple(kinds)
-    numbers = tuple(order.index(each) for each in types)
-    return {
-        "kinds": tuple(kinds.values()),
-        "kind_of_layer": numbers if len(kinds) > 1 else None,
-    }
-
-
-def _window(settings: ConfigReader, style: str) -> int | None:
-    if style == "none" or settings.is_null("sliding_window"):
-        return None
-    if style == "some" and not settings.flag("use_sliding_window"):
-        return None
-    return settings.size("sliding_window", _DEFAULT_WINDOW)
-
-
-def _layer_types(
-    settings: ConfigReader, style: str, layers: int, has_window: bool = False
-) -> tuple[str, ...]:
-    """Return `layer_types`, or the equivalent of older files."""
-    if style in ("none", "all"):
-        only = SLIDING if has_window else FULL
-        if settings.has("layer_types"):
-            settings.choices("layer_types", (only,), count=layers)
-        return (only,) * layers
-    if settings.has("layer_types"):
-        return settings.choices("layer_types", (FULL, SLIDING), count=layers)
-    if style == "pattern":
-        pattern = settings.size("sliding_window_pattern")
-        return tuple(SLIDING if (i + 1) % pattern else FULL for i in range(layers))
-    first = settings.size("max_window_layers", minimum=0) if has_window else layers
-    return tuple(FULL if i < first else SLIDING for i in range(layers))
-
-
-def _check_parameter_count(fields: dict[str, Any]) -> None:
+def _check_parameter_count(config: DecoderConfig) -> None:
     """Reject models whose total size exceeds the limit, even if every single size is valid."""
-    width, heads = fields["width"], fields["q_heads"] + fields["kv_heads"]
-    layer = width * (2 * heads * fields["head_dim"] + 3 * fields["mlp_width"])
-    total = 2 * fields["vocab_size"] * width + fields["layers"] * layer
+    heads = 2 * (config.q_heads + config.kv_heads) * config.head_dim
+    layer = config.width * (heads + 3 * config.mlp_width)
+    total = 2 * config.vocab_size * config.width + config.layers * layer
     if total > MAX_PARAMETERS:
         raise CheckpointError(
             "config.json describes a model above the size limit",
-            got=f"about {total:.1e} parameters: {width=}, layers={fields['layers']}, "
-            f"mlp_width={fields['mlp_width']}, vocab_size={fields['vocab_size']}",
+            got=f"about {total:.1e} parameters: width={config.width}, layers={config.layers}, "
+            f"mlp_width={config.mlp_width}, vocab_size={config.vocab_size}",
             expected=f"at most {MAX_PARAMETERS:.1e}",
             fix="use the original config.json of the checkpoint",
-        )
+        )  # fmt: skip
 
 
-def _token_ids(settings: ConfigReader, text: ConfigReader) -> TokenIds:
-    first = lambda key: (settings if settings.has(key) else text).token_ids(key)
-    single = lambda key: next(iter(first(key)), None)
-    return TokenIds(single("bos_token_id"), first("eos_token_id"), single("pad_token_id"))
+def _read_layer_kinds(reader: ConfigReader, family: ModelFamily, layers: int) -> dict[str, Any]:
+    window = _read_window(reader, family.window)
+    types = _read_layer_types(reader, family.window, layers, window is not None)
+    if SLIDING in types and window is None:
+        expected = "a number of tokens, as some layers use a window"
+        raise reader.error("sliding_window", None, expected)
+    ropes = _read_ropes(reader, family)
+    order = tuple(dict.fromkeys(types))
+    kinds = [
+        LayerKind(window=window if each == SLIDING else None, rope=ropes.get(each, ropes.get(FULL)))
+        for each in order
+    ]
+    numbers = tuple(order.index(each) for each in types)
+    return {"kinds": tuple(kinds), "kind_of_layer": numbers if len(kinds) > 1 else None}
+
+
+def _read_window(reader: ConfigReader, style: str) -> int | None:
+    # An explicit null differs from an absent key.
+    if style == "none" or reader.values.get("sliding_window", 0) is None:
+        return None
+    if style == "some" and not reader.read("use_sliding_window", FLAG):
+        return None
+    return reader.read("sliding_window", SIZE, _DEFAULT_WINDOW)
+
+
+def _read_layer_types(
+    reader: ConfigReader, style: str, layers: int, has_window: bool
+) -> tuple[str, ...]:
+    """Return `layer_types`, or the equivalent of older files."""
+    only = SLIDING if has_window else FULL
+    allowed = (only,) if style in ("none", "all") else (FULL, SLIDING)
+    types = reader.read("layer_types", one_per_layer(allowed, layers), None)
+    if types is not None:
+        return tuple(types)
+    if style == "pattern":
+        pattern = reader.read("sliding_window_pattern", SIZE)
+        return tuple(SLIDING if (i + 1) % pattern else FULL for i in range(layers))
+    first = reader.read("max_window_layers", sizes(minimum=0)) if style == "some" else 0
+    return tuple(FULL if i < first else only for i in range(layers))
+
+
+def _read_ropes(reader: ConfigReader, family: ModelFamily) -> dict[str, Rope]:
+    """Read the RoPE by layer type from `rope_parameters`, or `rope_theta` and `rope_scaling`."""
+    newer, older = reader.section("rope_parameters"), reader.section("rope_scaling")
+    is_split = len(family.rope_bases) > 1
+    flat = sorted(newer.values.keys() - family.rope_bases.keys()) if newer and is_split else []
+    if newer and flat:
+        raise newer.error(
+            flat[0], newer.values[flat[0]],
+            "one object for full_attention and one for sliding_attention",
+            fix="move the parameters into both objects",
+        )  # fmt: skip
+    ropes = {}
+    for layer_type, key in family.rope_bases.items():
+        base = reader.read(key, numbers(above=1.0))
+        if newer is None:
+            ropes[layer_type] = _read_rope(older if layer_type == FULL else None, base, reader)
+            continue
+        section = newer.section(layer_type) if is_split else newer
+        rope = ropes[layer_type] = _read_rope(section, base, reader)
+        if reader.has(key) and rope.base != base:
+            raise _conflict_error(reader, key, base, rope.base)
+        if older and layer_type == FULL and _read_rope(older, rope.base, reader) != rope:
+            raise _conflict_error(reader, "rope_scaling", older.values, newer.values)
+        if is_split and isinstance(rope.scaling, YarnScaling) and not rope.scaling.is_truncated:
+            # transformers reads it outside of these objects, so it would have no effect.
+            raise newer.error(f"{layer_type}.truncate", False, "true: ramps that end at dimensions")
+    return ropes
+
+
+def _read_rope(section: ConfigReader | None, base: float | int, reader: ConfigReader) -> Rope:
+    """Parse the RoPE of one object; `reader` is that of the whole file."""
+    section = section or ConfigReader({})
+    rope_type = _read_rope_type(section)
+    partial = section.read("partial_rotary_factor", NUMBER, 1.0)
+    if partial != 1:
+        expected = "1: all dimensions of a head are rotated"
+        raise section.error("partial_rotary_factor", partial, expected)
+    known = (
+        _COMMON_ROPE_KEYS | _SCALING_KEYS[rope_type].keys() | _OTHER_ROPE_KEYS.get(rope_type, set())
+    )
+    for key, value in section.values.items():
+        if key not in known and value is not None:
+            expected = f"only keys of rope_type {rope_type!r}: {', '.join(sorted(known))}"
+            raise section.error(key, value, expected)
+    base = section.read("rope_theta", numbers(above=1.0), base)
+    if rope_type == "default":
+        return Rope(base=base)
+    fields = {}
+    if "original_max_position_embeddings" in _SCALING_KEYS[rope_type]:
+        fields["original_context"] = _read_original_context(section, reader)
+    if rope_type == "yarn":
+        context = reader.read("max_position_embeddings", SIZE)
+        factor = section.read("factor", NUMBER, context / fields["original_context"])
+        section = dataclasses.replace(section, defaults={
+            "factor": factor, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": True,
+            "attention_factor": _yarn_attention_factor(section, factor),
+        })  # fmt: skip
+    for key, field in _SCALING_KEYS[rope_type].items():
+        if field not in fields:
+            fields[field] = section.read(key, FLAG if field == "is_truncated" else NUMBER)
+    if rope_type == "llama3" and fields["low_factor"] >= fields["high_factor"]:
+        expected = f"less than high_freq_factor, which is {fields['high_factor']}"
+        raise section.error("low_freq_factor", fields["low_factor"], expected)
+    return Rope(base=base, scaling=_SCALINGS[rope_type](**fields))
+
+
+def _read_rope_type(section: ConfigReader) -> str:
+    types = [section.read(key, one_of(_SCALING_KEYS), None) for key in ("rope_type", "type")]
+    given = {each for each in types if each is not None}
+    if len(given) > 1:
+        raise section.error("type", types[1], f"the same as rope_type: {types[0]}")
+    return given.pop() if given else "default"
+
+
+def _read_original_context(section: ConfigReader, reader: ConfigReader) -> int:
+    key = "original_max_position_embeddings"
+    outer = reader.read(key, SIZE, None)
+    inner = section.read(key, SIZE, outer or reader.read("max_position_embeddings", SIZE))
+    if outer is not None and inner != outer:
+        raise section.error(key, inner, f"{outer}, as in the outer {key}")
+    return inner
+
+
+def _yarn_attention_factor(section: ConfigReader, factor: float | int) -> float:
+    attention = yarn_attention_factor(factor)
+    above, below = (section.read(key, NUMBER, None) for key in ("mscale", "mscale_all_dim"))
+    if above is None or below is None:
+        return attention
+    return (1 + above * (attention - 1)) / (1 + below * (attention - 1))
+
+
+def _conflict_error(reader: ConfigReader, key: str, older: Any, newer: Any) -> CheckpointError:
+    return reader.error(
+        key, older, f"the same as in rope_parameters, {newer!r}"[:300],
+        fix="keep only one of them; rope_parameters is the key of transformers 5",
+    )  # fmt: skip
+
+
+def write_config(
+    family: ModelFamily, config: DecoderConfig, *, dtype: str, token_ids: TokenIds
+) -> dict[str, Any]:
+    """Return config.json for transformers 5, and for 4 where it can represent the model.
+
+    Raises CheckpointError if the family cannot represent it.
+
+    Args:
+        family: to write.
+        config: of the decoder.
+        dtype: of the weights, such as "float32".
+        token_ids: bos, eos and pad.
+    """
+    if any((kind.rope is None) == bool(family.rope_bases) for kind in config.kinds):
+        raise _unsupported_error(family, "rotary positions in all layers, or in none for gpt2")
+    eos = token_ids.eos
+    values = {
+        "architectures": [family.architecture],
+        "model_type": family.name,
+        # transformers 4 reads torch_dtype.
+        "dtype": dtype,
+        "torch_dtype": dtype,
+        "bos_token_id": token_ids.bos,
+        "eos_token_id": None if not eos else eos[0] if len(eos) == 1 else list(eos),
+        "pad_token_id": token_ids.pad,
+        **_write_ropes(family, config),
+        **_write_windows(family, config),
+    }
+    for key, entry in family.keys.items():
+        values[key] = entry.write(config) if entry.write else getattr(config, entry.field)
+    loaded = _canonical_fields(read_config(values).config)
+    wrong = [
+        f"{field}: {value!r}, would be read as {loaded[field]!r}"[:200]
+        for field, value in _canonical_fields(config).items()
+        if value != loaded[field]
+    ]
+    if wrong:
+        raise _unsupported_error(family, "; ".join(wrong[:5]))
+    return values
+
+
+def _canonical_fields(config: DecoderConfig) -> dict[str, Any]:
+    """Return the fields of a config in a canonical form, for comparison."""
+    kinds = [config.kinds[number] for number in config.layer_kinds]
+    fields = {name: getattr(config, name) for name in type(config).model_fields}
+    del fields["kind_of_layer"]
+    # 1 / sqrt(n) and n ** -0.5 are not always the same float.
+    return fields | {"kinds": kinds, "query_scale": float(f"{config.scale:.14g}")}
+
+
+def _unsupported_error(family: ModelFamily, got: str) -> CheckpointError:
+    return CheckpointError(
+        f"the family {family.name!r} cannot represent this model", got=got,
+        expected=f"a model supported by {family.architecture}",
+        fix="export it with the family it was loaded from, or change the model's config",
+    )  # fmt: skip
+
+
+def _write_ropes(family: ModelFamily, config: DecoderConfig) -> dict[str, Any]:
+    if not family.rope_bases:
+        return {}
+    ropes = {each: _first_kind(config, each).rope or Rope() for each in family.rope_bases}
+    written = {each: _write_rope(rope) for each, rope in ropes.items()}
+    values: dict[str, Any] = {"rope_parameters": written if len(ropes) > 1 else written[FULL]}
+    if all(rope.scaling is None for each, rope in ropes.items() if each != FULL):
+        # The keys of transformers 4.
+        scaling = {key: value for key, value in written[FULL].items() if key != "rope_theta"}
+        values["rope_scaling"] = None if scaling["rope_type"] == "default" else scaling
+        values |= {key: ropes[each].base for each, key in family.rope_bases.items()}
+    return values
+
+
+def _write_rope(rope: Rope) -> dict[str, Any]:
+    scaling = rope.scaling
+    rope_type = "default" if scaling is None else scaling.kind
+    values = {key: getattr(scaling, field) for key, field in _SCALING_KEYS[rope_type].items()}
+    if values.get("truncate") is True:
+        del values["truncate"]
+    return {"rope_theta": rope.base, "rope_type": rope_type, **values}
+
+
+def _write_windows(family: ModelFamily, config: DecoderConfig) -> dict[str, Any]:
+    window = _first_kind(config, SLIDING).window
+    if family.window in ("none", "all"):
+        return dict.fromkeys(_WINDOW_KEYS[family.window], window)
+    types = [
+        FULL if config.kinds[number].window is None else SLIDING for number in config.layer_kinds
+    ]
+    if family.window == "some":
+        first = types.index(SLIDING) if SLIDING in types else config.layers
+        return {
+            "layer_types": types, "sliding_window": window,
+            "use_sliding_window": window is not None, "max_window_layers": first,
+        }  # fmt: skip
+    period = types.index(FULL) + 1 if FULL in types else config.layers + 1
+    is_regular = types == [SLIDING if (i + 1) % period else FULL for i in range(config.layers)]
+    # transformers requires a window even if no layer uses it.
+    values = {"layer_types": types, "sliding_window": window or config.context}
+    return values | ({"sliding_window_pattern": period} if is_regular else {})
+
+
+def _first_kind(config: DecoderConfig, layer_type: str) -> LayerKind:
+    """Return the first kind of this layer type, or any if there is none."""
+    used = [config.kinds[number] for number in config.layer_kinds]
+    matches = [kind for kind in used if (kind.window is None) == (layer_type == FULL)]
+    return matches[0] if matches else used[0]

@@ -1,7 +1,6 @@
 """Export a decoder as a Hugging Face checkpoint, atomically."""
 
 import contextlib
-import dataclasses
 import json
 import math
 import os
@@ -19,11 +18,10 @@ from safetensors.numpy import save_file
 
 from xsake.errors import ArgumentError, CheckpointError
 from xsake.model.decoder import Decoder
-from xsake.model.huggingface.configs import TokenIds
-from xsake.model.huggingface.families import FAMILIES
+from xsake.model.huggingface.configs import TokenIds, write_config
+from xsake.model.huggingface.families import FAMILIES, ModelFamily
 from xsake.model.huggingface.files import CONFIG, INDEX, WEIGHTS, CheckpointFolder
-from xsake.model.huggingface.placement import ParamMapping, get_variable, map_params
-from xsake.model.huggingface.written_configs import write_config
+from xsake.model.huggingface.param_map import ParamMapping, get_variable, map_params
 
 _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
@@ -31,26 +29,6 @@ _TOKENIZER_FILES = (
     "generation_config.json",
 )  # fmt: skip
 _DTYPES = ("float32", "bfloat16", "float16")
-
-
-@dataclasses.dataclass(frozen=True)
-class _OutputTensor:
-    """Tensor to write: one layer of one or several parameters."""
-
-    name: str
-    layer: int
-    mappings: tuple[ParamMapping, ...]
-
-    def bytes(self, dtype: np.dtype) -> int:
-        return math.prod(self.mappings[0].layout.shape) * dtype.itemsize
-
-    def value(self, state: Any) -> np.ndarray:
-        parts = []
-        for mapping in self.mappings:
-            value = get_variable(state, mapping.path).get_value()
-            layer = np.asarray(value[self.layer] if mapping.is_stacked else value)
-            parts.append(mapping.layout.to_file(layer))
-        return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
 
 
 def export(
@@ -92,26 +70,21 @@ def export(
     _check_target(target, overwrite)
     if family not in FAMILIES or max_shard_bytes < 1:
         raise ArgumentError(
-            "invalid family or max_shard_bytes",
-            got=f"{family=}, {max_shard_bytes=}",
+            "invalid family or max_shard_bytes", got=f"{family=}, {max_shard_bytes=}",
             expected=f"a family of {', '.join(FAMILIES)}, and at least 1 byte per file",
             fix="use load(...).family of a loaded model",
-        )
+        )  # fmt: skip
     state = nnx.state(model, nnx.Param)
     dtype = _dtype(state)
     values = write_config(FAMILIES[family], model.config, dtype=dtype.name, token_ids=token_ids)
-    mappings = map_params(FAMILIES[family], state)
-    copied = (
-        []
-        if tokenizer_from is None
-        else _find_tokenizer_files(CheckpointFolder.open(tokenizer_from))
-    )
+    tensors = _list_tensors(FAMILIES[family], state)
+    copied = [] if tokenizer_from is None else _find_tokenizer_files(tokenizer_from)
     target.parent.mkdir(parents=True, exist_ok=True)
     with _atomic_directory(target) as folder:
         _write_json(folder / CONFIG, values)
         for file in copied:
             shutil.copyfile(file, folder / file.name)
-        _write_weights(folder, _list_tensors(family, mappings), state, dtype, max_shard_bytes)
+        _write_weights(folder, tensors, state, dtype, max_shard_bytes)
     return target
 
 
@@ -133,52 +106,14 @@ def _dtype(state: Any) -> np.dtype:
     dtypes = {str(leaf.dtype) for leaf in jax.tree.leaves(state)}
     if len(dtypes) != 1 or not dtypes <= set(_DTYPES):
         raise CheckpointError(
-            "the parameters do not have one supported dtype",
-            got=", ".join(sorted(dtypes)),
-            expected="one of " + ", ".join(_DTYPES),
-            fix="create the model with one param_dtype",
-        )
+            "the parameters do not have one supported dtype", got=", ".join(sorted(dtypes)),
+            expected="one of " + ", ".join(_DTYPES), fix="create the model with one param_dtype",
+        )  # fmt: skip
     return jnp.dtype(dtypes.pop())
 
 
-def _list_tensors(family: str, mappings: list[ParamMapping]) -> list[_OutputTensor]:
-    """List all tensors: those outside of layers first, then layer by layer."""
-    groups: dict[tuple[int, str], list[ParamMapping]] = {}
-    for mapping in mappings:
-        for layer, name in enumerate(mapping.tensors(FAMILIES[family].prefixes[0])):
-            groups.setdefault((layer if mapping.is_stacked else -1, name), []).append(mapping)
-    return [
-        _OutputTensor(name, layer, tuple(group))
-        for (layer, name), group in sorted(groups.items(), key=lambda item: item[0][0])
-    ]
-
-
-def _write_weights(
-    folder: Path, tensors: list[_OutputTensor], state: Any, dtype: np.dtype, max_shard_bytes: int
-) -> None:
-    shards: list[list[_OutputTensor]] = [[]]
-    remaining = max_shard_bytes
-    for tensor in tensors:
-        if shards[-1] and tensor.bytes(dtype) > remaining:
-            shards.append([])
-            remaining = max_shard_bytes
-        shards[-1].append(tensor)
-        remaining -= tensor.bytes(dtype)
-    weight_map = {}
-    for number, shard in enumerate(shards, start=1):
-        name = WEIGHTS if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-        # transformers requires the format in the metadata.
-        save_file(
-            {tensor.name: tensor.value(state) for tensor in shard},
-            folder / name, metadata={"format": "pt"},
-        )  # fmt: skip
-        weight_map |= {tensor.name: name for tensor in shard}
-    if len(shards) > 1:
-        total = sum(tensor.bytes(dtype) for tensor in tensors)
-        _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
-
-
-def _find_tokenizer_files(folder: CheckpointFolder) -> list[Path]:
+def _find_tokenizer_files(directory: str | Path) -> list[Path]:
+    folder = CheckpointFolder.open(directory)
     files = [folder.file(name) for name in _TOKENIZER_FILES if folder.has(name)]
     if not files:
         raise CheckpointError(
@@ -188,6 +123,54 @@ def _find_tokenizer_files(folder: CheckpointFolder) -> list[Path]:
             fix="pass a directory with a tokenizer, or omit tokenizer_from",
         )
     return files
+
+
+def _list_tensors(family: ModelFamily, state: Any) -> dict[str, tuple[int, list[ParamMapping]]]:
+    """Return layer and parameters by tensor: those outside of layers first, then by layer."""
+    tensors: dict[str, tuple[int, list[ParamMapping]]] = {}
+    for mapping in map_params(family, state):
+        for layer, name in enumerate(mapping.tensors(family.prefixes[0])):
+            place = tensors.setdefault(name, (layer if mapping.is_stacked else -1, []))
+            place[1].append(mapping)
+    return dict(sorted(tensors.items(), key=lambda item: item[1][0]))
+
+
+def _write_weights(
+    folder: Path,
+    tensors: dict[str, tuple[int, list[ParamMapping]]],
+    state: Any,
+    dtype: np.dtype,
+    max_shard_bytes: int,
+) -> None:
+    sizes = {
+        name: math.prod(mappings[0].tensor_shape) * dtype.itemsize
+        for name, (_, mappings) in tensors.items()
+    }
+    shards: list[list[str]] = []
+    remaining = 0
+    for name, size in sizes.items():
+        if not shards or size > remaining:
+            shards.append([])
+            remaining = max_shard_bytes
+        shards[-1].append(name)
+        remaining -= size
+    weight_map = {}
+    for number, names in enumerate(shards, start=1):
+        file = WEIGHTS if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        values = {name: _tensor(state, *tensors[name]) for name in names}
+        save_file(values, folder / file, metadata={"format": "pt"})  # required by transformers
+        weight_map |= dict.fromkeys(names, file)
+    if len(shards) > 1:
+        metadata = {"total_size": sum(sizes.values())}
+        _write_json(folder / INDEX, {"metadata": metadata, "weight_map": weight_map})
+
+
+def _tensor(state: Any, layer: int, mappings: list[ParamMapping]) -> np.ndarray:
+    parts = []
+    for mapping in mappings:
+        value = get_variable(state, mapping.path).get_value()
+        parts.append(mapping.to_file(np.asarray(value if layer < 0 else value[layer])))
+    return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
 
 
 def _write_json(path: Path, values: dict[str, Any]) -> None:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from typing import Literal
+from typing import Literal, get_args
 
 from xsake.errors import CheckpointError
 
@@ -85,14 +85,7 @@ class LoadReport:
     def __str__(self) -> str:
         counts = ", ".join(
             f"{len(self.filter(outcome))} {outcome}"
-            for outcome in (
-                "used",
-                "ignored",
-                "missing",
-                "unexpected",
-                "mis-shaped",
-                "unreadable",
-            )
+            for outcome in get_args(Outcome)
             if self.filter(outcome) or outcome in ("used", "missing", "unexpected")
         )
         rows = [
@@ -100,10 +93,7 @@ class LoadReport:
             for name, line in self._group_layers()
         ]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        written = [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in rows
-        ]
+        written = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
         return "\n".join([f"{self.family}: {counts} tensors", *written])
 
     def _group_layers(self) -> list[tuple[str, TensorRecord]]:
