@@ -20,6 +20,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.baselines import RULES, LayerSample, RuleScope, SelectionRule
+from benchmarks.baselines.rule import Uncalibrated
 from benchmarks.hads.capture import CACHE, SCALE, Replay, captured
 from benchmarks.hads.corpus import Document, documents
 from benchmarks.hads.losses import Ballot, Loss, Masses
@@ -43,8 +45,6 @@ from xsake.hads.choose import choose
 from xsake.hads.making import make_plan, make_policy
 from xsake.hads.plan import SparsityPlan
 from xsake.hads.profile import CalibratedModel, Profile
-from xsake.hads.rules import RULES, LayerSample, RuleScope, SelectionRule
-from xsake.hads.rules.rule import Uncalibrated
 from xsake.hads.selectors import Antidiagonal, Cumulant, Pooled, Sampled, Selector
 from xsake.hads.shelf import MassCache
 from xsake.masks import Causal
@@ -71,7 +71,7 @@ class Entry:
     spread: Spread | None = Spread.ROW
 
 
-# Ours; every other name of the ladder is a rule of `xsake.hads.rules`.
+# Ours; every other name of the ladder is a rule of `benchmarks.baselines`.
 ENTRIES = (
     Entry("hads", "kl", "sampled", Spread.LAYER),
     Entry("hads, by effect", "effect", "sampled", Spread.ROW),
