@@ -26,9 +26,9 @@ GAPS = (1024, 2048, 4096)
 SAMPLES = 2
 CHUNK = 256
 SOURCES = (
-    "attention", "evaluation/score.py", "hads/attend.py", "hads/budget.py", "hads/choose.py",
-    "hads/measure.py", "hads/plan.py", "hads/selectors", "kernels", "layout", "masks",
-    "model",
+    "attention", "evaluation/score.py", "hads/sparse_attention.py", "hads/budget.py",
+    "hads/topk.py", "hads/hooks.py", "hads/plan.py", "hads/selectors", "kernels", "layout",
+    "masks", "model",
 )  # fmt: skip
 
 

@@ -29,7 +29,6 @@ from benchmarks.smollm2 import directory
 from xsake._io import atomic_write
 from xsake._provenance import checkout_root, environment
 from xsake.cli.calibrate import COPIED_DOCUMENTS, EFFECT_DOCUMENTS
-from xsake.hads.attend import PlanAttention
 from xsake.hads.budget import (
     ForcedBlocks,
     apportion,
@@ -39,14 +38,13 @@ from xsake.hads.budget import (
     visible_blocks,
 )
 from xsake.hads.budget import total_blocks as blocks_for
-from xsake.hads.calibrate import CalibrationDocument, CalibrationSettings, calibrate
-from xsake.hads.choose import BudgetScope as Spread
-from xsake.hads.choose import choose
-from xsake.hads.making import make_plan, make_policy
-from xsake.hads.plan import SparsityPlan
+from xsake.hads.calibrate import CalibrationDocument, CalibrationSettings, MassCache, calibrate
+from xsake.hads.plan import SparsityPlan, make_plan, make_policy
 from xsake.hads.profile import CalibratedModel, Profile
 from xsake.hads.selectors import Antidiagonal, Cumulant, Pooled, Sampled, Selector
-from xsake.hads.shelf import MassCache
+from xsake.hads.sparse_attention import PlanAttention
+from xsake.hads.topk import BudgetScope as Spread
+from xsake.hads.topk import choose
 from xsake.masks import Causal
 from xsake.model import LayerCall
 from xsake.model.tokenizer import Tokenizer
