@@ -22,12 +22,20 @@ from benchmarks.hads.corpus import documents
 from benchmarks.smollm2 import directory
 from xsake._io import atomic_write
 from xsake._provenance import checkout_root, environment
-from xsake.hads.audit import audit, audited_choice
-from xsake.hads.bounds import BlockBounds, BoundKind, bounded_choice, dropped_bound
 from xsake.hads.budget import ForcedBlocks, row_counts, total_blocks, visible_blocks
-from xsake.hads.choose import BudgetScope, choose
-from xsake.hads.dropped import BoundScope, key_reach, rounding
+from xsake.hads.error_bounds import (
+    BlockBounds,
+    BoundKind,
+    BoundScope,
+    audit,
+    audited_choice,
+    bounded_choice,
+    dropped_bound,
+    key_reach,
+    rounding,
+)
 from xsake.hads.selectors import Sampled, ScoringContext
+from xsake.hads.topk import BudgetScope, choose
 from xsake.kernels.statistics import block_statistics
 from xsake.model.tokenizer import Tokenizer
 

@@ -60,7 +60,7 @@ class Replay:
 
     @functools.cached_property
     def grads(self) -> Callable:
-        """See `xsake.hads.effect.GradsFn`."""
+        """See `xsake.hads.hooks.GradsFn`."""
         return Observer(load(directory()).model).grads
 
 

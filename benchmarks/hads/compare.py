@@ -4,10 +4,12 @@ import dataclasses
 import hashlib
 import json
 import time
+from pathlib import Path
 
 import jax
 import numpy as np
 
+from benchmarks import baselines
 from benchmarks.hads.corpus import Document
 from benchmarks.hads.ruled import Ruled
 from xsake._provenance import source_digest
@@ -24,9 +26,9 @@ GAPS = (1024, 2048, 4096)
 SAMPLES = 2
 CHUNK = 256
 SOURCES = (
-    "attention", "evaluation/score.py", "hads/attend.py", "hads/budget.py", "hads/choose.py",
-    "hads/measure.py", "hads/plan.py", "hads/rules", "hads/selectors", "kernels", "layout", "masks",
-    "model",
+    "attention", "evaluation/score.py", "hads/sparse_attention.py", "hads/budget.py",
+    "hads/topk.py", "hads/hooks.py", "hads/plan.py", "hads/selectors", "kernels", "layout",
+    "masks", "model",
 )  # fmt: skip
 
 
@@ -79,7 +81,7 @@ class ModelComparison:
             known: all that the result depends on, except trial and sources.
             journal: keeps answers.
         """
-        text = json.dumps([*known, trial.digest, source_digest(*SOURCES)])
+        text = json.dumps([*known, trial.digest, source_digest(*SOURCES), _baselines_digest()])
         key = hashlib.sha256(text.encode()).hexdigest()[:32]
         entry = journal.find(key)
         if entry is None:
@@ -89,6 +91,11 @@ class ModelComparison:
             journal.add(entry)
             print(f"  {side}: {trial.label}: {entry.seconds:.0f} s", flush=True)
         return entry
+
+
+def _baselines_digest() -> str:
+    files = sorted(Path(baselines.__file__).parent.glob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
 
 def questions(

@@ -13,6 +13,7 @@ import dataclasses
 import json
 from pathlib import Path
 
+from benchmarks.baselines import RULES
 from benchmarks.hads.capture import CACHE
 from benchmarks.hads.compare import Asked, ModelComparison, of_copies, of_windows, questions
 from benchmarks.hads.corpus import documents
@@ -25,10 +26,9 @@ from xsake._provenance import checkout_root, environment
 from xsake.cli.calibrate import COPIED_DOCUMENTS, EFFECT_DOCUMENTS
 from xsake.evaluation.journal import CachedResult, ResultCache
 from xsake.evaluation.trial import Trial
-from xsake.hads.attend import PlanAttention
-from xsake.hads.making import make_plan, make_policy
-from xsake.hads.rules import RULES
+from xsake.hads.plan import make_plan, make_policy
 from xsake.hads.selectors import Sampled
+from xsake.hads.sparse_attention import PlanAttention
 from xsake.model import Decoder
 from xsake.model.huggingface import load
 from xsake.model.tokenizer import Tokenizer

@@ -24,13 +24,18 @@ from benchmarks.smollm2 import directory
 from xsake._io import atomic_write
 from xsake._provenance import checkout_root, environment
 from xsake.hads.budget import ForcedBlocks
-from xsake.hads.calibrate import COPY_DIVISOR, CalibrationDocument, append_copy, document_masses
-from xsake.hads.fit import correct_estimates
-from xsake.hads.making import make_policy
-from xsake.hads.measure import make_mass_hook
+from xsake.hads.calibrate import (
+    COPY_DIVISOR,
+    CalibrationDocument,
+    DocumentMasses,
+    append_copy,
+    document_masses,
+)
+from xsake.hads.curves import correct_estimates
+from xsake.hads.hooks import make_mass_hook
+from xsake.hads.plan import make_policy
 from xsake.hads.profile import Profile
 from xsake.hads.selectors import Sampled
-from xsake.hads.shelf import DocumentMasses
 from xsake.model.huggingface import load
 from xsake.model.observer import Observer
 from xsake.model.tokenizer import Tokenizer

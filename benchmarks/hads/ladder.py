@@ -20,6 +20,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.baselines import RULES, LayerSample, RuleScope, SelectionRule
+from benchmarks.baselines.rule import Uncalibrated
 from benchmarks.hads.capture import CACHE, SCALE, Replay, captured
 from benchmarks.hads.corpus import Document, documents
 from benchmarks.hads.losses import Ballot, Loss, Masses
@@ -27,7 +29,6 @@ from benchmarks.smollm2 import directory
 from xsake._io import atomic_write
 from xsake._provenance import checkout_root, environment
 from xsake.cli.calibrate import COPIED_DOCUMENTS, EFFECT_DOCUMENTS
-from xsake.hads.attend import PlanAttention
 from xsake.hads.budget import (
     ForcedBlocks,
     apportion,
@@ -37,16 +38,13 @@ from xsake.hads.budget import (
     visible_blocks,
 )
 from xsake.hads.budget import total_blocks as blocks_for
-from xsake.hads.calibrate import CalibrationDocument, CalibrationSettings, calibrate
-from xsake.hads.choose import BudgetScope as Spread
-from xsake.hads.choose import choose
-from xsake.hads.making import make_plan, make_policy
-from xsake.hads.plan import SparsityPlan
+from xsake.hads.calibrate import CalibrationDocument, CalibrationSettings, MassCache, calibrate
+from xsake.hads.plan import SparsityPlan, make_plan, make_policy
 from xsake.hads.profile import CalibratedModel, Profile
-from xsake.hads.rules import RULES, LayerSample, RuleScope, SelectionRule
-from xsake.hads.rules.rule import Uncalibrated
 from xsake.hads.selectors import Antidiagonal, Cumulant, Pooled, Sampled, Selector
-from xsake.hads.shelf import MassCache
+from xsake.hads.sparse_attention import PlanAttention
+from xsake.hads.topk import BudgetScope as Spread
+from xsake.hads.topk import choose
 from xsake.masks import Causal
 from xsake.model import LayerCall
 from xsake.model.tokenizer import Tokenizer
@@ -71,7 +69,7 @@ class Entry:
     spread: Spread | None = Spread.ROW
 
 
-# Ours; every other name of the ladder is a rule of `xsake.hads.rules`.
+# Ours; every other name of the ladder is a rule of `benchmarks.baselines`.
 ENTRIES = (
     Entry("hads", "kl", "sampled", Spread.LAYER),
     Entry("hads, by effect", "effect", "sampled", Spread.ROW),

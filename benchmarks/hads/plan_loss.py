@@ -14,6 +14,7 @@ import argparse
 import json
 from pathlib import Path
 
+from benchmarks.baselines import RULES
 from benchmarks.experiment import RESULTS
 from benchmarks.hads.capture import CACHE
 from benchmarks.hads.compare import ModelComparison, of_windows, questions
@@ -24,7 +25,6 @@ from xsake._io import atomic_write
 from xsake._provenance import checkout_root, environment
 from xsake.evaluation.journal import ResultCache
 from xsake.hads import PlanAttention, SparsityPlan
-from xsake.hads.rules import RULES
 from xsake.model.huggingface import load
 from xsake.model.tokenizer import Tokenizer
 

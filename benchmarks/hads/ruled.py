@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.baselines import LayerSample, RuleScope, SelectionRule
 from benchmarks.hads.losses import measured_rows
 from xsake.attention import BlockSparseAttention
 from xsake.hads.budget import (
@@ -17,7 +18,6 @@ from xsake.hads.budget import (
     total_blocks,
     visible_blocks,
 )
-from xsake.hads.rules import LayerSample, RuleScope, SelectionRule
 from xsake.layout import BlockLayout
 from xsake.layout.grid import count_blocks
 from xsake.masks import Causal

@@ -13,7 +13,7 @@ from tests.model.checkpoints import copied
 from xsake.cli.generate import run_generate
 from xsake.errors import CheckpointError
 from xsake.hads import PlanAttention, make_plan
-from xsake.hads.policy import KL
+from xsake.hads.policies import KL
 from xsake.hads.selectors import Pooled
 from xsake.masks import Window
 from xsake.model import DenseAttention, MaskedAttention, generate, huggingface

@@ -9,7 +9,7 @@ from tests.cli import tiny
 from tests.hads.sample import POOLED, profile
 from xsake import cli
 from xsake.hads import Profile, SparsityPlan, drift
-from xsake.hads.policy import KL, Static, Uniform
+from xsake.hads.policies import KL, Static, Uniform
 from xsake.model import observer
 
 

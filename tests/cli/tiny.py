@@ -6,7 +6,7 @@ import numpy as np
 import tokenizers
 
 from tests.evaluation import sample
-from xsake.hads.measure import ComponentMoments, LayerMasses, moments_hook
+from xsake.hads.hooks import ComponentMoments, LayerMasses, moments_hook
 from xsake.model.huggingface import export
 
 BLOCK, HEADS = 8, 2

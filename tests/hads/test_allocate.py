@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xsake.errors import ArgumentError
-from xsake.hads.allocate import dropped_mass, static_units, take_units, water_fill
+from xsake.hads.allocation import dropped_mass, static_units, take_units, water_fill
 from xsake.hads.budget import ForcedBlocks, level_totals, visible_blocks
 
 FORCED = ForcedBlocks()

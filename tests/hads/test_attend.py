@@ -7,7 +7,7 @@ from flax import nnx
 
 import xsake
 from xsake import hads
-from xsake.hads.audit import audit
+from xsake.hads.error_bounds import audit
 from xsake.masks import Causal
 from xsake.model import Decoder, DecoderConfig, LayerCall
 from xsake.model.observer import Observer

@@ -10,10 +10,17 @@ import numpy as np
 import pytest
 
 from xsake.errors import ArgumentError, ShapeError
-from xsake.hads import dropped
-from xsake.hads.audit import audit, audited_choice
-from xsake.hads.bounds import BlockBounds, BoundKind, bounded_choice, dropped_bound, kl_bound
-from xsake.hads.dropped import BoundScope
+from xsake.hads import error_bounds
+from xsake.hads.error_bounds import (
+    BlockBounds,
+    BoundKind,
+    BoundScope,
+    audit,
+    audited_choice,
+    bounded_choice,
+    dropped_bound,
+    kl_bound,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,8 +155,8 @@ def test_no_query_drops_more_than_its_bound(call):
 @jax.jit
 def odd_bounds(q, k):
     bounds, scaled = BlockBounds.of(k, ODD.run), ODD.scale * q
-    reach = dropped.key_reach(k)
-    slack = dropped.rounding(scaled, reach, block=ODD.block, tokens=ODD.tokens)
+    reach = error_bounds.key_reach(k)
+    slack = error_bounds.rounding(scaled, reach, block=ODD.block, tokens=ODD.tokens)
     return {kind: bounds.upper(scaled, kind) for kind in BoundKind}, slack[..., None]
 
 
@@ -188,7 +195,7 @@ def test_the_denominator_may_come_from_attention_that_ran_anyway():
 def test_lengths_are_right_in_the_whole_range_of_floats(size):
     x = np.array([[1.0, 1.0], [0.0, -1.0], [1.0, 0.5]], np.float32) * np.float32(size)
     expected = np.sqrt(np.square(x.astype(np.float64)).sum(-1))
-    np.testing.assert_allclose(jax.jit(dropped.length)(x), expected, rtol=1e-6)
+    np.testing.assert_allclose(jax.jit(error_bounds.norm)(x), expected, rtol=1e-6)
 
 
 def test_nothing_is_proved_where_logits_leave_the_range_of_floats():
@@ -222,16 +229,16 @@ def test_audits_are_exact(call):
 
 
 def test_rows_are_visited_a_few_at_a_time_and_all_of_them(monkeypatch):
-    monkeypatch.setattr(dropped, "_CHUNK_VALUES", 1000)
+    monkeypatch.setattr(error_bounds, "CHUNK_VALUES", 1000)
     call = drawn(ODD, seed=4, size=1.0, keys="normal", density=0.5, diagonal=False)
     seen = []
 
     def visit(rows):
         seen.append(rows.q.shape[1])
-        lengths = dropped.length(rows.q) + rows.position[None, :, None]
+        lengths = error_bounds.norm(rows.q) + rows.position[None, :, None]
         return lengths + rows.chosen_by_query().sum(-1)
 
-    found = dropped.map_rows(visit, call.q, jnp.asarray(call.chosen), block=8, columns=4)
+    found = error_bounds.map_rows(visit, call.q, jnp.asarray(call.chosen), block=8, columns=4)
     assert 2 * 4 * 4 * max(seen) < 2000 and max(seen) < ODD.tokens
     expected = np.linalg.norm(call.q, axis=-1) + np.arange(ODD.tokens)[None, :, None]
     counts = np.moveaxis(call.chosen.sum(axis=-1), 1, 2).repeat(8, axis=1)

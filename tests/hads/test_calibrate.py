@@ -8,7 +8,7 @@ import pytest
 
 from xsake import hads
 from xsake.errors import ArgumentError
-from xsake.hads import fit
+from xsake.hads import curves as fit
 from xsake.hads.selectors import Pooled, Sampled
 
 LAYERS, HEADS, DIM, VOCABULARY = 2, 2, 8, 32

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xsake.hads.budget import ForcedBlocks, row_counts, visible_blocks
-from xsake.hads.choose import BudgetScope, choose
+from xsake.hads.topk import BudgetScope, choose
 
 FORCED = ForcedBlocks()
 

@@ -13,10 +13,10 @@ from xsake import hads
 from xsake.errors import ArgumentError
 from xsake.hads import drift
 from xsake.hads.budget import ForcedBlocks, level_totals, take_rows
-from xsake.hads.fit import correct_estimates
-from xsake.hads.measure import ComponentMoments, LayerMasses, moments_hook
+from xsake.hads.curves import correct_estimates
+from xsake.hads.hooks import ComponentMoments, LayerMasses, moments_hook
 from xsake.hads.plan import SparsityPlan
-from xsake.hads.policy import KL, Static
+from xsake.hads.policies import KL, Static
 from xsake.hads.selectors import Sampled
 
 BLOCK, LAYERS, HEADS = 16, 2, 3

@@ -10,8 +10,8 @@ from flax import nnx
 
 from xsake import hads
 from xsake.errors import ArgumentError
-from xsake.hads.effect import head_effects, make_effect_hook
 from xsake.hads.selectors import Pooled, Sampled, ScoringContext
+from xsake.hads.sensitivity import head_effects, make_effect_hook
 from xsake.masks import Causal, Window
 from xsake.model import Decoder, DecoderConfig
 from xsake.model.observer import Observer
@@ -49,7 +49,7 @@ def plain_effects(q, k, v, grad, order, seen, scale, softcap, block):
     [(48, Causal(), None), (43, Causal(), 2.0), (43, Window(20, 0), None)],
 )
 def test_effects_are_what_every_choice_would_change(tokens, mask, softcap, monkeypatch):
-    monkeypatch.setattr("xsake.hads.effect.QUERY_CHUNK", 16)
+    monkeypatch.setattr("xsake.hads.sensitivity.QUERY_CHUNK", 16)
     block, heads, dim = 8, 4, 6
     n = -(-tokens // block)
     random = np.random.default_rng(0)

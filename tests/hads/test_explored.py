@@ -10,7 +10,7 @@ import pytest
 from benchmarks.hads.explore import PERCENTS, POLICIES, carry
 from benchmarks.hads.explored import WHOLE, Choices, Packed
 from xsake.hads.budget import ForcedBlocks, level_totals, row_counts
-from xsake.hads.fit import loss_curve
+from xsake.hads.curves import loss_curve
 
 FORCED = ForcedBlocks()
 FOLDER = Path(__file__).parents[2] / "benchmarks/results/hads/explore_4096_32"

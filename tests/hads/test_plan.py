@@ -18,7 +18,7 @@ from tests.hads.sample import POOLED, profile
 from xsake.errors import ArgumentError
 from xsake.hads.budget import ForcedBlocks, closest_total, visible_blocks
 from xsake.hads.plan import SparsityPlan
-from xsake.hads.policy import (
+from xsake.hads.policies import (
     KL,
     Bounded,
     Entropy,

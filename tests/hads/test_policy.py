@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tests.hads.sample import profile
 from xsake.errors import ArgumentError
 from xsake.hads.budget import ForcedBlocks, level_totals, row_counts, total_blocks, visible_blocks
-from xsake.hads.policy import (
+from xsake.hads.policies import (
     KL,
     POLICIES,
     Bounded,

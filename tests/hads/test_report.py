@@ -15,7 +15,7 @@ from tests.hads.sample import POOLED, profile
 from xsake import cli
 from xsake.errors import ArgumentError
 from xsake.hads.plan import SparsityPlan
-from xsake.hads.policy import KL, EntropyRandom, Static
+from xsake.hads.policies import KL, EntropyRandom, Static
 from xsake.hads.report import BoundFigures, ReportData, draw, page, read_bounds, read_comparisons
 from xsake.hads.report.chart import spread
 from xsake.hads.report.ladder import interpolate_share

@@ -109,7 +109,7 @@ def _calibration_settings(settings: Any, policy: str) -> Any:
 
 def _target_budget(policy: Any, budget: str | None) -> float | None:
     """Return the density for a policy; None for policies that set it themselves."""
-    from xsake.hads.policy import Entropy, TopP
+    from xsake.hads.policies import Entropy, TopP
 
     sets_budget = isinstance(policy, Entropy | TopP)
     if budget is None:

@@ -30,8 +30,8 @@ from xsake.model import Decoder
 
 # Sources that determine the results; their digest is part of cache keys.
 SOURCES = (
-    "attention", "evaluation/score.py", "hads/attend.py", "hads/budget.py", "hads/choose.py",
-    "hads/plan.py", "hads/selectors", "kernels", "layout", "masks", "model", "nsa",
+    "attention", "evaluation/score.py", "hads/sparse_attention.py", "hads/budget.py",
+    "hads/topk.py", "hads/plan.py", "hads/selectors", "kernels", "layout", "masks", "model", "nsa",
 )  # fmt: skip
 
 

@@ -10,14 +10,19 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from xsake.errors import ArgumentError
-from xsake.hads import fit
-from xsake.hads.attend import selector_from_spec
+from xsake.hads import curves as fit
 from xsake.hads.budget import ForcedBlocks, level_totals
-from xsake.hads.calibrate import CalibrationDocument, CalibrationProgress, document_masses
-from xsake.hads.measure import LayerMasses, ObserveFn, make_mass_hook
+from xsake.hads.calibrate import (
+    CalibrationDocument,
+    CalibrationProgress,
+    DocumentMasses,
+    MassCache,
+    document_masses,
+)
+from xsake.hads.hooks import LayerMasses, ObserveFn, make_mass_hook
 from xsake.hads.plan import SparsityPlan
 from xsake.hads.profile import Profile
-from xsake.hads.shelf import DocumentMasses, MassCache
+from xsake.hads.sparse_attention import selector_from_spec
 from xsake.layout.grid import count_blocks
 
 MAX_HEADS = 10

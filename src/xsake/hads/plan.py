@@ -1,43 +1,254 @@
 """Sparsity plan: per-head block budgets and the selector, saved as JSON."""
 
-from collections.abc import Sequence
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
 from pydantic import FailFast, Field, model_validator
 
 from xsake import _json
-from xsake._schema import PRINTABLE, Fraction, Frozen, Number, Positive, validate
+from xsake._schema import PRINTABLE, Count, Fraction, Frozen, Number, Positive, Text, validate
 from xsake.errors import ArgumentError
-from xsake.hads import plan_diff
-from xsake.hads.allocate import take_units
+from xsake.hads.allocation import take_units
 from xsake.hads.budget import (
     MAX_BLOCKS,
+    ForcedBlocks,
     apportion,
     closest_total,
     head_row_counts,
     visible_blocks,
 )
-from xsake.hads.choose import BudgetScope
-from xsake.hads.fields import ForcedField
-from xsake.hads.plan_parts import (
-    Calibration,
-    Components,
-    Layer,
-    PolicySpec,
-    SelectorSpec,
-    effective_budget,
-    head_plans,
-    policy_settings,
-    require_components,
-    require_heads,
-    resolve_selector,
-)
-from xsake.hads.policy import EntropyRandom, Policy, Sensitivity, with_curve
-from xsake.hads.profile import CalibratedModel, Profile
+from xsake.hads.policies import POLICIES, EntropyRandom, Policy, Sensitivity, Static, with_curve
+from xsake.hads.profile import MAX_WEIGHTS, CalibratedModel, EnvironmentField, ForcedField, Profile
+from xsake.hads.selectors import SELECTORS, Selector
+from xsake.hads.topk import BudgetScope
 from xsake.layout.grid import count_blocks
+
+Numbers = Annotated[tuple[Number, ...], Field(max_length=MAX_WEIGHTS), FailFast()]
+Indices = Annotated[tuple[Count, ...], Field(max_length=MAX_BLOCKS), FailFast()]
+SpecSettings = dict[Text, Annotated[int, Field(strict=True)] | Number | Text]
+
+
+class HeadPlan(Frozen):
+    """Blocks of one head."""
+
+    kind: Literal["dynamic", "static", "dense"] = Field(
+        description="blocks selected at run time, by diagonals and columns, or all; a dense head"
+        " with fewer blocks at another length is dynamic there"
+    )
+    blocks: Positive = Field(description="at the calibrated length, forced blocks included")
+    share: Fraction = Field(description="blocks / visible blocks, 6 digits")
+    offsets: Indices = Field(default=(), description="static: diagonals that are not forced")
+    columns: Indices = Field(default=(), description="static: kv blocks of all later rows")
+    weights: Numbers = Field(default=(), description="correction weights of the selector")
+
+
+Layer = Annotated[tuple[HeadPlan, ...], FailFast()]
+
+
+KvHead = Annotated[tuple[Count, ...], FailFast()]
+Components = Annotated[tuple[Annotated[tuple[KvHead, ...], FailFast()], ...], FailFast()]
+
+
+class Calibration(Frozen):
+    """Provenance of a plan: the profile and how it was measured."""
+
+    profile: Text = Field(description="digest of the profile")
+    documents: Count
+    tokens: Count = Field(description="of all documents")
+    context: Positive
+    seed: Annotated[int, Field(strict=True)]
+    environment: EnvironmentField
+
+
+class PolicySpec(Frozen):
+    """Name and settings of the policy that allocated the budget."""
+
+    name: Text
+    settings: SpecSettings
+
+
+class SelectorSpec(Frozen):
+    """Name, settings and cost of the selector that scores blocks at run time."""
+
+    name: Text
+    settings: SpecSettings = Field(default_factory=dict)
+    cost: Fraction = Field(description="of scoring all heads / dense causal attention, in flops")
+
+
+def resolve_selector(policy: Policy, selector: SelectorSpec | None) -> SelectorSpec:
+    """Return the selector of a plan: the given one, or the one that the policy implies."""
+    implied = None
+    if isinstance(policy, Static):
+        implied = SelectorSpec(name="none", cost=0.0)
+    elif isinstance(policy, EntropyRandom):
+        implied = SelectorSpec(name="random", settings=policy_settings(policy), cost=0.0)
+    if implied is None and selector is not None:
+        return selector
+    if implied is not None and selector is None:
+        return implied
+    raise ArgumentError(
+        f"the policy {policy.name!r} "
+        + ("requires a selector" if implied is None else "takes no selector"),
+        got=f"selector={selector!r}",
+        fix="pass a selector, except for the policies static and original",
+    )
+
+
+def policy_settings(policy: Policy) -> dict[str, int | float | str]:
+    """Return the fields of a policy that are not None."""
+    return {name: value for name, value in vars(policy).items() if value is not None}
+
+
+def head_plans(
+    profile: Profile, policy: Policy, budget: float | None, selector: SelectorSpec
+) -> tuple[tuple[HeadPlan, ...], ...]:
+    """Allocate blocks to heads with a policy; returns heads by layer."""
+    units = policy.units(profile, budget) if isinstance(policy, Static) else None
+    totals = policy.plan_shares(profile, budget) if units is None else units.totals
+    weights = profile.selector_weights.get(selector.name, np.zeros((*totals.shape, 0)))
+    kind = "static" if units is not None else "dynamic"
+    plans = [
+        HeadPlan(
+            kind="dense" if units is None and total == visible_blocks(profile.n) else kind,
+            blocks=total,
+            share=block_share(total, profile.n),
+            offsets=units.offsets[head] if units else (),
+            columns=units.columns[head] if units else (),
+            weights=tuple(weights.reshape(totals.size, -1)[head].tolist()),
+        )
+        for head, total in enumerate(totals.ravel().tolist())
+    ]
+    return tuple(itertools.batched(plans, profile.model.q_heads))
+
+
+def require_heads(heads: tuple[tuple[HeadPlan, ...], ...], n: int, forced: ForcedBlocks) -> None:
+    """Raise unless the heads are consistent with `n` query blocks."""
+    visible, minimum = visible_blocks(n), forced.total(n)
+    for head in itertools.chain.from_iterable(heads):
+        if not minimum <= head.blocks <= visible or head.share != block_share(head.blocks, n):
+            raise ValueError(f"{head.blocks} blocks of {visible}, share {head.share}")
+        if (head.kind == "dense") != (head.kind != "static" and head.blocks == visible):
+            raise ValueError(f"kind {head.kind} does not fit {head.blocks} blocks")
+        if len(head.weights) != len(heads[0][0].weights):
+            raise ValueError("heads have different numbers of weights")
+        for listed in (head.offsets, head.columns):
+            if listed and (head.kind != "static" or listed[-1] >= n):
+                raise ValueError(
+                    "diagonals or columns out of range, or of a head that is not static"
+                )
+            if any(a >= b for a, b in itertools.pairwise(listed)):
+                raise ValueError("diagonals or columns are not in ascending order")
+
+
+def require_components(
+    components: tuple[tuple[tuple[int, ...], ...], ...], model: CalibratedModel
+) -> None:
+    """Raise unless `components` is empty or a permutation per kv head of the model."""
+    sizes = (len(components), *({len(layer) for layer in components}))
+    if components and sizes != (model.layers, model.kv_heads):
+        raise ValueError("number of components does not match the model's layers and kv heads")
+    for head in itertools.chain.from_iterable(components):
+        if len(head) != model.head_dim or sorted(head) != list(range(len(head))):
+            raise ValueError("components are not a permutation")
+
+
+def block_share(blocks: int, n: int) -> float:
+    """Return blocks / visible blocks of a head, rounded as in files."""
+    return round(blocks / visible_blocks(n), 6)
+
+
+def effective_budget(
+    heads: tuple[tuple[HeadPlan, ...], ...], share: float, selector: SelectorSpec
+) -> float:
+    """Return computed share + selector cost of the dynamic heads, rounded as in files."""
+    is_scored = [head.kind == "dynamic" for layer in heads for head in layer]
+    return round(share + selector.cost * sum(is_scored) / len(is_scored), 6)
+
+
+BAR_WIDTH = 40
+MAX_HEADS = 10
+_SKIPPED = ("heads", "summary")
+
+
+def format_plan(document: dict[str, Any], shares: Float[np.ndarray, "L Hq"]) -> str:
+    """Format a plan: summary, share of blocks by layer, densest and sparsest heads."""
+    lines = [
+        document["summary"],
+        f"budget {document['budget']:.2%}, with selection {document['effective_budget']:.2%}",
+        "",
+        "layer  mean  share of visible blocks, sparsest and densest head",
+    ]
+    for layer, row in enumerate(shares):
+        length = round(float(row.mean()) * BAR_WIDTH)
+        bar = "#" * length + "." * (BAR_WIDTH - length)
+        lines.append(f"{layer:5}  {row.mean():4.0%}  {bar}  {row.min():4.0%} {row.max():4.0%}")
+    order = np.argsort(shares, axis=None, kind="stable").tolist()
+    for name, heads in (("densest", order[::-1][:MAX_HEADS]), ("sparsest", order[:MAX_HEADS])):
+        labels = (f"{_head(head, shares.shape[1])} {shares.flat[head]:.0%}" for head in heads)
+        lines += ["", f"{name} heads:  " + ", ".join(labels)]
+    return "\n".join(lines)
+
+
+def diff_plans(before: dict[str, Any], after: dict[str, Any]) -> str:
+    """Format the differences of two plans, by field and by head."""
+    old, new = dict(_fields(before)), dict(_fields(after))
+    lines = [
+        f"{name}: {old.get(name, 'nothing')} -> {new.get(name, 'nothing')}"
+        for name in old | new
+        if old.get(name) != new.get(name)
+    ]
+    lines += _heads(before["heads"], after["heads"])
+    return "\n".join(lines) or "no difference"
+
+
+def _fields(value: dict[str, Any], name: str = "") -> Iterator[tuple[str, Any]]:
+    for key, part in value.items():
+        if isinstance(part, dict):
+            yield from _fields(part, f"{name}{key}.")
+        elif key not in _SKIPPED:
+            yield f"{name}{key}", part
+
+
+def _heads(before: list[list[dict]], after: list[list[dict]]) -> list[str]:
+    old, new = (
+        {(i, j): head for i, row in enumerate(plan) for j, head in enumerate(row)}
+        for plan in (before, after)
+    )
+    if old.keys() != new.keys():
+        return [f"heads: {len(old)} -> {len(new)}, not compared"]
+    changed = [head for head in old if old[head] != new[head]]
+    if not changed:
+        return []
+    gain = lambda head: new[head]["blocks"] - old[head]["blocks"]
+    changed.sort(key=lambda head: -abs(gain(head)))
+    lines = [f"heads: {len(changed)} of {len(old)} differ, largest change of blocks first"]
+    for layer, head in changed[:MAX_HEADS]:
+        lines.append(f"  L{layer}H{head}: " + _change(old[layer, head], new[layer, head]))
+    if len(changed) > MAX_HEADS:
+        lines.append(f"  and {len(changed) - MAX_HEADS} more")
+    return lines
+
+
+def _change(old: dict[str, Any], new: dict[str, Any]) -> str:
+    parts = []
+    if old["blocks"] != new["blocks"]:
+        blocks = old["blocks"], new["blocks"]
+        parts.append(f"{blocks[0]} -> {blocks[1]} blocks ({blocks[1] - blocks[0]:+})")
+    if old["kind"] != new["kind"]:
+        parts.append(f"{old['kind']} -> {new['kind']}")
+    others = [name for name in ("offsets", "columns", "weights") if old[name] != new[name]]
+    return ", ".join(parts + ["other " + " and ".join(others)] * bool(others))
+
+
+def _head(flat: int, heads: int) -> str:
+    layer, head = divmod(flat, heads)
+    return f"L{layer}H{head}"
+
 
 MAX_BYTES, MAX_CONTAINERS = 2**22, 2**17
 MAX_ROWS = 2**26  # rows of all heads that `row_counts` returns
@@ -246,13 +457,11 @@ class SparsityPlan(Frozen, populate_by_name=True, serialize_by_alias=True):
         return hash((self.calibration.profile, self.policy.name, self.budget, self.block))
 
     def __str__(self) -> str:
-        return plan_diff.format_plan(
-            self.model_dump(mode="json"), self.blocks / visible_blocks(self.n)
-        )
+        return format_plan(self.model_dump(mode="json"), self.blocks / visible_blocks(self.n))
 
     def diff(self, other: "SparsityPlan") -> str:
         """Return a readable summary of the differences to another plan."""
-        return plan_diff.diff_plans(self.model_dump(mode="json"), other.model_dump(mode="json"))
+        return diff_plans(self.model_dump(mode="json"), other.model_dump(mode="json"))
 
     def to_json(self) -> str:
         """Return the JSON text of the file, one head per line."""
@@ -292,3 +501,46 @@ def _require_length(n: int, maximum: int) -> None:
             got=f"{n} query blocks",
             expected=f"1 to {min(maximum, MAX_BLOCKS)} query blocks",
         )
+
+
+def make_policy(name: str, **settings: float) -> Policy:
+    """Build a policy by name."""
+    return _make("policy", POLICIES, name, settings)
+
+
+def make_selector(name: str, **settings: int) -> Selector:
+    """Build a selector by name."""
+    return _make("selector", SELECTORS, name, settings)
+
+
+def _make(what: str, registry: dict, name: str, settings: dict):
+    if name not in registry:
+        raise ArgumentError(f"unknown {what}", got=name, expected=", ".join(registry))
+    try:
+        return registry[name](**settings)
+    except TypeError as error:
+        fields = [field.name for field in dataclasses.fields(registry[name]) if field.init]
+        raise ArgumentError(
+            f"unknown settings of the {what} {name!r}",
+            got=", ".join(settings) or "none",
+            expected=", ".join(fields) or "none",
+        ) from error
+
+
+def make_plan(
+    profile: Profile, policy: Policy, budget: float | None, selector: Selector
+) -> SparsityPlan:
+    """Build the plan of a policy; `static` and `original` do not use the selector."""
+    is_implied = isinstance(policy, Static | EntropyRandom)
+    spec = None if is_implied else selector_spec(selector, profile)
+    return SparsityPlan.of(profile, policy, budget, selector=spec)
+
+
+def selector_spec(selector: Selector, profile: Profile) -> SelectorSpec:
+    """Return the spec of a selector, with its cost at the calibrated length."""
+    fields = [field.name for field in dataclasses.fields(selector) if field.init]  # pyrefly: ignore
+    return SelectorSpec(
+        name=selector.name,
+        settings={name: getattr(selector, name) for name in fields},
+        cost=round(selector.cost(profile.context, profile.block, profile.model.head_dim), 9),
+    )

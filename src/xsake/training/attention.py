@@ -20,9 +20,9 @@ from jaxtyping import Array, Int
 from xsake import hads, masks
 from xsake.attention import BlockSparseAttention
 from xsake.errors import ArgumentError
-from xsake.hads.attend import selector_from_spec
-from xsake.hads.choose import BudgetScope
-from xsake.hads.policy import Sensitivity
+from xsake.hads.policies import Sensitivity
+from xsake.hads.sparse_attention import selector_from_spec
+from xsake.hads.topk import BudgetScope
 from xsake.model import (
     AttentionFn,
     Decoder,

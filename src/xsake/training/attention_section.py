@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 from xsake import masks
 from xsake._schema import Count, Frozen, LocalPath, Number, Positive
 from xsake.errors import ArgumentError
-from xsake.hads.choose import BudgetScope
+from xsake.hads.topk import BudgetScope
 from xsake.model.config import DecoderConfig
 
 Budget = Annotated[Number, Field(gt=0, le=1)]

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from xsake.hads.plan_parts import HeadPlan
+from xsake.hads.plan import HeadPlan
 from xsake.hads.report.figures import ORACLE, ReportData
 from xsake.hads.report.svg import head_picture, heat_map
 from xsake.pages.markup import Markup, element, join, scroll_region, table

@@ -1,10 +1,10 @@
 """Selectors: estimate block masses of an input at run time from its queries and keys."""
 
 from xsake.hads.selectors.antidiagonal import Antidiagonal
+from xsake.hads.selectors.base import ScoringContext, Selector, correct_masses
 from xsake.hads.selectors.cumulant import Cumulant
 from xsake.hads.selectors.pooled import Pooled
 from xsake.hads.selectors.sampled import Sampled
-from xsake.hads.selectors.selector import ScoringContext, Selector, correct_masses
 
 SELECTORS: dict[str, type[Selector]] = {
     "sampled": Sampled,

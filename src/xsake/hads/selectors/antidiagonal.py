@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from xsake.errors import ArgumentError
-from xsake.hads.selectors.selector import ScoringContext, group_heads, split_blocks
+from xsake.hads.selectors.base import ScoringContext, group_heads, split_blocks
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from xsake.hads.selectors.selector import ScoringContext, causal_softmax, group_heads, split_blocks
+from xsake.hads.selectors.base import ScoringContext, causal_softmax, group_heads, split_blocks
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from xsake.hads.selectors.selector import ScoringContext, group_heads
+from xsake.hads.selectors.base import ScoringContext, group_heads
 from xsake.kernels.statistics import block_statistics
 
 

@@ -7,7 +7,13 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from tests.hads.rule_scenes import (
+from benchmarks.baselines import RULES, LayerSample
+from benchmarks.baselines.calibrated import EqualCoverage, HeadCurves, Sparge, _isotonic
+from benchmarks.baselines.estimators import POOLED, MassEstimator
+from benchmarks.baselines.rule import causal_grid, forced_grid
+from benchmarks.baselines.static_patterns import EntropyShares
+from benchmarks.baselines.vertical_slash import PATTERNS, Minference
+from tests.baselines.samples import (
     BLOCK,
     BLOCKS,
     HEADS,
@@ -19,13 +25,6 @@ from tests.hads.rule_scenes import (
     scene_of,
 )
 from xsake.errors import ArgumentError
-from xsake.hads.rules import RULES, LayerSample
-from xsake.hads.rules.calibrated import EqualCoverage, HeadCurves, _isotonic
-from xsake.hads.rules.entropy import EntropyShares
-from xsake.hads.rules.minference import PATTERNS, Minference
-from xsake.hads.rules.rule import causal_grid, forced_grid
-from xsake.hads.rules.scores import POOLED, MassEstimator
-from xsake.hads.rules.sparge import Sparge
 
 
 @pytest.mark.parametrize("name", ["xattention_8", "sparge", "ada_kv", "minference"])

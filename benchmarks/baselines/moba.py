@@ -5,9 +5,8 @@ import dataclasses
 import numpy as np
 from jaxtyping import Float
 
-from xsake.hads.rules.cost import gate_cost
-from xsake.hads.rules.rule import LayerSample, Ranking, RuleScope, Uncalibrated, forced_grid
-from xsake.hads.rules.scores import gate_scores, pooled_mass
+from benchmarks.baselines.estimators import gate_cost, gate_scores, pooled_mass
+from benchmarks.baselines.rule import LayerSample, Ranking, RuleScope, Uncalibrated, forced_grid
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,17 +2,25 @@
 
 from collections.abc import Callable
 
-from xsake.hads.rules.calibrated import AdaKv, EqualCoverage
-from xsake.hads.rules.cumulative import TopKRule, TopPRule
-from xsake.hads.rules.entropy import EntropyShares
-from xsake.hads.rules.fixed import BigBirdRule, LongformerRule, RandomRule, WindowRule
-from xsake.hads.rules.gates import Moba
-from xsake.hads.rules.minference import Minference
-from xsake.hads.rules.oracle import OracleModel, OracleRows
-from xsake.hads.rules.rule import HeadSelectionRule, LayerSample, Ranking, RuleScope, SelectionRule
-from xsake.hads.rules.scores import BOUNDS, POOLED, antidiagonals
-from xsake.hads.rules.sparge import Sparge
-from xsake.hads.rules.vertical_slash import FlexPrefill, VerticalSlash
+from benchmarks.baselines.calibrated import AdaKv, EqualCoverage, Sparge
+from benchmarks.baselines.estimators import BOUNDS, POOLED, antidiagonals
+from benchmarks.baselines.moba import Moba
+from benchmarks.baselines.rule import (
+    HeadSelectionRule,
+    LayerSample,
+    Ranking,
+    RuleScope,
+    SelectionRule,
+)
+from benchmarks.baselines.static_patterns import (
+    BigBirdRule,
+    EntropyShares,
+    LongformerRule,
+    RandomRule,
+    WindowRule,
+)
+from benchmarks.baselines.top_p import OracleModel, OracleRows, TopKRule, TopPRule
+from benchmarks.baselines.vertical_slash import FlexPrefill, Minference, VerticalSlash
 
 __all__ = ["RULES", "HeadSelectionRule", "Ranking", "SelectionRule", "LayerSample", "RuleScope"]
 

@@ -5,8 +5,8 @@ import functools
 import jax.numpy as jnp
 import numpy as np
 
-from xsake.hads.rules import RULES, LayerSample, RuleScope
-from xsake.hads.rules.rule import causal_grid
+from benchmarks.baselines import RULES, LayerSample, RuleScope
+from benchmarks.baselines.rule import causal_grid
 
 TOKENS, BLOCK, HEADS, KV_HEADS, DIM = 256, 16, 4, 2, 16
 BLOCKS = TOKENS // BLOCK

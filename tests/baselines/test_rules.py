@@ -7,7 +7,19 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from tests.hads.rule_scenes import (
+from benchmarks.baselines import (
+    RULES,
+    HeadSelectionRule,
+    LayerSample,
+    Ranking,
+    RuleScope,
+    SelectionRule,
+)
+from benchmarks.baselines.estimators import POOLED, MassEstimator, last_attention
+from benchmarks.baselines.rule import causal_grid, forced_grid
+from benchmarks.baselines.top_p import OracleModel, TopKRule, TopPRule
+from benchmarks.baselines.vertical_slash import FlexPrefill, stripes
+from tests.baselines.samples import (
     BLOCK,
     BLOCKS,
     HEADS,
@@ -22,19 +34,6 @@ from tests.hads.rule_scenes import (
     taken,
 )
 from xsake.errors import ArgumentError
-from xsake.hads.rules import (
-    RULES,
-    HeadSelectionRule,
-    LayerSample,
-    Ranking,
-    RuleScope,
-    SelectionRule,
-)
-from xsake.hads.rules.cumulative import TopKRule, TopPRule
-from xsake.hads.rules.oracle import OracleModel
-from xsake.hads.rules.rule import causal_grid, forced_grid
-from xsake.hads.rules.scores import POOLED, MassEstimator, last_attention
-from xsake.hads.rules.vertical_slash import FlexPrefill, stripes
 
 ROW = BLOCKS - 2
 

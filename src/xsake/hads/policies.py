@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from xsake.errors import ArgumentError
-from xsake.hads import allocate
+from xsake.hads import allocation
 from xsake.hads.budget import (
     ForcedBlocks,
     apportion,
@@ -120,7 +120,7 @@ class KL:
     def plan_shares(self, profile: Profile, budget: float | None) -> Totals:
         total = _total_blocks(profile, budget, profile.forced)
         losses = selector_curve(profile, self.curve)
-        return allocate.water_fill(losses, total, profile.forced, floor=self.floor)
+        return allocation.water_fill(losses, total, profile.forced, floor=self.floor)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,7 +147,7 @@ class Sensitivity:
         losses = _curve(profile.effects, self.curve)
         # A measured effect may rise with more blocks by chance; use the running minimum.
         losses = np.minimum.accumulate(losses, axis=-1)
-        return allocate.water_fill(losses, total, profile.forced, floor=self.floor)
+        return allocation.water_fill(losses, total, profile.forced, floor=self.floor)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,8 +165,8 @@ class KeptMass:
 
     def plan_shares(self, profile: Profile, budget: float | None) -> Totals:
         total = _total_blocks(profile, budget, profile.forced)
-        losses = allocate.dropped_mass(selector_curve(profile, self.curve))
-        return allocate.water_fill(losses, total, profile.forced, floor=self.floor)
+        losses = allocation.dropped_mass(selector_curve(profile, self.curve))
+        return allocation.water_fill(losses, total, profile.forced, floor=self.floor)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,11 +198,11 @@ class Static:
 
     name: ClassVar[str] = "static"
 
-    def units(self, profile: Profile, budget: float | None) -> allocate.StaticUnits:
+    def units(self, profile: Profile, budget: float | None) -> allocation.StaticUnits:
         """Return diagonals, columns and block totals of each head."""
         total = _total_blocks(profile, budget, profile.forced)
         masses = profile.offset_mass, profile.column_mass
-        return allocate.static_units(*masses, total, profile.forced)
+        return allocation.static_units(*masses, total, profile.forced)
 
     def plan_shares(self, profile: Profile, budget: float | None) -> Totals:
         return self.units(profile, budget).totals

@@ -11,13 +11,12 @@ from jaxtyping import Array, Bool, Float, Int
 from xsake.attention import BlockSparseAttention
 from xsake.attention.layer_call import LayerCall
 from xsake.errors import ArgumentError, UnsupportedError
-from xsake.hads.audit import audited_choice
 from xsake.hads.budget import visible_blocks
-from xsake.hads.choose import BudgetScope, choose
-from xsake.hads.measure import scored_components
-from xsake.hads.plan import SparsityPlan
-from xsake.hads.plan_parts import SelectorSpec
+from xsake.hads.error_bounds import audited_choice
+from xsake.hads.hooks import scored_components
+from xsake.hads.plan import SelectorSpec, SparsityPlan
 from xsake.hads.selectors import SELECTORS, ScoringContext, Selector, correct_masses
+from xsake.hads.topk import BudgetScope, choose
 from xsake.layout import BlockLayout
 from xsake.layout.grid import count_blocks
 from xsake.masks import Causal

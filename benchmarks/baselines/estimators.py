@@ -1,4 +1,8 @@
-"""Estimates of block masses from queries and keys, without an array of all token pairs."""
+"""Estimates of block masses, and their cost as a share of dense causal attention.
+
+Costs are flops of matrix products; softmax, pooling and sorting are not counted. Dense attention
+has `4 D` flops per visible pair: `2 D` for the score and `2 D` for the value.
+"""
 
 import dataclasses
 import functools
@@ -9,9 +13,71 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from xsake.hads.rules import cost
-from xsake.hads.rules.rule import LayerSample
+from benchmarks.baselines.rule import LayerSample
 from xsake.hads.selectors import Antidiagonal, Pooled, ScoringContext, Selector
+
+Cost = Callable[[int, int, int], float]
+"""From tokens, block and head dimension to a share of the dense flops."""
+
+
+def _share(flops: float, tokens: int, head_dim: int) -> float:
+    return flops / (4 * head_dim * (tokens * (tokens + 1) / 2))
+
+
+def _triangle(side: int) -> float:
+    return side * (side + 1) / 2
+
+
+def zero_cost(tokens: int, block: int, head_dim: int) -> float:
+    """Return 0: the rule does not use queries."""
+    return 0.0
+
+
+def pooled_cost(tokens: int, block: int, head_dim: int) -> float:
+    """Return one product of `2 D` per visible block: about `1 / (2 block^2)`.
+
+    Example:
+        >>> f"{pooled_cost(8192, 32, 64):.5f}"
+        '0.00049'
+    """
+    return _share(2 * head_dim * _triangle(tokens // block), tokens, head_dim)
+
+
+def gate_cost(tokens: int, block: int, head_dim: int) -> float:
+    """Return one product of `2 D` per token and visible block: about `1 / (2 block)`."""
+    return block * pooled_cost(tokens, block, head_dim)
+
+
+def bound_cost(tokens: int, block: int, head_dim: int) -> float:
+    """Return two products of `2 D` per token and visible block: about `1 / block`."""
+    return 2 * gate_cost(tokens, block, head_dim)
+
+
+def antidiagonal_cost(stride: int) -> Cost:
+    """Return one product of `2 stride D` per visible cell: about `1 / (2 stride)`.
+
+    Example:
+        >>> f"{antidiagonal_cost(8)(8192, 32, 64):.3f}"
+        '0.063'
+    """
+
+    def cost(tokens: int, block: int, head_dim: int) -> float:
+        flops = 2 * stride * head_dim * _triangle(tokens // stride)
+        return _share(flops, tokens, head_dim)
+
+    return cost
+
+
+def last_queries_cost(count: int) -> Cost:
+    """Return one product of `2 D` per pair of the last `count` queries: about `count / tokens`."""
+
+    def cost(tokens: int, block: int, head_dim: int) -> float:
+        queries = min(count, tokens)
+        pairs = queries * tokens - _triangle(queries - 1)
+        return _share(2 * head_dim * pairs, tokens, head_dim)
+
+    return cost
+
 
 # Several rules use the same estimate of the same sample in turn.
 _cached = functools.lru_cache(maxsize=8)
@@ -23,7 +89,7 @@ class MassEstimator:
     """Estimator of block masses."""
 
     mass: Callable[[LayerSample], Float[np.ndarray, "Hq Nq Nk"]]
-    cost: cost.Cost
+    cost: Cost
 
 
 @_cached
@@ -85,14 +151,14 @@ def self_similarity(x: Float[Array | np.ndarray, "T H D"], block: int) -> np.nda
     return np.square(sums).sum(axis=-1).T / block**2
 
 
-POOLED = MassEstimator(pooled_mass, cost.pooled_cost)
-BOUNDS = MassEstimator(bound_mass, cost.bound_cost)
+POOLED = MassEstimator(pooled_mass, pooled_cost)
+BOUNDS = MassEstimator(bound_mass, bound_cost)
 
 
 def antidiagonals(stride: int) -> MassEstimator:
     """Return the estimator of `antidiagonal_mass`."""
     mass = functools.partial(antidiagonal_mass, stride=stride)
-    return MassEstimator(mass, cost.antidiagonal_cost(stride))
+    return MassEstimator(mass, antidiagonal_cost(stride))
 
 
 @functools.partial(jax.jit, static_argnames="block")

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from tests.hads.rule_scenes import BLOCK, BLOCKS, DIM, NEW, SCALE, TOKENS, attention_of
+from benchmarks.baselines import RULES, estimators
+from benchmarks.baselines.vertical_slash import stripes
+from tests.baselines.samples import BLOCK, BLOCKS, DIM, NEW, SCALE, TOKENS, attention_of
 from xsake.errors import ArgumentError
-from xsake.hads.rules import RULES, cost, scores
-from xsake.hads.rules.vertical_slash import stripes
 
 HEAD, ROW = 3, 9
 SCENE = NEW[0]
@@ -20,7 +20,9 @@ def softmax(x):
     return weights / weights.sum(axis=-1, keepdims=True)
 
 
-@pytest.mark.parametrize("proxy", [scores.POOLED, scores.BOUNDS, scores.antidiagonals(8)])
+@pytest.mark.parametrize(
+    "proxy", [estimators.POOLED, estimators.BOUNDS, estimators.antidiagonals(8)]
+)
 def test_masses_of_visible_blocks_sum_to_one(proxy):
     mass = proxy.mass(SCENE)
     assert np.isfinite(mass).all() and not mass[:, ~np.tri(BLOCKS, dtype=bool)].any()
@@ -29,7 +31,7 @@ def test_masses_of_visible_blocks_sum_to_one(proxy):
 
 def test_pooled_masses_are_softmaxes_of_mean_against_mean():
     expected = softmax(SCALE * SEEN.mean(axis=1) @ Q[TOKENS_OF_ROW].mean(axis=0))
-    found = scores.pooled_mass(SCENE)[HEAD, ROW, : ROW + 1]
+    found = estimators.pooled_mass(SCENE)[HEAD, ROW, : ROW + 1]
     np.testing.assert_allclose(found, expected, rtol=1e-4)
 
 
@@ -37,7 +39,7 @@ def test_bounds_lie_above_every_score_of_their_block():
     queries, low, high = Q[TOKENS_OF_ROW, None], SEEN.min(axis=1), SEEN.max(axis=1)
     bounds = np.maximum(queries * low, queries * high).sum(axis=-1)
     assert (bounds >= np.einsum("qod,nkd->qnk", queries, SEEN).max(axis=-1) - 1e-4).all()
-    found = scores.bound_mass(SCENE)[HEAD, ROW, : ROW + 1]
+    found = estimators.bound_mass(SCENE)[HEAD, ROW, : ROW + 1]
     np.testing.assert_allclose(found, softmax(SCALE * bounds).mean(axis=0), rtol=1e-4)
 
 
@@ -51,25 +53,25 @@ def test_antidiagonals_meet_every_query_and_key_of_a_cell_once(stride):
         pairs = [queries[stride - 1 - step] @ keys[step] for step in range(stride)]
         logits[row, column] = SCALE * np.mean(pairs)
     by_cell = softmax(logits).reshape(BLOCKS, BLOCK // stride, BLOCKS, BLOCK // stride)
-    found = scores.antidiagonal_mass(SCENE, stride)[HEAD]
+    found = estimators.antidiagonal_mass(SCENE, stride)[HEAD]
     np.testing.assert_allclose(found, by_cell.sum(axis=-1).mean(axis=1), rtol=1e-3, atol=1e-6)
 
 
 def test_a_stride_must_fill_blocks():
     with pytest.raises(ArgumentError, match="stride"):
-        scores.antidiagonal_mass(SCENE, 32)
+        estimators.antidiagonal_mass(SCENE, 32)
 
 
 def test_gates_are_queries_against_mean_keys():
-    found = scores.gate_scores(SCENE)[HEAD, ROW, :, : ROW + 1]
+    found = estimators.gate_scores(SCENE)[HEAD, ROW, :, : ROW + 1]
     expected = SCALE * Q[TOKENS_OF_ROW] @ SEEN.mean(axis=1).T
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_the_last_queries_are_attended_exactly():
-    found = scores.last_attention(SCENE, 64)
+    found = estimators.last_attention(SCENE, 64)
     np.testing.assert_allclose(found, attention_of(SCENE.q, SCENE.k)[:, -64:], atol=1e-5)
-    assert scores.last_attention(SCENE, 10 * TOKENS).shape[1] == TOKENS
+    assert estimators.last_attention(SCENE, 10 * TOKENS).shape[1] == TOKENS
 
 
 def test_stripes_are_the_shares_of_block_columns_and_block_diagonals():
@@ -95,16 +97,20 @@ def counted(flops, tokens):
 def test_costs_are_products_counted_one_by_one():
     blocks = [(i, j) for i in range(BLOCKS) for j in range(i + 1)]
     sizes = TOKENS, BLOCK, DIM
-    assert cost.zero_cost(*sizes) == 0
+    assert estimators.zero_cost(*sizes) == 0
     pooled = counted(sum(2 * DIM for _ in blocks), TOKENS)
-    np.testing.assert_allclose(cost.pooled_cost(*sizes), pooled)
-    np.testing.assert_allclose(cost.gate_cost(*sizes), BLOCK * pooled)
-    np.testing.assert_allclose(cost.bound_cost(*sizes), 2 * BLOCK * pooled)
+    np.testing.assert_allclose(estimators.pooled_cost(*sizes), pooled)
+    np.testing.assert_allclose(estimators.gate_cost(*sizes), BLOCK * pooled)
+    np.testing.assert_allclose(estimators.bound_cost(*sizes), 2 * BLOCK * pooled)
     cells = sum(row + 1 for row in range(TOKENS // 8))
-    np.testing.assert_allclose(cost.antidiagonal_cost(8)(*sizes), counted(cells * 16 * DIM, TOKENS))
+    np.testing.assert_allclose(
+        estimators.antidiagonal_cost(8)(*sizes), counted(cells * 16 * DIM, TOKENS)
+    )
     pairs = sum(query + 1 for query in range(TOKENS - 64, TOKENS))
-    np.testing.assert_allclose(cost.last_queries_cost(64)(*sizes), counted(2 * DIM * pairs, TOKENS))
-    np.testing.assert_allclose(cost.last_queries_cost(999)(*sizes), 0.5)
+    np.testing.assert_allclose(
+        estimators.last_queries_cost(64)(*sizes), counted(2 * DIM * pairs, TOKENS)
+    )
+    np.testing.assert_allclose(estimators.last_queries_cost(999)(*sizes), 0.5)
 
 
 @pytest.mark.parametrize(

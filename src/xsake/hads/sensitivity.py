@@ -7,8 +7,7 @@ need one number per query and block, `g . sum_j p_j v_j`, so no sparse pass has 
 """
 
 import itertools
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -16,23 +15,14 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from xsake.hads.budget import ForcedBlocks
-from xsake.hads.fit import MIN_MASS
-from xsake.hads.measure import AttentionCall, scored_components
+from xsake.hads.curves import MIN_MASS
+from xsake.hads.hooks import AttentionCall, BackwardHook, scored_components
 from xsake.hads.selectors import ScoringContext, Selector, correct_masses
 from xsake.layout.grid import count_blocks
 
 QUERY_CHUNK = 64  # queries per step; larger chunks do not fit the CPU cache
 NUM_SEGMENTS = 4  # of a document; each is padded to its last visible key and compiled once
 MASKED = -1e30  # score of a masked key
-
-BackwardHook = Callable[[Array, Array, Array, Array, AttentionCall, Any], Array]
-"""`hook(out, q, k, v, call, perturbation)`: identity on `out` with a custom gradient.
-
-The hook defines the gradient with respect to `perturbation`, zero arrays of [layers, ...]."""
-
-GradsFn = Callable[[Int[Array, "B T"], Int[Array, " B"], BackwardHook, Any], Any]
-"""`grads(tokens, seeds, hook, perturbation)`: gradient with respect to `perturbation` of the
-log-probability of sampled tokens, one per position; one seed per document."""
 
 
 def make_effect_hook(
