@@ -32,7 +32,7 @@ from xsake.model import (
     MaskedAttention,
 )
 from xsake.model.observer import Observer
-from xsake.training.attention_section import AttentionSection
+from xsake.training.sections import AttentionSection
 
 KvOrder = tuple[tuple[int, ...], ...]
 """Index of the kv head at each position, by layer."""

@@ -1,33 +1,16 @@
 """Skip updates with non-finite or outlier gradient norms."""
 
 import dataclasses
-from typing import Annotated, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
-from pydantic import Field
 
-from xsake._schema import Frozen, Number, Positive
+from xsake.training.sections import GuardSection
 
 # Lower bound of the deviation, relative to the mean: nearly constant norms have a tiny deviation.
 MIN_RELATIVE_DEVIATION = 0.05
-
-
-class GuardSection(Frozen):
-    """Settings of the update filter."""
-
-    enabled: Annotated[bool, Field(strict=True)] = True
-    window: Annotated[Positive, Field(ge=2, le=2**16)] = Field(
-        default=128, description="number of accepted gradient norms that a new one is compared with"
-    )
-    zscore_threshold: Annotated[Number, Field(gt=0)] = Field(
-        default=6.0, description="accepted distance from their mean, in standard deviations"
-    )
-    max_consecutive_skips: Positive = Field(
-        default=3,
-        description="after this many the run fails; large finite norms are accepted one earlier",
-    )
 
 
 @jax.tree_util.register_dataclass
