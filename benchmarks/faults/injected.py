@@ -16,6 +16,7 @@ The JSON object says what:
 """
 
 import contextlib
+import itertools
 import json
 import os
 import queue
@@ -56,7 +57,7 @@ def for_a_while(injections: dict[str, Any]) -> Iterator[None]:
     from xsake.training import train
     from xsake.training.data import TokenLoader
 
-    places = (TokenLoader, "__next__"), (train._Loop, "_step"), (steps, "make_loss")
+    places = (TokenLoader, "__next__"), (train, "compile_step"), (steps, "make_loss")
     before = [getattr(*place) for place in places]
     try:
         for name, value in injections.items():
@@ -102,13 +103,14 @@ def _around_steps(change) -> None:
     """Let something happen around a step: `change(call, state, tokens)` gives what it gives."""
     from xsake.training import train
 
-    real = train._Loop._step
+    real = train.compile_step
 
-    def changed(self, number, state, batch):
-        call = real(self, number, state, batch)
-        return lambda state, tokens: change(number, call, state, tokens)
+    def changed(config, devices, attend, state, tokens):
+        call = real(config, devices, attend, state, tokens)
+        numbers = itertools.count(int(state.step))  # a compiled step is used without gaps
+        return lambda state, tokens: change(next(numbers), call, state, tokens)
 
-    train._Loop._step = changed
+    train.compile_step = changed
 
 
 def count_batches(_: Any) -> None:

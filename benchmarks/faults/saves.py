@@ -16,8 +16,8 @@ from benchmarks.faults.hosts import filled, small_disk
 from benchmarks.faults.results import Fault, Trial
 from benchmarks.faults.runs import STEPS, Ground, Run
 from benchmarks.faults.watching import is_gone, kill
-from xsake.training.checkpoints import CheckpointStore
-from xsake.training.checkpoints import manifest as manifests
+from xsake.training import verify
+from xsake.training.checkpointing import CheckpointStore
 
 REAL_RUNS = 2  # damaged checkpoints that a real run resumes from, besides those read directly
 
@@ -117,7 +117,7 @@ def damaged_files(ground: Ground, is_quick: bool) -> Fault:
             found = run.saved(notices=notices)
             trial.seconds = time.monotonic() - begin
             # Without its manifest a step is judged by the fingerprints of its arrays.
-            is_sound = name == manifests.NAME and harm == "deleted"
+            is_sound = name == verify.MANIFEST and harm == "deleted"
             trial.require(found.step == (20 if is_sound else 19), f"restored {found.step}")
             trial.require(found.digest == expected.get(found.step), "other numbers")
             events = " ".join(str(notice) for notice in notices)
@@ -259,7 +259,7 @@ def other_versions(ground: Ground, is_quick: bool) -> Fault:
     with fault.trial("a later format") as trial:
         run = _source(ground, "f17-format")
         for step in (19, 20):
-            path = run.saves / str(step) / manifests.NAME
+            path = run.saves / str(step) / verify.MANIFEST
             text = path.read_text()
             path.write_text(_resealed(text, format=2))
         ended = run.train(code=2)
@@ -271,7 +271,7 @@ def other_versions(ground: Ground, is_quick: bool) -> Fault:
         parameters = dict(state.parameters)
         parameters["tokens_to_width"] = parameters.pop("embedding")
         tree = {**vars(state), "parameters": parameters}
-        extra = manifests.read(run.saves / "20").extra
+        extra = verify.read_manifest(run.saves / "20").extra
         shutil.rmtree(run.saves)
         store = CheckpointStore(run.saves)
         store.save(20, tree, extra)
@@ -320,10 +320,10 @@ def _finishes(run: Run, trial, ground: Ground, names: str | None = None) -> None
 
 def _rewritten(run: Run, step: int, **changes) -> None:
     path = run.saves / str(step)
-    found = manifests.read(path)
+    found = verify.read_manifest(path)
     assert found is not None
-    text = manifests.seal(found.model_copy(update=changes))
-    (path / manifests.NAME).write_text(text)
+    text = verify.seal(found.model_copy(update=changes))
+    (path / verify.MANIFEST).write_text(text)
 
 
 def _resealed(text: str, **changes) -> str:
@@ -331,7 +331,7 @@ def _resealed(text: str, **changes) -> str:
     document = json.loads(text)
     document.pop("digest")
     document |= changes
-    document["digest"] = manifests._hash_text(manifests._canonical(document))
+    document["digest"] = verify._hash_text(verify._canonical(document))
     return json.dumps(document)
 
 

@@ -115,15 +115,16 @@ def main() -> None:
     parser.add_argument("words", type=json.loads)
     given = parser.parse_args()
     from xsake.observability import MetricsFile
-    from xsake.training import train as loop
+    from xsake.training import metrics_logger
     from xsake.training.config import TrainingConfig
+    from xsake.training.train import train
 
     ground = prepare(given.folder)
     own = [f'checkpoint.folder="{given.folder / given.name}"', "checkpoint.save_interval=0"]
     long = ["run.steps=1000000", "optimizer.total_steps=1000000"]
     config = TrainingConfig.read(ground.settings, [*given.words["settings"], *own, *long])
     if given.words["is_bare"]:
-        loop.MetricsFile = lambda path: MetricsFile(None)
+        metrics_logger.MetricsFile = lambda path: MetricsFile(None)
     begin = time.perf_counter()
 
     def pause(progress: Any) -> None:
@@ -134,7 +135,7 @@ def main() -> None:
             sys.exit(0)
         begin = time.perf_counter()
 
-    loop.train(config, on_progress=pause)
+    train(config, on_progress=pause)
 
 
 if __name__ == "__main__":

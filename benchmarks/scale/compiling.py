@@ -112,7 +112,7 @@ def topology_mesh(case: ScaleCase) -> Mesh:
 
 
 def traced_step(case: ScaleCase, mesh: Mesh):
-    """The step of `xsake.training` on abstract arrays, placed as `xsake.training.placing` does."""
+    """The step of `xsake.training` on abstract arrays, placed as `xsake.training.state` does."""
     config = case.config
     place = lambda path, names, shape: logical_sharding(NamedShape(path, names, shape), mesh)
     placed = state_shardings(config, place, NamedSharding(mesh, PartitionSpec()))

@@ -23,13 +23,10 @@ from xsake._provenance import checkout_root, environment
 from xsake.hads import Profile
 from xsake.model.observer import Observer
 from xsake.observability import read_metrics
-from xsake.training.attention import make_attention
-from xsake.training.balanced import choose_placement, reorder_heads, to_kv_order
-from xsake.training.beginning import recalibrate
+from xsake.training.attention import choose_placement, make_attention, to_kv_order
 from xsake.training.config import TrainingConfig
-from xsake.training.placing import DeviceSetup
-from xsake.training.state import define_model
-from xsake.training.train import train
+from xsake.training.state import DeviceSetup, define_model, reorder_heads
+from xsake.training.train import recalibrate, train
 
 STEPS, CONTEXT, BLOCK = 20, 512, 16
 DECODER = {"vocab_size": 8192, "context": CONTEXT}

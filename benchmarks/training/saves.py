@@ -43,8 +43,8 @@ if processes > 1:
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-from xsake.training.checkpoints import CheckpointStore
-from xsake.training.checkpoints import manifest as manifests
+from xsake.training import verify as manifests
+from xsake.training.checkpointing import CheckpointStore
 
 hashing = [0.0]
 name = "hash_share" if hasattr(manifests, "hash_share") else "write"  # 0.1.0 hashes in `write`

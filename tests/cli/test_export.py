@@ -12,9 +12,8 @@ from tests.training.test_config import config
 from tests.training.test_guard import drawn_state
 from xsake.cli import app
 from xsake.model import huggingface
-from xsake.training.balanced import reorder_heads
-from xsake.training.checkpoints import CheckpointStore
-from xsake.training.state import ModelDefinition, define_model
+from xsake.training.checkpointing import CheckpointStore
+from xsake.training.state import ModelDefinition, define_model, reorder_heads
 
 ORDER = ((1, 0), (0, 1))
 

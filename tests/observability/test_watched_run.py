@@ -8,7 +8,7 @@ import pytest
 from benchmarks.faults.runs import prepare
 from xsake.observability import read_metrics
 from xsake.observability.profiler import find_traces
-from xsake.training import telling
+from xsake.training import metrics_logger
 
 
 class Bad:
@@ -37,7 +37,7 @@ def test_bad_trackers_lose_no_step_and_a_probe_and_a_trace_are_made(tmp_path, mo
 
     acts = {"hangs": release.wait, "raises": raises, "no room": no_room}
     bad = {name: (lambda act=act: Bad(act)) for name, act in acts.items()}
-    monkeypatch.setattr(telling, "make_trackers", lambda names, subject: bad)
+    monkeypatch.setattr(metrics_logger, "make_trackers", lambda names, subject: bad)
     ground = prepare(tmp_path, is_inside=True)
     run = ground.run("run", "run.steps=12", "attention.probe_interval=5")
     try:

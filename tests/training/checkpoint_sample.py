@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from xsake.training.checkpoints import CheckpointEvent, CheckpointStore
+from xsake.training.checkpointing import CheckpointEvent, CheckpointStore
 
 
 def tree(step: int):

@@ -9,67 +9,47 @@ import pytest
 
 from benchmarks.faults.runs import prepare
 from tests.training.test_config import config
-from xsake.errors import ArgumentError
-from xsake.training import agreement
 from xsake.training.processes import BIND, COORDINATOR, LOOPBACK, PROCESS, PROCESSES
+from xsake.training.reliability import collect_facts, list_differences
 
 
 def test_a_setting_is_named_with_the_processes_and_their_values():
-    facts = [agreement.settings(config()) for _ in range(4)]
-    assert agreement.differences(facts) == []
-    facts[2] = agreement.settings(config("optimizer.peak_learning_rate=2e-2", "data.seed=4"))
-    assert agreement.differences(facts) == [
+    facts = [collect_facts(config()) for _ in range(4)]
+    assert list_differences(facts) == []
+    facts[2] = collect_facts(config("optimizer.peak_learning_rate=2e-2", "data.seed=4"))
+    assert list_differences(facts) == [
         "data.seed: processes 0, 1, 3 have 0, process 2 has 4",
         "optimizer.peak_learning_rate: processes 0, 1, 3 have 0.01, process 2 has 0.02",
     ]
 
 
-def test_a_value_that_a_process_does_not_have_is_a_difference():
-    assert agreement.differences([{"a": 1}, {}]) == ["a: process 0 has 1, process 1 has nothing"]
-
-
-def test_a_long_list_of_processes_is_cut_to_its_runs():
+def test_values_are_compared_by_presence_and_long_lists_are_cut():
+    assert list_differences([{"a": 1}, {}]) == ["a: process 0 has 1, process 1 has nothing"]
     facts = [{"a": 0} for _ in range(256)]
     facts[7] = facts[200] = {"a": "x" * 500}
-    (line,) = agreement.differences(facts)
+    (line,) = list_differences(facts)
     assert line.startswith("a: processes 0-6, 8-199, 201-255 have 0, processes 7, 200 have 'xxx")
     assert len(line) < 250
 
 
-def test_the_folder_of_the_data_may_be_another_on_every_process():
-    facts = [agreement.settings(config(f'data.folder="{folder}"')) for folder in ("a", "b")]
-    assert agreement.differences(facts) == []
-
-
-def test_data_that_one_process_cannot_read_is_a_difference_and_no_end(tmp_path):
-    ground = prepare(tmp_path)
-    there = agreement.contents(config(f'data.folder="{ground.folder / "data"}"'))
-    missing = agreement.contents(config(f'data.folder="{ground.folder}"'))
-    lines = agreement.differences([there, missing])
-    assert lines and all("process 1 has 'the folder has no data" in line for line in lines)
-
-
-def test_a_file_of_the_attention_is_compared_by_its_content(tmp_path):
-    facts = []
+def test_data_and_plans_are_compared_by_content_wherever_they_are(tmp_path):
+    data = prepare(tmp_path).folder / "data"
+    shutil.copytree(data, tmp_path / "copy")
     for name in ("a", "b"):
         (tmp_path / name).write_text(name)
-        facts.append(
-            agreement.contents(
-                config('attention.kind="plan"', f'attention.plan="{tmp_path / name}"')
-            )
+    facts = [
+        collect_facts(
+            config(f'data.folder="{folder}"', 'attention.kind="plan"', f'attention.plan="{plan}"')
         )
-    assert [line.partition(":")[0] for line in agreement.differences(facts)] == [
-        "content of attention.plan"
+        for folder, plan in ((data, tmp_path / "a"), (tmp_path / "copy", tmp_path / "b"))
     ]
-
-
-def test_one_process_agrees_with_itself():
-    agreement.require(config(), gather=None)
-
-
-def test_the_error_says_what_differs():
-    with pytest.raises(ArgumentError, match=r"(?s)processes of this run.*data\.seed: process 0"):
-        raise agreement.disagreement_error(["data.seed: process 0 has 1, process 1 has 2"])
+    assert [line.partition(":")[0] for line in list_differences(facts)] == [
+        "attention.plan",
+        "content of attention.plan",
+    ]
+    missing = collect_facts(config(f'data.folder="{tmp_path}"'))
+    lines = list_differences([collect_facts(config(f'data.folder="{data}"')), missing])
+    assert lines and all("process 1 has 'the folder has no data" in line for line in lines)
 
 
 @contextlib.contextmanager

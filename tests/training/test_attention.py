@@ -22,10 +22,9 @@ from xsake.training.attention import (
     quarantine_profile,
     restore_attention,
 )
-from xsake.training.attention_section import AttentionSection, BudgetAnnealing
-from xsake.training.placing import DeviceSetup
 from xsake.training.probe import Probes, expected_kl, make_probe, probe_layer
-from xsake.training.state import build_optimizer, define_model, step_key
+from xsake.training.sections import AttentionSection, BudgetAnnealing
+from xsake.training.state import DeviceSetup, build_optimizer, define_model, step_key
 from xsake.training.step import make_loss, make_step
 
 BLOCK, BUDGET = 8, 0.7

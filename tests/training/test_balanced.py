@@ -11,9 +11,14 @@ from tests.training.test_guard import drawn_state
 from xsake import hads
 from xsake.errors import ArgumentError
 from xsake.model.observer import Observer
-from xsake.training.attention import calibrate_model, make_attention, restore_attention
-from xsake.training.balanced import choose_placement, reorder_heads, to_kv_order
-from xsake.training.state import define_model
+from xsake.training.attention import (
+    calibrate_model,
+    choose_placement,
+    make_attention,
+    restore_attention,
+    to_kv_order,
+)
+from xsake.training.state import define_model, reorder_heads
 
 BLOCK, SHARDS = 8, 2
 RUN = config(

@@ -20,8 +20,8 @@ PROLOGUE = textwrap.dedent("""
     from jax.experimental import multihost_utils
     from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
     from xsake.errors import CheckpointError
-    from xsake.training.checkpoints import CheckpointStore, orbax_io
-    from xsake.training.checkpoints import manifest as manifests
+    from xsake.training import verify
+    from xsake.training.checkpointing import CheckpointStore
 
     place = NamedSharding(Mesh(np.array(jax.devices()), ("data",)), P("data"))
 
@@ -178,14 +178,14 @@ def test_a_manifest_may_take_longer_than_a_barrier_of_orbax_waits(tmp_path):
         """
         import orbax.checkpoint.experimental.v1._src.synchronization.multihost as barriers
         barriers._DEFAULT_BARRIER_TIMEOUT = 2  # seconds, and not 300
-        write = manifests.write
+        write = verify.write_manifest
         def write_slowly(*arguments):
             time.sleep(4)
             return write(*arguments)
-        manifests.write = write_slowly
+        verify.write_manifest = write_slowly
         store.save(1, tree(1), {})
         store.close()
-        assert not failures and (folder / "1" / manifests.NAME).exists(), failures
+        assert not failures and (folder / "1" / verify.MANIFEST).exists(), failures
         """,
         tmp_path,
     )
@@ -195,19 +195,19 @@ def test_each_process_hashes_what_it_wrote_and_verifies_a_share(tmp_path):
     run_two(
         """
         hashed, verified = [], []
-        hash_file, digest = manifests._hash_and_sync, manifests._hash_file
+        hash_file, digest = verify._hash_and_sync, verify._hash_file
         def hash_and_note(step, path):
             hashed.append(path)
             return hash_file(step, path)
         def digest_and_note(step, path):
             verified.append(path)
             return digest(step, path)
-        manifests._hash_and_sync, manifests._hash_file = hash_and_note, digest_and_note
+        verify._hash_and_sync, verify._hash_file = hash_and_note, digest_and_note
         for step in (1, 2):
             store.save(step, tree(step), {})
         store.wait()
-        manifest = manifests.read(folder / "2")
-        manifests.verify(folder / "2", manifest, "full")
+        manifest = verify.read_manifest(folder / "2")
+        verify.verify_files(folder / "2", manifest, "full")
         assert [file.path for file in manifest.files] == sorted(verified)
         assert {path for path in verified if "process_1" in path} and any(
             "process_0" in path for path in verified)
@@ -228,14 +228,14 @@ def test_each_process_hashes_what_it_wrote_and_verifies_a_share(tmp_path):
         seen = [(notice.kind, notice.step, notice.reason) for notice in notices]
         assert seen == ([("quarantined", 2, "digest")] if number == 0 else []), notices
         shares = multihost_utils.process_allgather(np.int32(len(verified)))
-        total = len(manifest.files) + len(manifests.read(folder / "1").files)
+        total = len(manifest.files) + len(verify.read_manifest(folder / "1").files)
         assert shares.sum() == total and abs(shares[0] - shares[1]) <= 2, (shares, total)
 
         # A process that cannot read back what it wrote fails the save before it is committed.
         if number == 1:
             def fail(*_):
                 raise OSError(5, "Input/output error")
-            manifests.hash_share = fail
+            verify.hash_share = fail
         store.save(3, tree(3), {})
         try:
             store.close()

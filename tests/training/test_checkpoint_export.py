@@ -8,8 +8,8 @@ from flax import nnx
 
 from xsake.errors import CheckpointError
 from xsake.model import Decoder, DecoderConfig, huggingface
-from xsake.training.checkpoints import CheckpointStore
-from xsake.training.checkpoints.export import export_checkpoint
+from xsake.training.checkpointing import CheckpointStore
+from xsake.training.export import export_checkpoint
 
 CONFIG = DecoderConfig.tiny()
 

@@ -10,8 +10,8 @@ import pytest
 
 from tests.training import checkpoint_sample as sample
 from xsake.errors import CheckpointError
-from xsake.training.checkpoints import CheckpointStore, folders, orbax_io
-from xsake.training.checkpoints import manifest as manifests
+from xsake.training import checkpointing, verify
+from xsake.training.checkpointing import CheckpointStore
 
 LIKE = sample.like()
 
@@ -58,7 +58,7 @@ def test_a_file_that_cannot_grow_fails_the_save_and_nothing_else(tmp_path, store
 
 @pytest.mark.parametrize("fail", [full, broken])
 def test_a_save_that_cannot_begin_is_reported_and_does_not_raise(store, watcher, fail, monkeypatch):
-    monkeypatch.setattr(orbax_io, "start_save", fail)
+    monkeypatch.setattr(checkpointing, "start_save", fail)
     store.save(20, sample.tree(20), sample.extra(20))
     assert watcher.failures[0].step == 20 and "OSError" in watcher.failures[0].what
     with pytest.raises(CheckpointError) as raised:
@@ -71,7 +71,7 @@ def test_a_save_that_cannot_begin_is_reported_and_does_not_raise(store, watcher,
 
 @pytest.mark.parametrize("fail", [full, broken])
 def test_a_save_that_fails_in_the_background_is_reported(store, watcher, fail, monkeypatch):
-    monkeypatch.setattr(orbax_io, "start_save", lambda *_: fail)
+    monkeypatch.setattr(checkpointing, "start_save", lambda *_: fail)
     store.save(20, sample.tree(20), sample.extra(20))
     store.save(30, sample.tree(30), sample.extra(30))
     with pytest.raises(CheckpointError, match="checkpoint 20 was not saved.*checkpoint 30 was"):
@@ -94,14 +94,14 @@ def test_a_folder_that_orbax_cannot_make_leaves_no_thread_that_waits_for_it(
     tmp_path, watcher, monkeypatch
 ):
     """A thread that waits for minutes keeps the process alive for as long."""
-    folder, begin, before = tmp_path / "steps", orbax_io.start_save, set(threading.enumerate())
+    folder, begin, before = tmp_path / "steps", checkpointing.start_save, set(threading.enumerate())
 
     def begin_without_folder(*arguments):
         folder.rmdir()
         folder.write_text("in the way, after all checks")
         return begin(*arguments)
 
-    monkeypatch.setattr(orbax_io, "start_save", begin_without_folder)
+    monkeypatch.setattr(checkpointing, "start_save", begin_without_folder)
     store = CheckpointStore(folder, **watcher.options())
     store.save(20, sample.tree(20), sample.extra(20))
     with pytest.raises(CheckpointError, match="checkpoint 20 was not saved.*Error"):
@@ -116,7 +116,7 @@ def test_an_error_of_the_callback_itself_is_not_lost(tmp_path, monkeypatch):
     def complain(failure):
         raise KeyError(failure.step)
 
-    monkeypatch.setattr(orbax_io, "start_save", lambda *_: full)
+    monkeypatch.setattr(checkpointing, "start_save", lambda *_: full)
     store = CheckpointStore(tmp_path, on_failure=complain)
     store.save(20, sample.tree(20), sample.extra(20))
     with pytest.raises(KeyError, match="20"):
@@ -127,7 +127,7 @@ def test_an_error_of_the_callback_itself_is_not_lost(tmp_path, monkeypatch):
 
 def test_a_manifest_that_finds_no_room_leaves_a_step_that_is_used(store, watcher, monkeypatch):
     with monkeypatch.context() as patched:
-        patched.setattr(manifests, "seal", _after(1, manifests.seal, full))
+        patched.setattr(verify, "seal", _after(1, verify.seal, full))
         store.save(20, sample.tree(20), sample.extra(20))
         with pytest.raises(CheckpointError, match="checkpoint 20 was committed but not finalized"):
             store.wait()
@@ -140,8 +140,8 @@ def test_a_manifest_that_finds_no_room_leaves_a_step_that_is_used(store, watcher
 def test_a_manifest_that_cannot_be_written_later_does_not_stop_a_restore(
     tmp_path, store, watcher, monkeypatch
 ):
-    (tmp_path / "10" / manifests.NAME).unlink()
-    monkeypatch.setattr(manifests, "write", full)
+    (tmp_path / "10" / verify.MANIFEST).unlink()
+    monkeypatch.setattr(verify, "write_manifest", full)
     sample.assert_exact(store.restore(LIKE), 10)
     assert [(f.step, f.is_committed) for f in watcher.failures] == [(10, True)]
 
@@ -149,7 +149,7 @@ def test_a_manifest_that_cannot_be_written_later_does_not_stop_a_restore(
 def test_a_step_that_cannot_be_renamed_is_passed_over(tmp_path, store, watcher, monkeypatch):
     sample.fill(tmp_path, (10, 20))
     next((tmp_path / "20" / "state" / "d").iterdir()).write_bytes(b"")
-    monkeypatch.setattr(folders, "quarantine", broken)
+    monkeypatch.setattr(verify, "quarantine", broken)
     sample.assert_exact(store.restore(LIKE), 10)
     assert watcher.reasons == [("skipped", 20, "size")]
     assert "could not be renamed" in watcher.notices[0].detail
@@ -159,7 +159,7 @@ def test_a_machine_without_memory_is_no_reason_to_set_steps_aside(store, watcher
     def exhausted(*_):
         raise MemoryError
 
-    monkeypatch.setattr(orbax_io, "load_arrays", exhausted)
+    monkeypatch.setattr(checkpointing, "load_arrays", exhausted)
     with pytest.raises(MemoryError):
         store.restore(LIKE)
     assert store.steps() == [10] and not watcher.notices
@@ -170,7 +170,7 @@ def test_a_log_is_written_if_nobody_watches(tmp_path, caplog, monkeypatch):
     next((tmp_path / "20" / "state" / "d").iterdir()).write_bytes(b"")
     store = CheckpointStore(tmp_path)
     store.restore(LIKE)
-    monkeypatch.setattr(orbax_io, "start_save", full)
+    monkeypatch.setattr(checkpointing, "start_save", full)
     store.save(30, sample.tree(30), {})
     assert "checkpoint 20 was quarantined (size, state/d/" in caplog.text
     assert "checkpoint 30 was not saved: OSError" in caplog.text

@@ -9,7 +9,7 @@ import textwrap
 import pytest
 
 from tests.training import checkpoint_sample as sample
-from xsake.training.checkpoints import CheckpointStore
+from xsake.training.checkpointing import CheckpointStore
 
 LIKE = sample.like()
 
@@ -20,28 +20,30 @@ RUNS = textwrap.dedent("""
     warnings.simplefilter("ignore")
     import jax
     from tests.training import checkpoint_sample as sample
-    from xsake.training.checkpoints import CheckpointStore, folders, manifest, orbax_io
+    from xsake.training import checkpointing, verify
+    from xsake.training.checkpointing import CheckpointStore
 
     def die(*_):
         os.kill(os.getpid(), signal.SIGKILL)
 
     def saving(folder, moment):
         if moment == "before the commit":
-            begin = orbax_io.start_save
+            begin = checkpointing.start_save
             def dying(path, *rest):
                 if path.name == "3":
                     die()
                 return begin(path, *rest)
-            orbax_io.start_save = dying
+            checkpointing.start_save = dying
         if moment == "before the manifest":
-            write = manifest.write
-            manifest.write = lambda path, *rest: die() if path.name == "3" else write(path, *rest)
+            write = verify.write_manifest
+            verify.write_manifest = lambda path, *rest: (
+                die() if path.name == "3" else write(path, *rest))
         if moment == "in the manifest":
             replace = pathlib.Path.replace
             pathlib.Path.replace = lambda self, target: (
                 die() if self.name == ".3.manifest" else replace(self, target))
         if moment == "while deleting":
-            folders.shutil.rmtree = lambda path, **_: die() if path.exists() else None
+            verify.shutil.rmtree = lambda path, **_: die() if path.exists() else None
         store = CheckpointStore(folder, max_to_keep=2)
         for step in range(1, 10_000):
             store.save(step, sample.tree(step), sample.extra(step))

@@ -13,14 +13,15 @@ import time
 import pytest
 
 from xsake.errors import ArgumentError
-from xsake.training.checkpoints import holder, lock, run_lock
+from xsake.training import lock
+from xsake.training.lock import run_lock
 
 OLD = {"namespace": None, "token": None, "lease_seconds": None}  # what 0.1.0 does not know
 FOREIGN = {"host": "elsewhere", "pid": 1, "started": "another-boot 5", "namespace": "pid:[1]"}
 HOLD = """
 import sys, time
 from pathlib import Path
-from xsake.training.checkpoints import run_lock
+from xsake.training.lock import run_lock
 with run_lock(Path(sys.argv[1]), lease_seconds=float(sys.argv[2])) as lease:
     print("holds", flush=True)
     while True:
@@ -39,8 +40,8 @@ def other():
         process.kill()
 
 
-def held_by(folder, **changes) -> holder.LockHolder:
-    found = holder.LockHolder.current(60.0).model_copy(update=changes)
+def held_by(folder, **changes) -> lock.LockHolder:
+    found = lock.LockHolder.current(60.0).model_copy(update=changes)
     folder.mkdir(exist_ok=True)
     written = found.model_dump(exclude=set(OLD) | {"beat"} if found.token is None else set())
     (folder / lock.NAME).write_text(json.dumps(written))
@@ -91,7 +92,7 @@ def test_a_lock_goes_with_its_holder_when_the_run_fails(tmp_path):
 
 
 def test_a_second_run_is_refused_and_the_lock_stays(tmp_path, other):
-    found = held_by(tmp_path, pid=other.pid, started=holder.process_start(other.pid))
+    found = held_by(tmp_path, pid=other.pid, started=lock.process_start(other.pid))
     with pytest.raises(ArgumentError, match="another run holds") as raised, run_lock(tmp_path):
         pass
     assert f"process {other.pid} on this host" in str(raised.value)
@@ -109,31 +110,31 @@ def test_the_same_process_does_not_get_a_lock_twice(tmp_path):
 
 
 def test_the_lock_of_a_dead_process_is_taken_over(tmp_path, other):
-    held_by(tmp_path, pid=other.pid, started=holder.process_start(other.pid))
+    held_by(tmp_path, pid=other.pid, started=lock.process_start(other.pid))
     other.kill()
     other.wait()
     assert attempt(tmp_path, 5.0) == []  # at once
 
 
 def test_a_process_that_died_and_was_not_buried_does_not_keep_a_folder(tmp_path, other):
-    found = held_by(tmp_path, pid=other.pid, started=holder.process_start(other.pid))
+    found = held_by(tmp_path, pid=other.pid, started=lock.process_start(other.pid))
     assert found.is_alive
     other.kill()
-    while holder.read_proc_stat(other.pid)[0] != "Z":
+    while lock.read_proc_stat(other.pid)[0] != "Z":
         pass
     assert not found.is_alive
 
 
 def test_a_number_that_belongs_to_another_process_by_now_does_not_keep_a_folder(tmp_path, other):
-    held_by(tmp_path, pid=other.pid, started=holder.process_start(other.pid) + "0")
+    held_by(tmp_path, pid=other.pid, started=lock.process_start(other.pid) + "0")
     assert attempt(tmp_path, 5.0) == []
 
 
 def test_a_lock_of_0_1_0_on_this_machine_is_understood(tmp_path, other):
-    for started in ("another boot 12345", holder.process_start(other.pid) + "0"):
+    for started in ("another boot 12345", lock.process_start(other.pid) + "0"):
         held_by(tmp_path, pid=other.pid, started=started, **OLD)
         assert attempt(tmp_path, 5.0) == []
-    for started in (None, holder.process_start(other.pid)):
+    for started in (None, lock.process_start(other.pid)):
         found = held_by(tmp_path, pid=other.pid, started=started, **OLD)
         assert lock.read_holder(tmp_path) == found
         with pytest.raises(ArgumentError, match="another run holds"):
@@ -191,7 +192,7 @@ def test_a_live_container_of_the_same_host_name_is_not_robbed(tmp_path):
     with held_apart(tmp_path, 2.0, "--pid", "--mount-proc") as process:
         found = lock.read_holder(tmp_path)
         assert found.pid == 1 and not found.is_comparable
-        assert found.started.split()[0] == holder.boot_id()
+        assert found.started.split()[0] == lock.boot_id()
         with pytest.raises(ArgumentError, match="another run holds"):
             attempt(tmp_path)
         assert process.poll() is None and found.is_same(lock.read_holder(tmp_path))
@@ -240,8 +241,8 @@ def test_a_lock_is_renewed_and_one_that_was_deleted_comes_back(tmp_path):
 
 
 def test_a_file_keeps_its_size_at_every_beat():
-    own = holder.LockHolder.current(60.0)
-    assert len(own.next_beat().encode()) == len(own.encode()) <= holder.MAX_BYTES
+    own = lock.LockHolder.current(60.0)
+    assert len(own.next_beat().encode()) == len(own.encode()) <= lock.MAX_BYTES
     last = own.model_copy(update={"beat": "9" * 12})
     assert last.next_beat().beat == "0" * 12
 
@@ -315,7 +316,7 @@ def test_a_link_is_no_lock(tmp_path):
 
 
 def test_of_many_that_find_a_dead_ones_lock_one_gets_it(tmp_path, other):
-    held_by(tmp_path, pid=other.pid, started=holder.process_start(other.pid) + "0")
+    held_by(tmp_path, pid=other.pid, started=lock.process_start(other.pid) + "0")
     start, end = threading.Barrier(8), threading.Barrier(8)
 
     def take(_) -> bool:

@@ -9,20 +9,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xsake.errors import ArgumentError, CheckpointError
-from xsake.training.checkpoints import DamagedError
-from xsake.training.checkpoints import manifest as manifests
+from xsake.training import verify
+from xsake.training.verify import DamagedError
 
 
-def record(step: int = 7, **changes) -> manifests.CheckpointRecord:
+def record(step: int = 7, **changes) -> verify.CheckpointRecord:
     fields = {
         "step": step,
         "utc": "2026-01-01T00:00:00+00:00",
-        "leaves": (manifests.LeafRecord(name="a/b", dtype="float32", shape=(2, 3), fingerprint=5),),
-        "placement": manifests.DevicePlacement(platform="cpu", devices=1, processes=1, axes={}),
+        "leaves": (verify.LeafRecord(name="a/b", dtype="float32", shape=(2, 3), fingerprint=5),),
+        "placement": verify.DevicePlacement(platform="cpu", devices=1, processes=1, axes={}),
         "versions": {"jax": "1"},
         "extra": {"data": [1, 2.5, None, "ä"]},
     }
-    return manifests.CheckpointRecord(**fields | changes)
+    return verify.CheckpointRecord(**fields | changes)
+
+
+def write(folder, files=None):
+    files = verify.hash_share(folder, 0, 1) if files is None else files
+    return verify.write_manifest(folder, record(), files)
 
 
 @pytest.fixture
@@ -32,7 +37,7 @@ def step(tmp_path):
     (folder / "state" / "d" / "data").write_bytes(bytes(range(256)))
     (folder / "state" / "empty").write_bytes(b"")
     (folder / "top").write_text("top")
-    manifests.write(folder, record())
+    write(folder)
     return folder
 
 
@@ -58,53 +63,53 @@ FIRST_FORMAT = """{
 
 
 def test_a_manifest_of_0_1_0_is_read_and_still_written_in_the_same_way(step):
-    assert (step / manifests.NAME).read_text() == FIRST_FORMAT
-    (step / manifests.NAME).write_text(FIRST_FORMAT)
-    manifest = manifests.read(step)
+    assert (step / verify.MANIFEST).read_text() == FIRST_FORMAT
+    (step / verify.MANIFEST).write_text(FIRST_FORMAT)
+    manifest = verify.read_manifest(step)
     assert manifest.extra == record().extra and len(manifest.files) == 3
-    manifests.verify(step, manifest, "full")
+    verify.verify_files(step, manifest, "full")
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
 def test_shares_of_processes_are_all_files_and_each_once(step, count):
-    (step / manifests.NAME).unlink()
+    (step / verify.MANIFEST).unlink()
     for writer in range(5):
         (step / "state" / f"ocdbt.process_{writer}" / "d").mkdir(parents=True)
         (step / "state" / f"ocdbt.process_{writer}" / "d" / "data").write_text(str(writer))
     (step / "state" / "array_metadatas").mkdir()
     (step / "state" / "array_metadatas" / "process_4").write_text("4")
     (step / "state" / "ocdbt.process_x").write_text("x")
-    shares = [manifests.hash_share(step, process, count) for process in range(count)]
+    shares = [verify.hash_share(step, process, count) for process in range(count)]
     files = [file for share in shares for file in share]
-    assert sorted(file.path for file in files) == sorted(manifests.list_files(step))
+    assert sorted(file.path for file in files) == sorted(verify.list_files(step))
     assert {file.path for file in shares[-1]} >= (
         {f"state/ocdbt.process_{count - 1}/d/data"} if count <= 5 else set()
     )
-    assert manifests.write(step, record(), files).files == manifests.write(step, record()).files
+    assert write(step, files).files == write(step).files
 
 
 def test_shares_that_are_not_the_step_make_no_manifest(step):
-    files = manifests.hash_share(step, 0, 1)
-    (step / manifests.NAME).unlink()
+    files = verify.hash_share(step, 0, 1)
+    (step / verify.MANIFEST).unlink()
     with pytest.raises(DamagedError, match="extra"):
-        manifests.write(step, record(), files[1:])
+        write(step, files[1:])
     (step / "top").write_text("other")
     with pytest.raises(DamagedError, match="size"):
-        manifests.write(step, record(), files)
+        write(step, files)
     (step / "top").unlink()
     with pytest.raises(DamagedError, match="missing"):
-        manifests.write(step, record(), files)
-    assert not (step / manifests.NAME).exists()
+        write(step, files)
+    assert not (step / verify.MANIFEST).exists()
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_processes_that_verify_together_notice_what_one_would_notice(step, count):
-    manifest = manifests.read(step)
+    manifest = verify.read_manifest(step)
     (step / "top").write_text("toq")
     noticed = 0
     for process in range(count):
         try:
-            manifests.verify(step, manifest, "full", process, count)
+            verify.verify_files(step, manifest, "full", process, count)
         except DamagedError as error:
             assert (error.reason, error.file) == ("digest", "top")
             noticed += 1
@@ -113,25 +118,25 @@ def test_processes_that_verify_together_notice_what_one_would_notice(step, count
 
 def damage_of(folder, mode="full") -> DamagedError:
     with pytest.raises(DamagedError) as raised:
-        manifest = manifests.read(folder)
+        manifest = verify.read_manifest(folder)
         assert manifest is not None
-        manifests.verify(folder, manifest, mode)
+        verify.verify_files(folder, manifest, mode)
     return raised.value
 
 
 def test_a_manifest_names_every_file_and_nothing_is_left_beside_it(step):
-    manifest = manifests.read(step)
+    manifest = verify.read_manifest(step)
     assert manifest is not None
     assert [file.path for file in manifest.files] == ["state/d/data", "state/empty", "top"]
     assert [file.size for file in manifest.files] == [256, 0, 3]
-    assert manifests.CheckpointRecord(**manifest.model_dump(exclude={"files"})) == record()
-    manifests.verify(step, manifest, "full")
+    assert verify.CheckpointRecord(**manifest.model_dump(exclude={"files"})) == record()
+    verify.verify_files(step, manifest, "full")
     assert [path.name for path in step.parent.iterdir()] == ["7"]
 
 
 def test_a_step_without_a_manifest_has_none(step):
-    (step / manifests.NAME).unlink()
-    assert manifests.read(step) is None
+    (step / verify.MANIFEST).unlink()
+    assert verify.read_manifest(step) is None
 
 
 def test_each_kind_of_damage_has_its_reason_and_names_the_file(step):
@@ -141,14 +146,14 @@ def test_each_kind_of_damage_has_its_reason_and_names_the_file(step):
     data.write_bytes(content[:-1] + b"?")
     found = damage_of(step)
     assert (found.reason, found.file) == ("digest", "state/d/data")
-    manifest = manifests.read(step)
+    manifest = verify.read_manifest(step)
     assert manifest is not None
-    manifests.verify(step, manifest, "size")
+    verify.verify_files(step, manifest, "size")
 
     data.write_bytes(content[:-1])
     assert damage_of(step, "size").reason == "size"
     assert "state/d/data" in str(damage_of(step)) and "255 bytes" in str(damage_of(step))
-    manifests.verify(step, manifest, "off")
+    verify.verify_files(step, manifest, "off")
 
     data.unlink()
     assert (damage_of(step).reason, damage_of(step).file) == ("missing", "state/d/data")
@@ -174,53 +179,53 @@ def test_a_link_in_the_place_of_a_folder_or_of_the_manifest_is_refused(step):
     (step / "state").rename(step.parent / "moved")
     (step / "state").symlink_to(step.parent / "moved")
     assert (damage_of(step).reason, damage_of(step).file) == ("symlink", "state")
-    (step / manifests.NAME).rename(step.parent / "elsewhere")
-    (step / manifests.NAME).symlink_to(step.parent / "elsewhere")
+    (step / verify.MANIFEST).rename(step.parent / "elsewhere")
+    (step / verify.MANIFEST).symlink_to(step.parent / "elsewhere")
     assert damage_of(step).reason == "symlink"
 
 
 def test_a_manifest_of_another_step_is_refused(step):
     moved = step.rename(step.parent / "8")
-    assert (damage_of(moved).reason, damage_of(moved).file) == ("manifest", manifests.NAME)
+    assert (damage_of(moved).reason, damage_of(moved).file) == ("manifest", verify.MANIFEST)
 
 
 def test_files_that_this_process_may_not_read_are_not_called_damaged(step, monkeypatch):
     def refuse(path):
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(manifests, "_open_regular", refuse)
+    monkeypatch.setattr(verify, "_open_regular", refuse)
     with pytest.raises(CheckpointError, match="cannot be validated") as raised:
-        manifests.read(step)
+        verify.read_manifest(step)
     assert not isinstance(raised.value, DamagedError)
 
 
 def test_a_file_that_the_disk_does_not_give_back_is_damaged(step, monkeypatch):
-    manifest = manifests.read(step)
+    manifest = verify.read_manifest(step)
 
     def fail(file):
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(manifests, "_hash_stream", fail)
+    monkeypatch.setattr(verify, "_hash_stream", fail)
     with pytest.raises(DamagedError, match="unreadable"):
-        manifests.verify(step, manifest, "full")
+        verify.verify_files(step, manifest, "full")
 
 
 @given(seed=st.integers(0, 2**32))
 def test_no_bit_of_a_manifest_can_change_unnoticed(seed):
-    files = (manifests.ManifestFile(path="a", size=3, blake2b="0" * 64),)
-    whole = manifests.Manifest(**record().model_dump(), files=files)
-    text = bytearray(manifests.seal(whole).encode())
-    assert manifests.unseal(manifests.Manifest, bytes(text)) == whole
+    files = (verify.ManifestFile(path="a", size=3, blake2b="0" * 64),)
+    whole = verify.Manifest(**record().model_dump(), files=files)
+    text = bytearray(verify.seal(whole).encode())
+    assert verify.unseal(verify.Manifest, bytes(text)) == whole
     drawn = random.Random(seed)
     text[drawn.randrange(len(text))] ^= 1 << drawn.randrange(8)
     with pytest.raises(ArgumentError, match="not a manifest as it was written"):
-        manifests.unseal(manifests.Manifest, bytes(text))
+        verify.unseal(verify.Manifest, bytes(text))
 
 
 @given(data=st.binary(max_size=200))
 def test_the_parser_answers_anything_with_a_clean_refusal(data):
     with pytest.raises(ArgumentError):
-        manifests.unseal(manifests.Manifest, data)
+        verify.unseal(verify.Manifest, data)
 
 
 @pytest.mark.parametrize(
@@ -234,32 +239,32 @@ def test_the_parser_answers_anything_with_a_clean_refusal(data):
         b'{"a": NaN}',
         b'{"a": 1e999}',
         b'{"digest": 5}',
-        b" " * (manifests.MAX_BYTES + 1),
+        b" " * (verify.MAX_BYTES + 1),
     ],
     ids=["empty", "list", "open", "deep", "twice", "nan", "huge", "digest", "large"],
 )
 def test_hostile_manifests_are_refused(data):
     with pytest.raises(ArgumentError, match="not a manifest as it was written"):
-        manifests.unseal(manifests.Manifest, data)
+        verify.unseal(verify.Manifest, data)
 
 
 def test_a_digest_that_fits_does_not_excuse_fields_that_do_not():
-    document = json.loads(manifests.seal(record()))
+    document = json.loads(verify.seal(record()))
     del document["digest"]
     for change in ({"step": "7"}, {"step": -1}, {"unknown": 1}, {"leaves": {}}):
         changed = document | change
-        changed["digest"] = manifests._hash_text(manifests._canonical(changed))
+        changed["digest"] = verify._hash_text(verify._canonical(changed))
         with pytest.raises(ArgumentError, match="not a manifest as it was written"):
-            manifests.unseal(manifests.CheckpointRecord, json.dumps(changed).encode())
+            verify.unseal(verify.CheckpointRecord, json.dumps(changed).encode())
 
 
 def test_a_format_of_another_version_is_no_damage():
-    document = json.loads(manifests.seal(record()))
+    document = json.loads(verify.seal(record()))
     del document["digest"]
     document["format"] = 2
-    document["digest"] = manifests._hash_text(manifests._canonical(document))
+    document["digest"] = verify._hash_text(verify._canonical(document))
     with pytest.raises(CheckpointError, match="format 2, written by") as raised:
-        manifests.unseal(manifests.CheckpointRecord, json.dumps(document).encode())
+        verify.unseal(verify.CheckpointRecord, json.dumps(document).encode())
     assert not isinstance(raised.value, DamagedError)
 
 
@@ -270,4 +275,4 @@ def test_a_format_of_another_version_is_no_damage():
 )
 def test_extra_that_json_would_change_is_refused(extra):
     with pytest.raises(ArgumentError, match="`extra` is not plain JSON"):
-        manifests.check_extra(extra)
+        verify.check_extra(extra)

@@ -12,8 +12,8 @@ import pytest
 
 from tests.training import checkpoint_sample as sample
 from xsake.errors import ArgumentError, CheckpointError
-from xsake.training.checkpoints import CheckpointStore, folders, list_quarantined_steps
-from xsake.training.checkpoints import manifest as manifests
+from xsake.training import verify
+from xsake.training.checkpointing import CheckpointStore
 
 LIKE = sample.like()
 
@@ -53,7 +53,7 @@ def test_what_was_saved_comes_back_bit_for_bit(folder):
     sample.assert_exact(store.restore(LIKE), 30)
     sample.assert_exact(store.restore(LIKE, 10), 10)
     assert names(folder) == ["10", "20", "30"]
-    manifest = manifests.read(folder / "30")
+    manifest = verify.read_manifest(folder / "30")
     assert [leaf.name for leaf in manifest.leaves][:2] == ["key", "optimizer/0"]
     assert manifest.placement.platform == "cpu" and manifest.versions.keys() >= {"jax", "xsake"}
     store.close()
@@ -119,7 +119,7 @@ def test_fingerprints_alone_let_no_wrong_array_pass(folder, watcher, has_manifes
     """Without digests a flipped bit is noticed, or it is in a file that changes nothing."""
     drawn = random.Random(1)
     if not has_manifest:
-        (folder / "30" / manifests.NAME).unlink()
+        (folder / "30" / verify.MANIFEST).unlink()
     files = [path for path in files_of(folder) if path.stat().st_size]
     largest = max(files, key=lambda path: path.stat().st_size)
     reasons = []
@@ -137,13 +137,13 @@ def test_fingerprints_alone_let_no_wrong_array_pass(folder, watcher, has_manifes
             watcher.notices[-1].path.rename(folder / "30")
         path.write_bytes(good)
         if not has_manifest:
-            (folder / "30" / manifests.NAME).unlink(missing_ok=True)
+            (folder / "30" / verify.MANIFEST).unlink(missing_ok=True)
     assert reasons.count("fingerprint") >= 4 and "load" in reasons
 
 
 @pytest.mark.parametrize("damage", ["truncated", "empty", "deleted"])
 def test_a_file_of_any_kind_that_is_damaged_leads_to_the_step_before(folder, watcher, damage):
-    files = [path for path in files_of(folder) if path.name != manifests.NAME]
+    files = [path for path in files_of(folder) if path.name != verify.MANIFEST]
     for path in files:
         good = path.read_bytes()
         if damage == "deleted":
@@ -164,20 +164,20 @@ def test_a_file_of_any_kind_that_is_damaged_leads_to_the_step_before(folder, wat
 
 @pytest.mark.parametrize("content", [b"", b'{"format": 1'])
 def test_a_damaged_manifest_leads_to_the_step_before(folder, watcher, content):
-    (folder / "30" / manifests.NAME).write_bytes(content)
+    (folder / "30" / verify.MANIFEST).write_bytes(content)
     sample.assert_exact(CheckpointStore(folder, **watcher.options()).restore(LIKE), 20)
     assert watcher.reasons == [("quarantined", 30, "manifest")]
     assert names(folder) == ["10", "20", "30.quarantined-manifest"]
 
 
 def test_a_committed_step_without_a_manifest_is_checked_used_and_given_one(folder, watcher):
-    (folder / "30" / manifests.NAME).unlink()
+    (folder / "30" / verify.MANIFEST).unlink()
     before = {path: path.read_bytes() for path in files_of(folder)}
     sample.assert_exact(CheckpointStore(folder, **watcher.options()).restore(LIKE), 30)
     assert watcher.reasons == [("repaired", 30, None)]
-    manifest = manifests.read(folder / "30")
+    manifest = verify.read_manifest(folder / "30")
     assert manifest is not None and manifest.extra == sample.extra(30)
-    manifests.verify(folder / "30", manifest, "full")
+    verify.verify_files(folder / "30", manifest, "full")
     assert {path: path.read_bytes() for path in before} == before
 
 
@@ -185,7 +185,7 @@ def test_what_orbax_did_not_commit_and_what_is_not_ours_is_set_aside(folder, wat
     (folder / "40").mkdir()
     (folder / "50").write_text("a file")
     shutil.copytree(folder / "30", folder / "60")
-    (folder / "60" / manifests.NAME).unlink()
+    (folder / "60" / verify.MANIFEST).unlink()
     store = CheckpointStore(folder, **watcher.options())
     sample.assert_exact(store.restore(LIKE), 30)
     assert watcher.reasons == [
@@ -224,14 +224,14 @@ def test_if_all_are_bad_the_error_says_what_was_tried_and_nothing_is_deleted(fol
         assert words in str(raised.value)
     assert {path.name for path in folder.rglob("*") if path.is_file()} == everything.keys()
     # The next start must not take this for a fresh folder.
-    assert store.steps() == [] and len(list_quarantined_steps(folder)) == 3
+    assert store.steps() == [] and len(verify.list_quarantined_steps(folder)) == 3
     with pytest.raises(CheckpointError, match="quarantined: 10.quarantined-"):
         store.restore(LIKE)
 
 
 def test_an_empty_folder_says_so(tmp_path):
     store = CheckpointStore(tmp_path / "none")
-    assert store.steps() == [] and list_quarantined_steps(tmp_path / "none") == []
+    assert store.steps() == [] and verify.list_quarantined_steps(tmp_path / "none") == []
     with pytest.raises(CheckpointError, match="no steps"):
         store.restore(LIKE)
     assert not (tmp_path / "none").exists()
@@ -264,7 +264,7 @@ def test_another_tree_is_an_error_and_no_reason_to_set_anything_aside(folder, wa
 
 def test_a_reader_changes_nothing(folder, watcher):
     metadata_of(folder, 30).write_bytes(b"broken")
-    (folder / "20" / manifests.NAME).unlink()
+    (folder / "20" / verify.MANIFEST).unlink()
     before = sorted(folder.rglob("*"))
     store = CheckpointStore(folder, is_read_only=True, **watcher.options())
     sample.assert_exact(store.restore(LIKE), 20)
@@ -276,7 +276,7 @@ def test_a_reader_changes_nothing(folder, watcher):
 
 def test_the_newest_good_steps_are_kept_and_only_good_ones_count(folder):
     store = CheckpointStore(folder, max_to_keep=2)
-    (folder / "30" / manifests.NAME).unlink()
+    (folder / "30" / verify.MANIFEST).unlink()
     metadata_of(folder, 20).write_bytes(b"broken")
     store.save(40, sample.tree(40), sample.extra(40))
     store.wait()
@@ -290,8 +290,8 @@ def test_the_newest_good_steps_are_kept_and_only_good_ones_count(folder):
 
 def test_the_last_good_step_stays_whatever_comes_after_it(folder):
     for step in (20, 30):
-        (folder / str(step) / manifests.NAME).unlink()
-    assert folders.delete_old_steps(folder, 1) == []
+        (folder / str(step) / verify.MANIFEST).unlink()
+    assert verify.delete_old_steps(folder, 1) == []
     assert names(folder) == ["10", "20", "30"]
 
 
@@ -310,16 +310,16 @@ def test_saving_an_earlier_step_sets_the_later_ones_aside(folder, watcher):
 
 def test_a_step_that_is_there_with_the_same_bits_is_not_written_again(folder, watcher):
     store = CheckpointStore(folder, **watcher.options())
-    before = (folder / "30" / manifests.NAME).stat().st_mtime_ns
+    before = (folder / "30" / verify.MANIFEST).stat().st_mtime_ns
     store.save(30, sample.tree(30), sample.extra(30))
     store.close()
-    assert (folder / "30" / manifests.NAME).stat().st_mtime_ns == before
+    assert (folder / "30" / verify.MANIFEST).stat().st_mtime_ns == before
     assert not watcher.notices
 
 
 def test_a_quarantined_name_that_is_taken_gets_a_number(folder):
     for expected in ("30.quarantined-size", "30.quarantined-size-2", "30.quarantined-size-3"):
-        assert folders.quarantine(folder, 30, "size").name == expected
+        assert verify.quarantine(folder, 30, "size").name == expected
         shutil.copytree(folder / "20", folder / "30")
 
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from tests.training import checkpoint_sample as sample
-from xsake.training.checkpoints import CheckpointStore
-from xsake.training.checkpoints import manifest as manifests
+from xsake.training import verify
+from xsake.training.checkpointing import CheckpointStore
 
 SHAPE = (16, 24)
 
@@ -21,7 +21,7 @@ EIGHT_DEVICES = textwrap.dedent("""
     import pathlib, sys
     import jax, jax.numpy as jnp, numpy as np
     from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
-    from xsake.training.checkpoints import CheckpointStore
+    from xsake.training.checkpointing import CheckpointStore
 
     def move(folder, kind):
         devices = np.array(jax.devices())
@@ -68,7 +68,7 @@ def test_eight_devices_share_a_step_otherwise_and_then_one_device_takes_it(tmp_p
         env=environment, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert "moved" in done.stdout, done.stderr[-3000:]
-    manifest = manifests.read(tmp_path / "explicit" / "3")
+    manifest = verify.read_manifest(tmp_path / "explicit" / "3")
     assert manifest.placement.axes == {"data": 4, "tensor": 2}
     assert manifest.placement.devices == 8
     like = {
@@ -92,7 +92,7 @@ TWO_PROCESSES = textwrap.dedent("""
     import jax.numpy as jnp, numpy as np
     from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
     from xsake.errors import CheckpointError
-    from xsake.training.checkpoints import CheckpointStore
+    from xsake.training.checkpointing import CheckpointStore
 
     mesh = Mesh(np.array(jax.devices()), ("data",))
     sharded, everywhere = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
@@ -165,4 +165,4 @@ def test_two_processes_save_judge_and_restore_together_and_one_takes_over(tmp_pa
     assert restored.step == 2
     for found in restored.tree.values():
         np.testing.assert_array_equal(found, expected)
-    assert manifests.read(tmp_path / "1").placement.processes == 2
+    assert verify.read_manifest(tmp_path / "1").placement.processes == 2

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from xsake.errors import ArgumentError
 from xsake.schemas import schema_text
-from xsake.training.config import PRESETS, TrainingConfig
+from xsake.training.config import TrainingConfig
+from xsake.training.sections import PRESETS
 
 DOCUMENT = {
     "model": {"preset": "tiny", "compute_dtype": "float32", "decoder": {"layers": 2}},

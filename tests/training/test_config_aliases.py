@@ -8,9 +8,8 @@ import pytest
 
 from tests.training.test_config import config
 from xsake.errors import ArgumentError
-from xsake.training.config import TrainingConfig
-from xsake.training.config_aliases import RENAMED, rename_settings
-from xsake.training.same_run import require_consistent, require_same_run
+from xsake.training.config import RENAMED, TrainingConfig, rename_settings
+from xsake.training.reliability import require_consistent, require_same_run
 
 OLD_RUN = Path(__file__).parents[2] / "benchmarks" / "results" / "training" / "small_plan"
 OLD_JSON = (OLD_RUN / "config.json").read_text()

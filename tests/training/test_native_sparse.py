@@ -57,7 +57,7 @@ import jax, numpy as np
 from tests.training.test_config import config
 from tests.training.test_native_sparse import NATIVE
 from xsake.training.attention import make_attention
-from xsake.training.placing import DeviceSetup
+from xsake.training.state import DeviceSetup
 from xsake.training.state import build_optimizer, define_model
 from xsake.training.step import make_step
 

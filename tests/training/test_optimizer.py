@@ -12,12 +12,12 @@ from tests.training.test_config import config
 from tests.training.test_guard import drawn_state
 from xsake.errors import ArgumentError
 from xsake.training.optimizer import (
-    OptimizerSection,
     make_decay_mask,
     make_optimizer,
     make_schedule,
     unflatten,
 )
+from xsake.training.sections import OptimizerSection
 from xsake.training.state import build_optimizer, define_model, flat_parameters
 
 NAMES = {"embedding": ("vocab", "embed"), "head": ("embed", "vocab"), "norm.weight": ("embed",)}

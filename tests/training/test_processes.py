@@ -177,7 +177,7 @@ if life == 2:
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
-from xsake.training import fingerprints, processes, stopping, stragglers
+from xsake.training import fingerprints, processes, reliability, stopping
 
 def stop():
     with stopping.PreemptionHandler() as request:
@@ -202,7 +202,7 @@ def compare():
     good = jax.device_put(same, shared)
     tree = {"good": good, "bad": {"weight": broken}, "own": np.int32([rank])}
     found = fingerprints.find_mismatches(tree)
-    watch = stragglers.StragglerDetector(interval=2, rounds=2)
+    watch = reliability.StragglerDetector(interval=2, rounds=2)
     rounds = [watch.add(0.1 + 2 * rank, 3.0 - 2 * rank) for _ in range(4)]
     processes.barrier("end")
     tell(

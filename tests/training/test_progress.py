@@ -1,7 +1,7 @@
 """An alarm of a run: rings while saves fail, and ends."""
 
-from xsake.training.checkpoints import CheckpointStore, SaveFailure
-from xsake.training.progress import SaveFailureCounter
+from xsake.training.checkpointing import CheckpointStore, SaveFailure
+from xsake.training.metrics_logger import SaveFailureCounter
 
 
 def test_an_alarm_rings_until_a_later_step_is_saved(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.faults.runs import prepare
 from xsake.observability import read_metrics
-from xsake.training.checkpoints import manifest as manifests
+from xsake.training import verify
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -97,16 +97,16 @@ def test_a_run_whose_checkpoints_are_gone_does_not_start_anew(done):
 
 def reseal(run, **changes):
     """Edit what the newest checkpoint says next to its arrays; its digest fits afterwards."""
-    manifest = manifests.read(run.saves / "20")
+    manifest = verify.read_manifest(run.saves / "20")
     extra = {**manifest.extra, **changes}
     extra = {name: value for name, value in extra.items() if value is not None}
     edited = manifest.model_copy(update={"extra": extra})
-    (run.saves / "20" / manifests.NAME).write_text(manifests.seal(edited))
+    (run.saves / "20" / verify.MANIFEST).write_text(verify.seal(edited))
 
 
 def test_a_place_in_the_data_of_another_step_is_refused(done):
     run = done.copy("resealed")
-    data = manifests.read(run.saves / "20").extra["data"]
+    data = verify.read_manifest(run.saves / "20").extra["data"]
     reseal(run, data={**data, "step": 7})
     text = resume(run)
     assert "XSK-601: the checkpoint of step 20 is inconsistent" in text
@@ -142,19 +142,19 @@ def test_a_complete_run_ends_well_without_its_goodput_file(ground, monkeypatch):
 
 
 def test_a_run_whose_folder_was_taken_stops_and_writes_no_more(ground, monkeypatch):
+    from xsake.training import lock
     from xsake.training import train as training
-    from xsake.training.checkpoints import holder, lock
 
-    run, step = ground.run("taken"), training._Loop._step
+    run, prepare = ground.run("taken"), training._prepare_step
 
-    def take_at_12(self, number, *args):
-        if number == 12:
-            other = holder.LockHolder.current(60.0).model_copy(update={"host": "node-b"})
+    def take_at_12(*arguments):
+        if arguments[-1] == 12:
+            other = lock.LockHolder.current(60.0).model_copy(update={"host": "node-b"})
             (run.folder / lock.NAME).unlink()
             lock._create(run.folder / lock.NAME, other)
-        return step(self, number, *args)
+        return prepare(*arguments)
 
-    monkeypatch.setattr(training._Loop, "_step", take_at_12)
+    monkeypatch.setattr(training, "_prepare_step", take_at_12)
     text = run.train(code=2).text
     assert "another run has taken the folder of this run" in text and "node-b" in text
     assert run.steps == [10]

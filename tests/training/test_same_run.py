@@ -6,7 +6,7 @@ import pytest
 
 from tests.training.test_config import config
 from xsake.errors import ArgumentError, CheckpointError
-from xsake.training.same_run import require_consistent, require_same_run, require_saves
+from xsake.training.reliability import require_consistent, require_same_run, require_saves
 
 LONG = "optimizer.total_steps=100"
 

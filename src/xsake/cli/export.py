@@ -32,9 +32,9 @@ def run_export(
     with exit_codes():
         require_local(run, out)
         from xsake import _json
-        from xsake.training.checkpoints import CheckpointStore
-        from xsake.training.checkpoints.export import export_checkpoint
+        from xsake.training.checkpointing import CheckpointStore
         from xsake.training.config import MAX_BYTES, TrainingConfig
+        from xsake.training.export import export_checkpoint
 
         path = run / "config.json"
         if not path.is_file():

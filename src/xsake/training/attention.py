@@ -19,6 +19,7 @@ from jaxtyping import Array, Int
 
 from xsake import hads, masks
 from xsake.attention import BlockSparseAttention
+from xsake.distributed import HeadPlacement, place_heads
 from xsake.errors import ArgumentError
 from xsake.hads.policies import Sensitivity
 from xsake.hads.sparse_attention import selector_from_spec
@@ -32,10 +33,8 @@ from xsake.model import (
     MaskedAttention,
 )
 from xsake.model.observer import Observer
-from xsake.training.attention_section import AttentionSection
-
-KvOrder = tuple[tuple[int, ...], ...]
-"""Index of the kv head at each position, by layer."""
+from xsake.training.sections import AttentionSection
+from xsake.training.state import KvOrder
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -217,6 +216,25 @@ def make_attention(
         operator,
         kv_order,
     )
+
+
+def choose_placement(attention: TrainingAttention, *, shards: int) -> HeadPlacement | None:
+    """Choose the order of heads with equal work per tensor shard; None if none is better.
+
+    Args:
+        attention: at the start of the run, with the heads in calibration order.
+        shards: size of the tensor axis.
+    """
+    plan = attention.plans[-1]
+    if plan is None or shards == 1 or not attention.section.balance_heads:
+        return None
+    placement = place_heads(plan.blocks, kv_heads=plan.model.kv_heads, shards=shards)
+    return placement if placement.excess_after < placement.excess_before else None
+
+
+def to_kv_order(placement: HeadPlacement) -> KvOrder:
+    """Return the order of a placement in the form of plans and checkpoints."""
+    return tuple(tuple(layer) for layer in placement.kv_order.tolist())
 
 
 def _make_attend(

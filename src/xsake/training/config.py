@@ -1,137 +1,41 @@
 """Configuration of a training run: read from TOML, validated, saved with the run as JSON.
 
-An interval of 0 steps means never. Paths are relative to the working directory.
+An interval of 0 steps means never. Paths are relative to the working directory. Names of settings
+of 0.1.0 are accepted everywhere.
 """
 
+import difflib
 import hashlib
 import re
 import tomllib
-from collections.abc import Sequence
+import typing
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import BaseModel, ValidationError, model_validator
 
-from xsake._schema import Count, Frozen, LocalPath, Number, Positive
-from xsake.errors import ArgumentError
+from xsake._schema import Frozen
+from xsake.errors import ArgumentError, XsakeError, escape_controls
 from xsake.hads.budget import ForcedBlocks, total_blocks
 from xsake.layout.grid import count_blocks
-from xsake.model.config import DecoderConfig, LayerKind, Llama3Scaling, Rope
-from xsake.training.attention_section import AttentionSection, require_native
-from xsake.training.config_aliases import rename_path, rename_settings, restore_old_names
-from xsake.training.config_errors import describe
-from xsake.training.guard import GuardSection
-from xsake.training.optimizer import OptimizerSection
-from xsake.training.track_section import TrackSection
+from xsake.training.sections import (
+    AttentionSection,
+    CheckpointSection,
+    DataSection,
+    GuardSection,
+    MeshSection,
+    ModelSection,
+    OptimizerSection,
+    RunSection,
+    TrackSection,
+    require,
+)
 
 MAX_BYTES = 2**20  # of a configuration file
 MAX_KEY_PARTS = 64  # of a dotted TOML key
+MAX_PROBLEMS = 20  # in one message
 _BETWEEN_KEYS = re.compile(r"[=,{}\[\]\n]+")
-
-PRESETS: dict[str, DecoderConfig] = {
-    "tiny": DecoderConfig.tiny(),
-    "gpt2": DecoderConfig(
-        vocab_size=50257, width=768, mlp_width=3072, layers=12, q_heads=12, kv_heads=12,
-        head_dim=64, context=1024, kinds=(LayerKind(),), has_learned_positions=True, norm="layer",
-        activation="gelu_tanh", is_gated=False, has_qkv_bias=True, has_out_bias=True,
-        has_mlp_bias=True,
-    ),
-    "smollm2-135m": DecoderConfig(
-        vocab_size=49152, width=576, mlp_width=1536, layers=30, q_heads=9, kv_heads=3,
-        head_dim=64, context=8192, kinds=(LayerKind(rope=Rope(base=100000.0)),),
-    ),
-    "llama-3.2-1b": DecoderConfig(
-        vocab_size=128256, width=2048, mlp_width=8192, layers=16, q_heads=32, kv_heads=8,
-        head_dim=64, context=131072,
-        kinds=(LayerKind(rope=Rope(base=500000.0, scaling=Llama3Scaling(
-            factor=32.0, low_factor=1.0, high_factor=4.0, original_context=8192))),),
-    ),
-}  # fmt: skip
-"""Decoder configurations by name: shapes of published models, without weights."""
-
-
-class ModelSection(Frozen):
-    """Decoder and numerics; parameters are float32."""
-
-    preset: str | None = Field(default=None, description="base of `decoder`")
-    decoder: DecoderConfig = Field(description="with a preset: only the fields that differ")
-    compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    remat: Annotated[bool, Field(strict=True)] = Field(
-        default=False, description="recompute activations of a layer in the backward pass"
-    )
-    loss_chunk_size: Positive = Field(
-        default=256, description="positions per sequence whose logits are in memory at a time"
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _apply_preset(cls, given: Any) -> Any:
-        if not isinstance(given, dict):
-            return given
-        name, changes = given.get("preset"), given.get("decoder", {})
-        if name is None and not changes:
-            raise ArgumentError(
-                "the configuration has no model",
-                expected="model.preset, model.decoder, or a preset and the fields that differ",
-                fix=f"set model.preset to one of {', '.join(PRESETS)}",
-            )
-        if name is not None and name not in tuple(PRESETS):
-            raise ArgumentError("unknown preset", got=repr(name), expected=", ".join(PRESETS))
-        if name is None or not isinstance(changes, dict):
-            return given
-        return given | {"decoder": PRESETS[name].model_dump() | changes}
-
-
-class DataSection(Frozen):
-    """Training data and batch size."""
-
-    folder: LocalPath
-    context: Positive = Field(description="predicted tokens per sequence")
-    batch: Positive = Field(description="sequences per update, over all devices and microbatches")
-    seed: Count = Field(default=0, description="of the shuffle")
-    verify: Literal["full", "size"] = Field(
-        default="full",
-        description="full: verify digests of token files on first use; size: compare sizes only",
-    )
-
-
-class MeshSection(Frozen):
-    """Devices along each mesh axis; their product is the number of devices."""
-
-    data: Positive = 1
-    fsdp: Positive = 1
-    tensor: Positive = 1
-    context: Positive = 1
-
-
-class CheckpointSection(Frozen):
-    """Checkpoint folder, interval and retention."""
-
-    folder: LocalPath
-    save_interval: Count = 1000
-    max_to_keep: Positive = 3
-    verify: Literal["full", "size", "off"] = "full"
-    lease_seconds: Annotated[Number, Field(ge=1, le=3600)] = Field(
-        default=60.0,
-        description="without a heartbeat for this long, another host may take over the run",
-    )
-
-
-class RunSection(Frozen):
-    """Length of the run and intervals of logging, evaluation and checks."""
-
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")] = "run"
-    steps: Positive
-    seed: Count = Field(default=0, description="of the initial weights and all random numbers")
-    log_interval: Count = 10
-    eval_interval: Count = 0
-    eval_batches: Positive = 8
-    replica_check_interval: Count = Field(
-        default=0, description="compares replicas of the parameters bit by bit"
-    )
-    step_timeout_s: Annotated[float, Field(ge=0)] = Field(
-        default=0.0, description="a longer step dumps the stacks of all threads; 0: no limit"
-    )
 
 
 class TrainingConfig(Frozen):
@@ -173,7 +77,7 @@ class TrainingConfig(Frozen):
         try:
             return cls.model_validate(document)
         except ValidationError as error:
-            raise describe(error, TrainingConfig) from error
+            raise _describe(error) from error
 
     @classmethod
     def read(cls, path: Path, overrides: Sequence[str] = ()) -> "TrainingConfig":
@@ -210,12 +114,12 @@ class TrainingConfig(Frozen):
         try:
             return cls.model_validate_json(text)
         except ValidationError as error:
-            raise describe(error, TrainingConfig) from error
+            raise _describe(error) from error
 
     @property
     def digest(self) -> str:
         """SHA-256 of all settings, independent of renamed settings."""
-        return hashlib.sha256(restore_old_names(self.to_json()).encode()).hexdigest()
+        return hashlib.sha256(_restore_old_names(self.to_json()).encode()).hexdigest()
 
     @property
     def total_steps(self) -> int:
@@ -229,119 +133,134 @@ class TrainingConfig(Frozen):
 
     @model_validator(mode="after")
     def _check_consistency(self) -> "TrainingConfig":
-        _require_batch(self)
-        _require_lengths(self)
-        require_native(self.attention, self.model.decoder, self.mesh.context)
-        _require_steps(self)
-        _require_blocks(self)
-        if self.data.folder == self.checkpoint.folder:
-            raise ArgumentError(
-                "data.folder and checkpoint.folder are the same",
-                got=str(self.data.folder),
-                expected="two folders",
-                fix="change checkpoint.folder",
-            )
+        _check_batch_and_mesh(self)
+        _check_native_sparse(self)
+        _check_steps(self)
+        _check_blocks(self)
+        require(
+            self.data.folder != self.checkpoint.folder,
+            "data.folder and checkpoint.folder are the same",
+            got=self.data.folder, expected="two folders", fix="change checkpoint.folder",
+        )  # fmt: skip
         return self
 
 
-def _require_batch(config: TrainingConfig) -> None:
-    parts, shards = config.optimizer.grad_accum_steps, config.mesh.data * config.mesh.fsdp
-    if config.data.batch % (parts * shards):
-        raise ArgumentError(
-            "data.batch is not divisible",
-            got=f"data.batch={config.data.batch}, optimizer.grad_accum_steps={parts}, "
-            f"mesh.data * mesh.fsdp = {shards}",
-            expected=f"data.batch a multiple of {parts * shards}",
-        )
+# ---------- consistency of several settings ----------
 
 
-def _require_lengths(config: TrainingConfig) -> None:
-    decoder, context, mesh = config.model.decoder, config.data.context, config.mesh
-    if context > decoder.context:
-        raise ArgumentError(
-            "sequences are longer than the model's context",
-            got=f"data.context={context}, model.decoder.context={decoder.context}",
-            expected=f"at most {decoder.context} tokens",
-            fix="lower data.context or raise model.decoder.context",
-        )
-    if context % mesh.context:
-        raise ArgumentError(
-            "data.context is not divisible by mesh.context",
-            got=f"data.context={context}, mesh.context={mesh.context}",
-            expected=f"data.context a multiple of {mesh.context}",
-        )
-    if decoder.kv_heads % mesh.tensor:
-        raise ArgumentError(
-            "the number of kv heads is not divisible by mesh.tensor",
-            got=f"{decoder.kv_heads} kv heads, mesh.tensor={mesh.tensor}",
-            expected=f"mesh.tensor a divisor of {decoder.kv_heads}",
-        )
+def _check_batch_and_mesh(config: TrainingConfig) -> None:
+    decoder, data, mesh = config.model.decoder, config.data, config.mesh
+    parts, shards = config.optimizer.grad_accum_steps, mesh.data * mesh.fsdp
+    require(
+        data.batch % (parts * shards) == 0, "data.batch is not divisible",
+        got=f"data.batch={data.batch}, optimizer.grad_accum_steps={parts}, "
+        f"mesh.data * mesh.fsdp = {shards}",
+        expected=f"data.batch a multiple of {parts * shards}",
+    )  # fmt: skip
+    require(
+        data.context <= decoder.context, "sequences are longer than the model's context",
+        got=f"data.context={data.context}, model.decoder.context={decoder.context}",
+        expected=f"at most {decoder.context} tokens",
+        fix="lower data.context or raise model.decoder.context",
+    )  # fmt: skip
+    require(
+        data.context % mesh.context == 0, "data.context is not divisible by mesh.context",
+        got=f"data.context={data.context}, mesh.context={mesh.context}",
+        expected=f"data.context a multiple of {mesh.context}",
+    )  # fmt: skip
+    require(
+        decoder.kv_heads % mesh.tensor == 0,
+        "the number of kv heads is not divisible by mesh.tensor",
+        got=f"{decoder.kv_heads} kv heads, mesh.tensor={mesh.tensor}",
+        expected=f"mesh.tensor a divisor of {decoder.kv_heads}",
+    )
 
 
-def _require_steps(config: TrainingConfig) -> None:
-    total, steps = config.total_steps, config.run.steps
-    if config.optimizer.warmup_steps >= total:
-        raise ArgumentError(
-            "the warmup is as long as the schedule or longer",
-            got=f"optimizer.warmup_steps={config.optimizer.warmup_steps}, {total} steps in total",
-            expected=f"fewer than {total} warmup steps",
-        )
-    if steps > total:
-        raise ArgumentError(
-            "the run is longer than its learning rate schedule",
-            got=f"run.steps={steps}, optimizer.total_steps={total}",
-            expected=f"at most {total} steps",
-            fix="raise optimizer.total_steps, or leave it out",
-        )
-    annealing = config.attention.annealing
-    if annealing and annealing.start_step + annealing.steps > steps:
-        raise ArgumentError(
-            "the run ends before the annealing",
-            got=f"annealing until step {annealing.start_step + annealing.steps}, run.steps={steps}",
+def _check_native_sparse(config: TrainingConfig) -> None:
+    kind, sizes = config.attention.kind, config.model.decoder.native_sparse
+    is_native = kind == "native_sparse"
+    require(
+        is_native == (sizes is not None),
+        "native sparse attention must be set for both attention and model, or neither",
+        got=f"attention.kind={kind!r}, model.decoder.native_sparse "
+        f"{'is missing' if is_native else 'is set'}",
+        expected="attention.kind='native_sparse' and its sizes in model.decoder.native_sparse",
+        fix="set model.decoder.native_sparse = {} for the sizes of the paper",
+    )
+    require(
+        not is_native or config.mesh.context == 1,
+        "native sparse attention does not support context parallelism",
+        got=f"mesh.context={config.mesh.context}", expected="mesh.context=1",
+        fix="shard the batch (mesh.data, mesh.fsdp) and the heads (mesh.tensor)",
+    )  # fmt: skip
+
+
+def _check_steps(config: TrainingConfig) -> None:
+    total, steps, warmup = config.total_steps, config.run.steps, config.optimizer.warmup_steps
+    require(
+        warmup < total, "the warmup is as long as the schedule or longer",
+        got=f"optimizer.warmup_steps={warmup}, {total} steps in total",
+        expected=f"fewer than {total} warmup steps",
+    )  # fmt: skip
+    require(
+        steps <= total, "the run is longer than its learning rate schedule",
+        got=f"run.steps={steps}, optimizer.total_steps={total}",
+        expected=f"at most {total} steps", fix="raise optimizer.total_steps, or leave it out",
+    )  # fmt: skip
+    if annealing := config.attention.annealing:
+        end = annealing.start_step + annealing.steps
+        require(
+            end <= steps, "the run ends before the annealing",
+            got=f"annealing until step {end}, run.steps={steps}",
             expected=f"annealing that ends by step {steps}",
             fix="lower attention.annealing.steps or its start_step",
-        )
+        )  # fmt: skip
 
 
-def _require_blocks(config: TrainingConfig) -> None:
+def _check_blocks(config: TrainingConfig) -> None:
     """Raise before the calibration if no plan can be made from it."""
-    attention, decoder, always = config.attention, config.model.decoder, ForcedBlocks()
+    attention, decoder, forced = config.attention, config.model.decoder, ForcedBlocks()
     if attention.kind != "plan" or attention.budget is None or attention.profile is not None:
         return
     n = count_blocks(config.data.context, attention.block)
-    if n <= always.blocks_per_row:
-        raise ArgumentError(
-            "sequences are too short for block selection",
-            got=f"data.context={config.data.context}, {n} blocks of {attention.block}",
-            expected=f"more than the {always.blocks_per_row} forced blocks",
-            fix="lower attention.block or raise data.context",
-        )
+    require(
+        n > forced.blocks_per_row, "sequences are too short for block selection",
+        got=f"data.context={config.data.context}, {n} blocks of {attention.block}",
+        expected=f"more than the {forced.blocks_per_row} forced blocks",
+        fix="lower attention.block or raise data.context",
+    )  # fmt: skip
     heads = decoder.layers * decoder.q_heads
-    total_blocks(attention.budget, heads=heads, n=n, forced=always)
+    total_blocks(attention.budget, heads=heads, n=n, forced=forced)
+
+
+# ---------- overrides ----------
 
 
 def _apply_override(document: dict[str, Any], text: str) -> dict[str, Any]:
     """Return the document with one setting replaced."""
     path, equals, value = (part.strip() for part in text.partition("="))
     steps = path.split(".")
-    if not equals or not all(step.replace("_", "").isalnum() for step in steps):
-        raise ArgumentError(
-            "an override is not of the form setting=value",
-            got=repr(text),
-            expected="section.setting=value, such as optimizer.grad_accum_steps=4",
-        )
+    require(
+        equals and all(step.replace("_", "").isalnum() for step in steps),
+        "an override is not of the form setting=value", got=repr(text),
+        expected="section.setting=value, such as optimizer.grad_accum_steps=4",
+    )  # fmt: skip
     try:
         parsed = _parse_toml(f"value = {value}")
     except (ValueError, RecursionError) as error:
         raise ArgumentError(
-            f"the value of {path} is not TOML",
-            got=value or "no value",
+            f"the value of {path} is not TOML", got=value or "no value",
             expected='a TOML value: 3, 0.5, true, [1, 2], "text"',
             fix=f'quote strings: {path}="{value}"',
-        ) from error
-    if parsed.keys() != {"value"}:
-        raise ArgumentError("an override has several values", got=repr(text), expected="one value")
-    return _set_value(document, rename_path(steps), parsed["value"], path)
+        ) from error  # fmt: skip
+    require(
+        parsed.keys() == {"value"}, "an override has several values", got=repr(text),
+        expected="one value",
+    )  # fmt: skip
+    section, *rest = steps
+    if rest:
+        rest[0] = RENAMED.get(section, {}).get(rest[0], rest[0])
+    return _set_value(document, [section, *rest], parsed["value"], path)
 
 
 def _parse_toml(text: str) -> dict[str, Any]:
@@ -360,3 +279,121 @@ def _set_value(document: Any, steps: list[str], value: Any, path: str) -> dict[s
     first, *rest = steps
     inner = _set_value(document.get(first, {}), rest, value, path) if rest else value
     return {**document, first: inner}
+
+
+# ---------- settings that were renamed after 0.1.0; their old names are accepted ----------
+
+RENAMED: Mapping[str, Mapping[str, str]] = {
+    "model": {"compute": "compute_dtype", "is_rematerialised": "remat",
+              "logit_positions": "loss_chunk_size"},
+    "optimizer": {"accumulation": "grad_accum_steps", "final_share": "end_lr_ratio",
+                  "undecayed": "no_decay", "undecayed_axes": "no_decay_axes",
+                  "undecayed_paths": "no_decay_paths"},
+    "attention": {"is_balanced": "balance_heads", "probe_every": "probe_interval",
+                  "recalibrate_every": "recalibration_interval"},
+    "checkpoint": {"every": "save_interval", "keep": "max_to_keep"},
+    "guard": {"is_on": "enabled", "most_skips": "max_consecutive_skips",
+              "sigmas": "zscore_threshold"},
+    "track": {"seconds": "min_interval_s"},
+    "run": {"check_replicas_every": "replica_check_interval", "evaluate_every": "eval_interval",
+            "evaluation_batches": "eval_batches", "hang_seconds": "step_timeout_s",
+            "log_every": "log_interval"},
+}  # fmt: skip
+"""Current name by old name, for each section."""
+
+_SECTION = re.compile(r'  "(\w+)": ')
+_SETTING = re.compile(r'    "(\w+)": ')
+
+
+def rename_settings(document: Any) -> Any:
+    """Return a configuration with every renamed setting under its current name.
+
+    Args:
+        document: nested dictionaries; anything else is returned as it is.
+    """
+    if not isinstance(document, dict):
+        return document
+    return {section: _rename_section(section, values) for section, values in document.items()}
+
+
+def _rename_section(section: Any, values: Any) -> Any:
+    names = RENAMED.get(section, {}) if isinstance(section, str) else {}
+    if not isinstance(values, dict):
+        return values
+    for old in names.keys() & values.keys():
+        require(
+            names[old] not in values, "a setting is given twice, by its old and its current name",
+            got=f"{section}.{old} and {section}.{names[old]}",
+            expected=f"{section}.{names[old]}", fix=f"remove {section}.{old}",
+        )  # fmt: skip
+    return {names.get(name, name): value for name, value in values.items()}
+
+
+def _restore_old_names(text: str) -> str:
+    """Return the JSON of a configuration with the names of 0.1.0, so that digests are stable."""
+    old = {section: {new: old for old, new in names.items()} for section, names in RENAMED.items()}
+    section, lines = "", []
+    for line in text.splitlines(keepends=True):
+        if match := _SECTION.match(line):
+            section = match[1]
+        elif (match := _SETTING.match(line)) and match[1] in old.get(section, {}):
+            line = f'    "{old[section][match[1]]}": {line[match.end() :]}'
+        lines.append(line)
+    return "".join(lines)
+
+
+# ---------- errors ----------
+
+
+def _describe(error: ValidationError) -> ArgumentError:
+    """Return an error that lists all problems of a configuration by setting."""
+    problems = error.errors(include_url=False)
+    cause = problems[0].get("ctx", {}).get("error")
+    if len(problems) == 1 and isinstance(cause, XsakeError):
+        path = ".".join(map(str, problems[0]["loc"]))
+        what = f"{path}: {cause.what}" if "." in path else cause.what
+        return ArgumentError(what, got=cause.got, expected=cause.expected, fix=cause.fix)
+    lines = [_describe_one(problem) for problem in problems[:MAX_PROBLEMS]]
+    if len(problems) > MAX_PROBLEMS:
+        lines.append(f"and {len(problems) - MAX_PROBLEMS:,} more")
+    return ArgumentError("the configuration is not valid", got="\n".join(lines))
+
+
+def _describe_one(problem: Any) -> str:
+    path = tuple(problem["loc"])
+    name = escape_controls(".".join(map(str, path))[:200]) or "configuration"
+    cause = problem.get("ctx", {}).get("error")
+    match problem["type"]:
+        case "extra_forbidden":
+            return f"{name}: unknown setting{_suggest(path)}"
+        case "missing":
+            return f"{name}: is required"
+        case "value_error" if isinstance(cause, XsakeError):
+            return f"{name}: {cause.what} (got {cause.got}, expected {cause.expected})"
+        case "value_error":
+            return f"{name}: {cause}"
+    value = problem["input"]
+    text = str(value) if isinstance(value, Path) else repr(value)
+    return f"{name}: {problem['msg']}, not {text if len(text) <= 80 else f'{text[:80]}...'}"
+
+
+def _suggest(path: tuple[Any, ...]) -> str:
+    """Name the setting of a similar name in the section, or of the same name in another section."""
+    *parents, last = path
+    section: Any = TrainingConfig
+    for step in parents:
+        field = section.model_fields.get(step)
+        types = [] if field is None else (field.annotation, *typing.get_args(field.annotation))
+        section = next((k for k in types if isinstance(k, type) and issubclass(k, BaseModel)), None)
+        if section is None:
+            return ""
+    matches = difflib.get_close_matches(str(last)[:100], section.model_fields, n=1, cutoff=0.5)
+    if matches:
+        return f"; did you mean {'.'.join([*map(str, parents), matches[0]])}?"
+    sections = TrainingConfig.model_fields.items()
+    elsewhere = [
+        name for name, field in sections if last in getattr(field.annotation, "model_fields", ())
+    ]
+    if elsewhere:
+        return f"; did you mean {' or '.join(f'{name}.{last}' for name in elsewhere)}?"
+    return f"; expected one of {', '.join(section.model_fields)}"

@@ -3,69 +3,23 @@
 import dataclasses
 import fnmatch
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Int
-from pydantic import Field, field_validator
 
-from xsake._schema import Count, Fraction, Frozen, Number, Positive
 from xsake.errors import ArgumentError
-from xsake.model.sharding import LOGICAL_AXES
+from xsake.training.sections import OptimizerSection
 
 Names = Mapping[str, tuple[str, ...]]
 """Logical axis names of parameters by path."""
-
-PositiveNumber = Annotated[Number, Field(gt=0)]
-NonNegativeNumber = Annotated[Number, Field(ge=0)]
-DecayRate = Annotated[Number, Field(ge=0, lt=1)]
 
 _PARAMETER_GROUPS: dict[str, Callable[[str], bool]] = {
     "norms": lambda path: any(part.endswith("norm") for part in path.split(".")),
     "biases": lambda path: path.endswith("bias"),
     "embeddings": lambda path: path in ("embedding", "positions"),
 }
-
-
-class OptimizerSection(Frozen):
-    """AdamW with a linear warmup and cosine decay to a fraction of the peak learning rate."""
-
-    peak_learning_rate: PositiveNumber
-    warmup_steps: Count = 0
-    total_steps: Positive | None = Field(
-        default=None, description="end of the cosine decay; None: run.steps"
-    )
-    end_lr_ratio: Fraction = Field(default=0.1, description="final / peak learning rate")
-    weight_decay: NonNegativeNumber = 0.1
-    no_decay: tuple[Literal["norms", "biases", "embeddings"], ...] = Field(
-        default=("norms", "biases", "embeddings"),
-        description="groups of parameters without weight decay",
-    )
-    no_decay_paths: tuple[str, ...] = Field(
-        default=(), description="more parameters without weight decay, by path; * is a wildcard"
-    )
-    no_decay_axes: tuple[str, ...] = Field(
-        default=(), description="more parameters without weight decay, by axis, such as vocab"
-    )
-    beta1: DecayRate = 0.9
-    beta2: DecayRate = 0.95
-    epsilon: PositiveNumber = 1e-8
-    clip_norm: NonNegativeNumber = Field(
-        default=1.0, description="of all gradients; 0: not clipped"
-    )
-    grad_accum_steps: Positive = Field(default=1, description="microbatches of one update")
-
-    @field_validator("no_decay_axes")
-    @classmethod
-    def _check_axes(cls, axes: tuple[str, ...]) -> tuple[str, ...]:
-        if unknown := [axis for axis in axes if axis not in LOGICAL_AXES]:
-            raise ArgumentError(
-                "unknown logical axis",
-                got=", ".join(map(repr, unknown)),
-                expected=", ".join(LOGICAL_AXES),
-            )
-        return axes
 
 
 @dataclasses.dataclass(frozen=True)

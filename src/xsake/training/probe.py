@@ -23,8 +23,14 @@ from xsake.layout.grid import count_blocks
 from xsake.model import AttentionFn, DenseAttention, LayerCall, MaskedAttention
 from xsake.training.attention import StopGradientPlanAttention, TrainingAttention
 from xsake.training.config import TrainingConfig
-from xsake.training.placing import DeviceSetup
-from xsake.training.state import ModelDefinition, Parameters, TrainState, define_model, step_key
+from xsake.training.state import (
+    DeviceSetup,
+    ModelDefinition,
+    Parameters,
+    TrainState,
+    define_model,
+    step_key,
+)
 
 ProbedAttention = StopGradientPlanAttention | MaskedAttention | DenseAttention
 

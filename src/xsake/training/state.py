@@ -1,8 +1,8 @@
-"""Training state, and the definition of the model it belongs to."""
+"""Training state, the definition of the model it belongs to, and the devices that hold it."""
 
 import dataclasses
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -11,16 +11,32 @@ import numpy as np
 import optax
 from flax import nnx
 from jax.experimental import multihost_utils
-from jax.sharding import Sharding
-from jaxtyping import Array
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jaxtyping import Array, Int, Int32
 
+from xsake.attention import BlockSparseAttention
+from xsake.distributed import (
+    ContextParallel,
+    HeadPlacement,
+    MeshShape,
+    NamedShape,
+    batch_sharding,
+    batch_share,
+    logical_sharding,
+    make_mesh,
+)
+from xsake.distributed.head_balancing import Q_HEADS
 from xsake.model import Decoder
 from xsake.training.config import TrainingConfig
-from xsake.training.guard import init_guard
+from xsake.training.data import TokenLoader
 from xsake.training.optimizer import Optimizer, make_optimizer, unflatten
+from xsake.training.reliability import init_guard
 
 Parameters = dict[str, Any]
 """Nested dictionaries of float32 arrays; the keys form the path of a parameter."""
+
+KvOrder = Sequence[Sequence[int]]
+"""Index of the kv head at each position, by layer."""
 
 ShardingRule = Callable[[str, tuple[str, ...], tuple[int, ...]], Sharding]
 """Maps a parameter's path, logical axis names and shape to its sharding."""
@@ -48,12 +64,7 @@ class TrainState:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ModelDefinition:
-    """A decoder without its parameter values.
-
-    Args:
-        graph: nnx graph definition.
-        template: shapes and names of the parameters.
-    """
+    """A decoder without its parameter values: nnx graph, shapes and names of the parameters."""
 
     graph: Any
     template: Any
@@ -89,19 +100,6 @@ class ModelDefinition:
         return nnx.merge(self.graph, nnx.map_state(fill, self.template))
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Shardings:
-    """Shardings of the arguments of a step.
-
-    Args:
-        state: a `TrainState` of shardings.
-        tokens: of the batch.
-    """
-
-    state: TrainState
-    tokens: Sharding
-
-
 def make_model(config: TrainingConfig, key: Array) -> Decoder:
     """Build the decoder of a run with initial weights from `key`."""
     return Decoder(
@@ -124,13 +122,7 @@ def build_optimizer(config: TrainingConfig, definition: ModelDefinition) -> Opti
 
 
 def make_state(config: TrainingConfig, model: Decoder, key: Array) -> TrainState:
-    """Build the state before the first step.
-
-    Args:
-        config: of the run.
-        model: initial weights; they are copied.
-        key: for random numbers of steps.
-    """
+    """Build the state before the first step: a copy of the weights, and a key for the steps."""
     definition = ModelDefinition.from_model(model)
     parameters = definition.parameters(model)
     return TrainState(
@@ -156,29 +148,9 @@ def abstract_state(config: TrainingConfig) -> TrainState:
     return jax.eval_shape(lambda: init_state(config))
 
 
-def state_shardings(
-    config: TrainingConfig, sharding_rule: ShardingRule, replicated: Sharding
-) -> TrainState:
-    """Return the shardings of a run's state: moments as their parameters, the rest replicated.
-
-    Args:
-        config: of the run.
-        sharding_rule: sharding of a parameter.
-        replicated: sharding of everything else.
-    """
-    definition, state = define_model(config), abstract_state(config)
-    shapes = flat_parameters(state.parameters)
-    shardings = unflatten({
-        path: sharding_rule(path, names, tuple(shapes[path].shape))
-        for path, names in definition.names.items()
-    })  # fmt: skip
-    transform = build_optimizer(config, definition).transform
-    optimizer = optax.tree.map_params(
-        transform.init, lambda _, sharding: sharding, state.optimizer, shardings,
-        transform_non_params=lambda _: replicated,
-    )  # fmt: skip
-    rest = jax.tree.map(lambda _: replicated, state)
-    return dataclasses.replace(rest, parameters=shardings, optimizer=optimizer)
+def step_key(state: TrainState) -> Array:
+    """Return the random key of the next step: the run's key folded with the step."""
+    return jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
 
 
 def flat_parameters(parameters: Parameters) -> dict[str, Any]:
@@ -187,9 +159,30 @@ def flat_parameters(parameters: Parameters) -> dict[str, Any]:
     return {".".join(str(key.key) for key in path): leaf for path, leaf in leaves}
 
 
-def step_key(state: TrainState) -> Array:
-    """Return the random key of the next step: the run's key folded with the step."""
-    return jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
+def reorder_heads(
+    order: KvOrder,
+    parameters: Parameters,
+    names: dict[str, tuple[str, ...]],
+    *,
+    is_inverse: bool = False,
+) -> Parameters:
+    """Return a decoder's parameters with reordered heads; its function is unchanged.
+
+    Args:
+        order: by layer, the kv head for each position.
+        parameters: of a decoder.
+        names: logical axis names of each parameter, by dotted path.
+        is_inverse: undo the order.
+    """
+    flat = flat_parameters(parameters)
+    kv_order, work = np.array(order), np.zeros((len(order), 1))
+    q_heads = next(
+        x.shape[names[path].index(Q_HEADS)] for path, x in flat.items() if Q_HEADS in names[path]
+    )
+    placement = HeadPlacement(kv_order, q_heads // kv_order.shape[1], 1, work, work)
+    if is_inverse:
+        placement = placement.inverse()
+    return unflatten({path: placement.apply(x, names[path]) for path, x in flat.items()})
 
 
 def digest(tree: Any) -> str:
@@ -211,3 +204,97 @@ def digest(tree: Any) -> str:
         total.update(f"{jax.tree_util.keystr(path)} {array.dtype} {array.shape}\0".encode())
         total.update(np.ascontiguousarray(array).tobytes())
     return total.hexdigest()
+
+
+# ---------- devices ----------
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Shardings:
+    """Shardings of the arguments of a step: a `TrainState` of shardings, and of the tokens."""
+
+    state: TrainState
+    tokens: Sharding
+
+
+def state_shardings(
+    config: TrainingConfig, sharding_rule: ShardingRule, replicated: Sharding
+) -> TrainState:
+    """Return the shardings of a run's state: moments as their parameters, the rest replicated."""
+    definition, state = define_model(config), abstract_state(config)
+    shapes = flat_parameters(state.parameters)
+    shardings = unflatten({
+        path: sharding_rule(path, names, tuple(shapes[path].shape))
+        for path, names in definition.names.items()
+    })  # fmt: skip
+    transform = build_optimizer(config, definition).transform
+    optimizer = optax.tree.map_params(
+        transform.init, lambda _, sharding: sharding, state.optimizer, shardings,
+        transform_non_params=lambda _: replicated,
+    )  # fmt: skip
+    rest = jax.tree.map(lambda _: replicated, state)
+    return dataclasses.replace(rest, parameters=shardings, optimizer=optimizer)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class DeviceSetup:
+    """Mesh, shardings and attention operator of a run; for one device the first two are None."""
+
+    mesh: Mesh | None
+    shardings: Shardings | None
+    operator: BlockSparseAttention
+
+    @classmethod
+    def from_config(cls, config: TrainingConfig) -> "DeviceSetup":
+        """Build the mesh of a configuration; called by every process."""
+        shape = MeshShape(**config.mesh.model_dump())
+        if shape.devices == 1 and jax.process_count() == 1:
+            return cls(None, None, BlockSparseAttention())
+        mesh = make_mesh(shape)
+        rule = lambda path, names, shape: logical_sharding(NamedShape(path, names, shape), mesh)
+        state = state_shardings(config, rule, NamedSharding(mesh, PartitionSpec()))
+        operator_type = ContextParallel if config.mesh.context > 1 else BlockSparseAttention
+        return cls(mesh, Shardings(state, batch_sharding(mesh)), operator_type(mesh=mesh))
+
+    def init_state(self, config: TrainingConfig, kv_order: KvOrder | None = None) -> TrainState:
+        """Build the state before the first step with its shardings and the order of its heads."""
+
+        def build() -> TrainState:
+            state = init_state(config)
+            if kv_order is None:
+                return state
+            # Moments are zero before the first step, in any order.
+            parameters = reorder_heads(kv_order, state.parameters, define_model(config).names)
+            return dataclasses.replace(state, parameters=parameters)
+
+        shardings = None if self.shardings is None else self.shardings.state
+        return jax.jit(build, out_shardings=shardings)()
+
+    def abstract_state(self, config: TrainingConfig) -> TrainState:
+        """Return shapes, dtypes and shardings of the state, for restoring a checkpoint."""
+        state = abstract_state(config)
+        if self.shardings is None:
+            here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+            shardings = jax.tree.map(lambda _: here, state)
+        else:
+            shardings = self.shardings.state
+        return jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, shardings
+        )
+
+    def loader(self, config: TrainingConfig, **options: Any) -> TokenLoader:
+        """Open the loader of this process's batches."""
+        share = (0, 1) if self.mesh is None else batch_share(self.mesh)
+        data = config.data
+        options.setdefault("verify", data.verify)
+        return TokenLoader(
+            data.folder, context=data.context, batch=data.batch, seed=data.seed,
+            process=share[0], processes=share[1], vocabulary=config.model.decoder.vocab_size,
+            **options,
+        )  # fmt: skip
+
+    def put(self, tokens: Int32[np.ndarray, "B T1"]) -> Int[Array, "G T1"]:
+        """Place this process's rows as its shard of the global batch."""
+        if self.shardings is None:
+            return jax.device_put(tokens)
+        return jax.make_array_from_process_local_data(self.shardings.tokens, tokens)

@@ -10,8 +10,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from xsake.model import AttentionFn, Decoder
 from xsake.training.config import TrainingConfig
-from xsake.training.guard import select_tree, should_update, update_guard
 from xsake.training.optimizer import Optimizer
+from xsake.training.reliability import select_tree, should_update, update_guard
 from xsake.training.state import ModelDefinition, Parameters, Shardings, TrainState
 
 

@@ -1,4 +1,4 @@
-"""Exchange of values between the processes of a run; a single process exchanges nothing."""
+"""Agreement of the processes of a run in one save or restore; one process exchanges nothing."""
 
 import contextlib
 import json
@@ -10,36 +10,33 @@ import numpy as np
 from jax._src import distributed  # the key-value store has no public name
 from jax.experimental import multihost_utils
 
+from xsake.training.processes import is_primary
+from xsake.training.verify import DamagedError
+
 _POLL_SECONDS = 5  # a wait returns to Python this often, so that signals are handled
-
-
-def is_primary() -> bool:
-    """Return whether this is process 0, the only one that writes shared files."""
-    return jax.process_index() == 0
-
-
-def broadcast_from_primary(number: int) -> int:
-    """Return the number of the primary process; all processes call this at the same point."""
-    if jax.process_count() == 1:
-        return number
-    return int(multihost_utils.broadcast_one_to_all(np.int32(number)))
 
 
 class PeerError(OSError):
     """Failure of another process, which the message names."""
 
 
-def draw_number() -> int:
-    """Return a random positive ID for an exchange."""
-    return 1 + secrets.randbelow(2**31 - 1)
-
-
 def summarize(error: BaseException) -> str:
     """Describe an error in one line."""
     lines = str(error).strip().splitlines() or [""]
-    return (lines[0] if isinstance(error, PeerError) else f"{type(error).__name__}: {lines[0]}")[
-        :500
-    ]
+    text = lines[0] if isinstance(error, PeerError) else f"{type(error).__name__}: {lines[0]}"
+    return text[:500]
+
+
+def broadcast(number: int) -> int:
+    """Return the number of the primary process; all processes call this at the same point."""
+    if jax.process_count() == 1:
+        return number
+    return int(multihost_utils.broadcast_one_to_all(np.int32(number)))
+
+
+def draw_number() -> int:
+    """Return a random positive ID for an exchange."""
+    return 1 + secrets.randbelow(2**31 - 1)
 
 
 class ProcessExchange:
@@ -50,7 +47,7 @@ class ProcessExchange:
     ends all others by its missing heartbeat, and every living process reports success or failure.
 
     Args:
-        number: from `draw_number` of the primary process; the same on all processes.
+        number: random ID, the same on all processes.
     """
 
     def __init__(self, number: int):
@@ -61,46 +58,26 @@ class ProcessExchange:
         if is_primary() and jax.process_count() > 1:
             _client().key_value_delete(self._prefix)
 
-    def report(self, topic: str, value: str = "", *, failure: str | None = None) -> None:
-        """Report this process's part to the primary one, which calls `collect`.
-
-        Args:
-            topic: of the report; used once in an exchange.
-            value: for the primary process.
-            failure: in one line, of a part that failed.
-        """
-        self._set(f"{topic}/{jax.process_index()}", [failure, value])
-
     def contribute(self, topic: str, work: Callable[[], str]) -> None:
-        """Do this process's part and report it; a failure is reported and raised.
-
-        Args:
-            topic: of the report.
-            work: the part; returns the value to report.
-        """
+        """Do this process's part and report it; a failure is reported and raised."""
+        key = f"{topic}/{jax.process_index()}"
         try:
             value = work()
         except BaseException as error:
-            self.report(topic, failure=summarize(error))
+            self._set(key, [summarize(error), ""])
             raise
-        self.report(topic, value)
+        self._set(key, [None, value])
 
     def collect(self, topic: str) -> list[str]:
-        """Wait in the primary process for the reports of all others.
-
-        Raises:
-            PeerError: at least one of them failed; all have finished their part.
-        """
-        values, failures = [], []
-        for process in range(1, jax.process_count()):
-            failure, value = self._get(f"{topic}/{process}")
-            values.append(value)
-            if failure is not None:
-                failures.append(f"process {process}: {failure}")
+        """Wait in the primary process for all others; raise `PeerError` if one has failed."""
+        reports = [self._get(f"{topic}/{process}") for process in range(1, jax.process_count())]
+        failures = [
+            f"process {i}: {failure}" for i, (failure, _) in enumerate(reports, 1) if failure
+        ]
         if failures:
             more = f" (and {len(failures) - 1} more)" if len(failures) > 1 else ""
             raise PeerError(f"{failures[0]}{more}")
-        return values
+        return [value for _, value in reports]
 
     @contextlib.contextmanager
     def decide(self, topic: str) -> Iterator[None]:
@@ -109,28 +86,44 @@ class ProcessExchange:
             yield
         except BaseException as error:
             is_local = not isinstance(error, PeerError)
-            self.announce(topic, "", f"process 0: {summarize(error)}" if is_local else str(error))
+            self._set(topic, [f"process 0: {summarize(error)}" if is_local else str(error), ""])
             raise
-        self.announce(topic, "")
-
-    def announce(self, topic: str, value: str, failure: str | None = None) -> None:
-        """Publish a decision of the primary process."""
-        if jax.process_count() > 1:
-            self._set(topic, [failure, value])
+        self._set(topic, [None, ""])
 
     def follow(self, topic: str) -> str:
-        """Wait for a decision of the primary process.
-
-        Raises:
-            PeerError: it has failed, or has collected a failure.
-        """
+        """Wait for a decision of the primary process; raise `PeerError` if it is a failure."""
         failure, value = self._get(topic)
         if failure is not None:
             raise PeerError(failure)
         return value
 
+    def agree[Result](self, topic: str, work: Callable[[], Result]) -> Result:
+        """Return this process's result; raise on all the damage that the lowest process detects."""
+        result, damage, report = None, None, ""
+        try:
+            result = work()
+        except DamagedError as error:
+            damage, process = error, jax.process_index()
+            note = f" (process {process})" if process else ""
+            report = json.dumps([damage.reason, damage.file, f"{damage.got}{note}"])
+        decision = report
+        if jax.process_count() > 1 and is_primary():
+            reports = [report, *self.collect(topic)]
+            decision = next((each for each in reports if each), "")
+            self._set(f"{topic}/decision", [None, decision])
+        elif jax.process_count() > 1:
+            self.contribute(topic, lambda: report)
+            decision = self.follow(f"{topic}/decision")
+        if damage is not None and decision == report:
+            raise damage
+        if decision:
+            reason, file, got = json.loads(decision)
+            raise DamagedError(reason, file, got=got)
+        return result  # pyrefly: ignore[bad-return]
+
     def _set(self, key: str, value: list[str | None]) -> None:
-        _client().key_value_set(self._prefix + key, json.dumps(value))
+        if jax.process_count() > 1:
+            _client().key_value_set(self._prefix + key, json.dumps(value))
 
     def _get(self, key: str) -> list:
         while True:

@@ -9,9 +9,8 @@ from flax import nnx
 from xsake.errors import CheckpointError
 from xsake.model import Decoder, DecoderConfig, huggingface
 from xsake.model.huggingface.configs import TokenIds
-from xsake.training.balanced import reorder_heads
-from xsake.training.checkpoints.store import CheckpointStore
-from xsake.training.state import ModelDefinition
+from xsake.training.checkpointing import CheckpointStore
+from xsake.training.state import ModelDefinition, reorder_heads
 
 
 def export_checkpoint(
@@ -48,28 +47,18 @@ def export_checkpoint(
     )
     graph, state, rest = nnx.split(abstract, nnx.Param, ...)
     if jax.tree.leaves(rest):
-        raise CheckpointError(
-            "the decoder has state other than parameters",
-            got=", ".join(map(str, nnx.to_pure_dict(rest))),
-            expected="parameters only",
-        )
+        got = ", ".join(map(str, nnx.to_pure_dict(rest)))
+        what = "the decoder has state other than parameters"
+        raise CheckpointError(what, got=got, expected="parameters only")
     restored = store.restore(state, step, part=part)
     model = nnx.merge(graph, restored.tree, rest)
+    if (kv_order := restored.extra.get("kv_order")) is not None:
+        definition = ModelDefinition.from_model(model)
+        parameters = definition.parameters(model)
+        original = reorder_heads(kv_order, parameters, definition.names, is_inverse=True)
+        model = definition.merge(original)
     huggingface.export(
-        _undo_kv_order(model, restored.extra.get("kv_order")),
-        directory,
-        family=family,
-        token_ids=token_ids,
-        tokenizer_from=tokenizer_from,
+        model, directory, family=family, token_ids=token_ids, tokenizer_from=tokenizer_from,
         overwrite=is_replacing,
-    )
+    )  # fmt: skip
     return restored.step
-
-
-def _undo_kv_order(model: Decoder, kv_order: list[list[int]] | None) -> Decoder:
-    """Return the model with its heads in the original order."""
-    if kv_order is None:
-        return model
-    definition = ModelDefinition.from_model(model)
-    parameters = definition.parameters(model)
-    return definition.merge(reorder_heads(kv_order, parameters, definition.names, is_inverse=True))
