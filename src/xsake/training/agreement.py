@@ -19,7 +19,7 @@ from xsake._provenance import installed_versions, source_digest
 from xsake.errors import ArgumentError, XsakeError
 from xsake.training import processes
 from xsake.training.config import TrainingConfig
-from xsake.training.data.index import SPLITS, read_index
+from xsake.training.data import SPLITS, read_index
 
 Facts = Mapping[str, Any]
 Gather = Callable[[np.ndarray], np.ndarray]
