@@ -20,9 +20,10 @@ from benchmarks.faults.watching import Ended, Started, end
 from benchmarks.peers.client import ROOT
 from xsake.observability import read_metrics
 from xsake.observability.metrics_file import parse_line
+from xsake.training.build_data import BuildSettings, NewTokenizer, build
 from xsake.training.checkpointing import CheckpointEvent, CheckpointStore
 from xsake.training.config import TrainingConfig
-from xsake.training.data import BuildSettings, NewTokenizer, TokenLoader, build
+from xsake.training.data import TokenLoader
 from xsake.training.processes import BIND, COORDINATOR, LOOPBACK, PROCESS, PROCESSES
 from xsake.training.state import DeviceSetup, TrainState, digest
 

@@ -24,9 +24,8 @@ from xsake._provenance import checkout_root, environment
 from xsake.hads.budget import visible_blocks
 from xsake.hads.selectors import Sampled
 from xsake.observability import read_metrics
+from xsake.training.build_data import BuildSettings, NewTokenizer, build
 from xsake.training.config import TrainingConfig
-from xsake.training.data.building import BuildSettings, build
-from xsake.training.data.vocabulary import NewTokenizer
 from xsake.training.train import RunStatus, train
 
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "training"

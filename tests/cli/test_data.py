@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 
 from tests.training.data_sample import END, files_of, letters, save_texts, save_tokenizer
 from xsake.cli.data import build, data_app
-from xsake.training.data import BuildSettings, read_index
-from xsake.training.data.vocabulary import Vocabulary
+from xsake.training.build_data import BuildSettings, Vocabulary
+from xsake.training.data import read_index
 
 
 def invoke(*arguments):
@@ -100,7 +100,7 @@ def test_ctrl_c_leaves_with_130_and_the_same_command_goes_on(
             raise KeyboardInterrupt
         return encode(self, texts)
 
-    monkeypatch.setattr("xsake.training.data.building.MAX_PIECE_CHARS", 300)
+    monkeypatch.setattr("xsake.training.build_data.MAX_PIECE_CHARS", 300)
     assert invoke(*command, straight, "--no-resume").exit_code == 0
     with monkeypatch.context() as patch:
         patch.setattr(Vocabulary, "encode", press_ctrl_c)
@@ -118,7 +118,7 @@ def test_damaged_files_of_an_interrupted_build_are_told(tmp_path, tokenizer, tex
     out = tmp_path / "data"
     command = ["build", tokenizer, "--text", text, "--shard-tokens", 100, "-o", out]
     with monkeypatch.context() as patch:
-        patch.setattr("xsake.training.data.building.write_index", _press_ctrl_c)
+        patch.setattr("xsake.training.build_data.write_index", _press_ctrl_c)
         assert invoke(*command).exit_code == 130
     (out / "train-00001.bin").write_bytes(b"")
     done = invoke(*command)

@@ -153,7 +153,7 @@ from tests.training.test_balanced import RUN, unequal_profile
 from tests.training.test_guard import drawn_state
 from xsake.training.config import TrainingConfig
 from xsake.observability import read_metrics
-from xsake.training.data.building import build
+from xsake.training.build_data import build
 from xsake.training.state import define_model
 from xsake.training.train import train
 

@@ -58,7 +58,7 @@ def build(
     with exit_codes():
         require_local(*text, out, tokenizer)
         import_evaluation()
-        from xsake.training import data
+        from xsake.training import build_data as data
 
         source = _select_tokenizer(tokenizer, train_tokenizer)
         settings = data.BuildSettings(
@@ -124,7 +124,7 @@ def show(
 
 
 def _select_tokenizer(tokenizer: Path | None, vocabulary: int | None) -> Any:
-    from xsake.training import data
+    from xsake.training import build_data as data
 
     if vocabulary is not None and tokenizer is None:
         return data.NewTokenizer(vocabulary)
@@ -147,8 +147,13 @@ def _parse_fraction(text: str) -> float:
 
 
 def _verify_shards(folder: Path, index: Any, verify: Literal["full", "size"]) -> None:
-    from xsake.training.data.index import ITEMSIZE, SPLITS, require_tokenizer, shard_path
-    from xsake.training.data.shards import require_intact
+    from xsake.training.data import (
+        ITEMSIZE,
+        SPLITS,
+        require_intact,
+        require_tokenizer,
+        shard_path,
+    )
 
     if verify == "full":
         require_tokenizer(folder, index)

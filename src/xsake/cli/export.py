@@ -59,7 +59,7 @@ def _find_tokenizer(data: Path) -> tuple[Any, Path | None]:
     """Return token ids for generation and the tokenizer's folder; empty if the data is missing."""
     from xsake.model.huggingface.configs import TokenIds
     from xsake.model.tokenizer import TOKENIZER
-    from xsake.training.data.index import INDEX, read_index, require_tokenizer
+    from xsake.training.data import INDEX, read_index, require_tokenizer
 
     if not (data / INDEX).is_file():
         return TokenIds(), None
