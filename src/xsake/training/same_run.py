@@ -7,7 +7,7 @@ from typing import Any
 
 from xsake._io import atomic_write
 from xsake.errors import ArgumentError, CheckpointError
-from xsake.observability.metrics_file import parse_line
+from xsake.observability.log import parse_line
 from xsake.training.checkpoints import folders
 from xsake.training.config import TrainingConfig
 
