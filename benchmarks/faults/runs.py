@@ -19,7 +19,7 @@ from benchmarks.faults.results import FaultError
 from benchmarks.faults.watching import Ended, Started, end
 from benchmarks.peers.client import ROOT
 from xsake.observability import read_metrics
-from xsake.observability.metrics_file import parse_line
+from xsake.observability.log import parse_line
 from xsake.training.build_data import BuildSettings, NewTokenizer, build
 from xsake.training.checkpointing import CheckpointEvent, CheckpointStore
 from xsake.training.config import TrainingConfig

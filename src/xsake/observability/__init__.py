@@ -1,16 +1,10 @@
 """Metrics, trackers, goodput and profiling of runs."""
 
-from xsake.observability.fan import AsyncTrackers
+from xsake.observability.log import MetricsFile, read_metrics
 from xsake.observability.metrics import METRICS, Metric, flatten_metrics
-from xsake.observability.metrics_file import MetricsFile, read_metrics
-from xsake.observability.tracker import Tracker
+from xsake.observability.trackers import AsyncTrackers, Tracker
 
 __all__ = [
-    "METRICS",
-    "AsyncTrackers",
-    "Metric",
-    "MetricsFile",
-    "Tracker",
-    "flatten_metrics",
+    "METRICS", "AsyncTrackers", "Metric", "MetricsFile", "Tracker", "flatten_metrics",
     "read_metrics",
-]
+]  # fmt: skip

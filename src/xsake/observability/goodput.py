@@ -36,45 +36,32 @@ MEANINGS: dict[TimeCategory, str] = {
 }
 _FLUSH_SECONDS = 1.0
 _MAX_LINE_BYTES = 4096
-_Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 _Count = Annotated[int, Field(ge=0)]
 
 
 class _GoodputLine(Frozen, strict=True):
-    """Line of the file.
+    """Line of the file."""
 
-    Attributes:
-        life: whether this is the first line of an attempt, or a later one.
-        wall: wall-clock time in seconds since 1970.
-        seconds: spent since the previous line, by category.
-        step: last finished step of the attempt.
-        redone: steps since the previous line that an earlier attempt had finished.
-    """
+    life: Literal["begins", "goes on"]  # first line of an attempt, or a later one
+    wall: float  # seconds since 1970
+    seconds: dict[Category, Annotated[float, Field(ge=0)]] = {}  # since the previous line
+    step: _Count | None = None  # last finished one of the attempt
+    redone: _Count = 0  # steps since the previous line that an earlier attempt had finished
 
-    life: Literal["begins", "goes on"]
-    wall: Annotated[float, Field(allow_inf_nan=False)]
-    seconds: dict[Category, _Seconds] = {}
-    step: _Count | None = None
-    redone: _Count = 0
+    def to_json(self) -> str:
+        """Return the line without its end."""
+        return self.model_dump_json(exclude_defaults=True)
 
 
 @dataclass(frozen=True)
 class Goodput:
-    """Breakdown of the time of a run.
+    """Breakdown of the time of a run."""
 
-    Args:
-        seconds: by category; all categories are present.
-        attempts: number of starts of the run.
-        last_step: highest finished step; None if there is none.
-        lost_steps: number of repeated steps, with multiplicity.
-        unreadable: number of truncated lines.
-    """
-
-    seconds: dict[TimeCategory, float]
+    seconds: dict[TimeCategory, float]  # all categories
     attempts: int
-    last_step: int | None
-    lost_steps: int
-    unreadable: int = 0
+    last_step: int | None  # highest finished one
+    lost_steps: int  # repeated ones, with multiplicity
+    unreadable: int = 0  # truncated lines
 
     @property
     def total_seconds(self) -> float:
@@ -87,7 +74,7 @@ class Goodput:
         return self.seconds["step"] / self.total_seconds if self.total_seconds > 0 else 0.0
 
 
-class GoodputRecorder:
+class GoodputRecorder(contextlib.AbstractContextManager):
     """Record the time of a run; every moment belongs to exactly one category.
 
     Time outside of `during` and `step` is `init` before the first step and `other` afterwards. JAX
@@ -114,31 +101,24 @@ class GoodputRecorder:
         self._last_step: int | None = None
         self._step_category: Category = "step"
         self._done_before, self._redone = -1, 0
-        self._log: JsonlLog | None = None
-        self._has_warned = False
+        self._log, self._has_warned = None, False
         if path is None:
             return
+        self._log = JsonlLog(path)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._log = JsonlLog(path)
             if path.exists():
                 steps = [line.step for line in _read_lines(path) if line and line.step is not None]
                 self._done_before = max(steps, default=-1)
-            self._append(_GoodputLine(life="begins", wall=wall_clock()), sync=True)
+            self._log.append(_GoodputLine(life="begins", wall=wall_clock()).to_json(), sync=True)
         except OSError as error:
             raise ArgumentError(
-                "cannot write goodput",
-                got=f"{path}: {error.strerror}",
-                expected="a writable file",
+                "cannot write goodput", got=f"{path}: {error.strerror}", expected="a writable file"
             ) from error
 
     @contextlib.contextmanager
     def during(self, category: Category) -> Iterator[None]:
-        """Attribute the time of the body to a category.
-
-        Args:
-            category: such as "data", "save" or "evaluation".
-        """
+        """Attribute the time of the body to a category, such as "data" or "evaluation"."""
         if category not in get_args(Category):
             raise ArgumentError("unknown category", got=category, expected=get_args(Category))
         self._settle()
@@ -155,8 +135,7 @@ class GoodputRecorder:
     def step(self, number: int) -> Iterator[None]:
         """Attribute the time of the body to a training step, or to `recompute` if it is repeated.
 
-        Args:
-            number: of the step, which is finished when the body ends without an error.
+        The step is finished when the body ends without an error.
         """
         is_redone = number <= self._done_before
         self._step_category = "recompute" if is_redone else "step"
@@ -166,73 +145,51 @@ class GoodputRecorder:
             self._last_step = number
             self._redone += is_redone
 
-    @contextlib.contextmanager
-    def rest_of_step(self) -> Iterator[None]:
+    def rest_of_step(self) -> contextlib.AbstractContextManager[None]:
         """Attribute the wait for results of the last step to that step."""
-        with self.during(self._step_category):
-            yield
+        return self.during(self._step_category)
 
-    def flush(self) -> None:
-        """Write the time spent so far."""
-        self._flush(sync=False)
-
-    def _flush(self, *, sync: bool) -> None:
+    def flush(self, *, sync: bool = False) -> None:
+        """Write the time spent so far; `sync` waits for the disk."""
         self._settle()
         self._written = self._last_mark
         if self._log is None:
             return
+        spent = {category: round(seconds, 6) for category, seconds in self._spent.items()}
         line = _GoodputLine(
-            life="goes on",
-            wall=self._wall_clock(),
-            seconds={category: round(seconds, 6) for category, seconds in self._spent.items()},
-            step=self._last_step,
+            life="goes on", wall=self._wall_clock(), seconds=spent, step=self._last_step,
             redone=self._redone,
-        )
+        )  # fmt: skip
         try:
-            self._append(line, sync=sync)
+            self._log.append(line.to_json(), sync=sync)
         except OSError as error:
-            self._warn(error)
+            if not self._has_warned:
+                self._has_warned = True
+                message = f"cannot write goodput, will retry: {error.strerror}"
+                warnings.warn(message, RuntimeWarning, stacklevel=3)
             return
         self._spent.clear()
         self._redone = 0
 
     def close(self) -> None:
         """Write the remaining time and end the attempt."""
-        self._flush(sync=True)
+        self.flush(sync=True)
         self._log = None
-
-    def __enter__(self) -> "GoodputRecorder":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _append(self, line: _GoodputLine, *, sync: bool) -> None:
-        assert self._log is not None
-        self._log.append(line.model_dump_json(exclude_defaults=True), sync=sync)
 
     def _settle(self) -> None:
         now = self._clock()
         self._spent[self._categories[-1]] += max(0.0, now - self._last_mark)
         self._last_mark = now
 
-    def _warn(self, error: OSError) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            message = f"cannot write goodput, will retry: {error.strerror}"
-            warnings.warn(message, RuntimeWarning, stacklevel=3)
-
 
 def read_goodput(path: Path) -> Goodput:
-    """Read the goodput file of a run.
-
-    Args:
-        path: written by a `GoodputRecorder`.
-    """
+    """Read the file of a `GoodputRecorder`."""
     seconds: dict[TimeCategory, float] = dict.fromkeys(MEANINGS, 0.0)
-    attempts = lost = unreadable = 0
-    last_step: int | None = None
-    wall: float | None = None
+    attempts = lost_steps = unreadable = 0
+    last_step = wall = None
     try:
         for line in _read_lines(path):
             if line is None:
@@ -242,7 +199,7 @@ def read_goodput(path: Path) -> Goodput:
                 attempts += 1
                 seconds["idle"] += max(0.0, line.wall - wall) if wall is not None else 0.0
             wall = line.wall
-            lost += line.redone
+            lost_steps += line.redone
             if line.step is not None:
                 last_step = max(line.step, last_step or 0)
             for category, spent in line.seconds.items():
@@ -253,30 +210,25 @@ def read_goodput(path: Path) -> Goodput:
         ) from error
     if not attempts:
         raise ArgumentError("the file has no attempt", got=path, expected="a goodput file")
-    return Goodput(seconds, attempts, last_step, lost, unreadable)
+    return Goodput(seconds, attempts, last_step, lost_steps, unreadable)
 
 
 def goodput_table(goodput: Goodput) -> Table:
-    """Render goodput as a table of categories.
-
-    Args:
-        goodput: from `read_goodput`.
-    """
+    """Render goodput as a table of categories."""
     steps = "no step" if goodput.last_step is None else f"step {goodput.last_step}"
     counts = f"attempts: {goodput.attempts}, lost steps: {goodput.lost_steps}"
     title = f"Goodput {goodput.share:.1%}: {steps}, {counts}"
-    rendered = Table(title=title, title_justify="left", caption_justify="left")
-    for name in ("time", "seconds", "share"):
-        rendered.add_column(name, justify="left" if name == "time" else "right")
-    rendered.add_column("description")
+    table = Table(title=title, title_justify="left", caption_justify="left")
+    for name in ("time", "seconds", "share", "description"):
+        table.add_column(name, justify="right" if name in ("seconds", "share") else "left")
     for category, meaning in MEANINGS.items():
         seconds = goodput.seconds[category]
         share = seconds / goodput.total_seconds if goodput.total_seconds > 0 else 0.0
         style = "bold" if category == "step" else "dim" if not seconds else None
-        rendered.add_row(category, f"{seconds:,.1f}", f"{share:.1%}", meaning, style=style)
+        table.add_row(category, f"{seconds:,.1f}", f"{share:.1%}", meaning, style=style)
     if goodput.unreadable:
-        rendered.caption = f"truncated lines: {goodput.unreadable}"
-    return rendered
+        table.caption = f"truncated lines: {goodput.unreadable}"
+    return table
 
 
 def _read_lines(path: Path) -> Iterator[_GoodputLine | None]:

@@ -104,18 +104,14 @@ def flatten_metrics(values: Mapping[str, Any]) -> dict[str, float]:
 
     Unknown names and values that are not finite numbers are dropped.
 
-    Args:
-        values: of one line; a metric by layer and head is a list of lists.
-
     Example:
         >>> flatten_metrics({"loss": 2.5, "entropy": [[0.5, 0.25]], "is_skipped": False})
         {'loss': 2.5, 'entropy/0/0': 0.5, 'entropy/0/1': 0.25, 'is_skipped': 0.0}
     """
     scalars: dict[str, float] = {}
     for name, value in values.items():
-        metric = METRICS.get(name)
-        if metric is not None:
-            _flatten_into(name, value, len(metric.axes), scalars)
+        if name in METRICS:
+            _flatten_into(name, value, len(METRICS[name].axes), scalars)
     return scalars
 
 

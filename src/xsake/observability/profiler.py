@@ -15,12 +15,7 @@ FOLDER = "profile"
 
 @dataclass(frozen=True)
 class StepRange:
-    """Steps `first` to `last - 1`.
-
-    Args:
-        first: first traced step.
-        last: end of the range, exclusive.
-    """
+    """Steps `first` to `last - 1`."""
 
     first: int
     last: int
@@ -34,27 +29,15 @@ class StepRange:
             StepRange(first=10, last=15)
         """
         match = re.fullmatch(r"(?:steps=)?([0-9]{1,15}):([0-9]{1,15})", text)
-        if match is None:
-            raise ArgumentError(
-                "invalid range of steps", got=repr(text), expected="such as steps=10:15"
-            )
-        first, last = map(int, match.groups())
+        first, last = map(int, match.groups()) if match else (0, 0)
         if not first < last <= first + MAX_STEPS:
-            raise ArgumentError(
-                "invalid range of steps",
-                got=repr(text),
-                expected=f"first < last, and at most {MAX_STEPS} steps",
-            )
+            expected = f"such as steps=10:15, at most {MAX_STEPS} steps"
+            raise ArgumentError("invalid range of steps", got=repr(text), expected=expected)
         return cls(first, last)
 
 
 class Profiler:
-    """Trace a range of steps of this process.
-
-    Args:
-        folder: folder of the run.
-        steps: range to trace; None disables tracing.
-    """
+    """Trace a range of steps of this process into the run's folder; None disables it."""
 
     def __init__(self, folder: Path, steps: StepRange | None):
         self._folder, self._steps, self._is_tracing = folder / FOLDER, steps, False
@@ -67,12 +50,7 @@ class Profiler:
             self._is_tracing = True
 
     def after(self, step: int, results: Any) -> None:
-        """Stop the trace after its last step.
-
-        Args:
-            step: number of the dispatched step.
-            results: its outputs; waited for before the trace stops.
-        """
+        """Stop the trace after its last step, once the outputs of that step are ready."""
         if self._is_tracing and self._steps is not None and step + 1 >= self._steps.last:
             jax.block_until_ready(results)
             self.close()
@@ -85,9 +63,5 @@ class Profiler:
 
 
 def find_traces(folder: Path) -> list[Path]:
-    """Return the trace folders of a run, oldest first.
-
-    Args:
-        folder: folder of the run.
-    """
+    """Return the trace folders in a run's folder, oldest first."""
     return sorted(path for path in (folder / FOLDER).glob("plugins/profile/*") if path.is_dir())

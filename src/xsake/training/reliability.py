@@ -17,10 +17,10 @@ from jaxtyping import Array, Bool, Float
 from xsake._io import atomic_write
 from xsake._provenance import installed_versions, source_digest
 from xsake.errors import ArgumentError, CheckpointError, XsakeError
-from xsake.observability.metrics_file import parse_line
+from xsake.observability.log import parse_line
 from xsake.training import processes, verify
 from xsake.training.config import TrainingConfig
-from xsake.training.data.index import SPLITS, read_index
+from xsake.training.data import SPLITS, read_index
 from xsake.training.processes import gather
 from xsake.training.sections import GuardSection
 

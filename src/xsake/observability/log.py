@@ -8,7 +8,6 @@ import json
 import math
 import time
 import warnings
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from xsake._io import JsonlLog
 from xsake.errors import ArgumentError
 from xsake.observability.metrics import rename_metrics
 
+MAX_STEP = 2**53  # integers above it are inexact in float64 and JavaScript
 _MAX_BUFFERED_LINES = 100_000  # while the disk is full
 
 
@@ -34,21 +34,12 @@ class MetricsFile:
         self._has_warned = False
 
     def start_attempt(self, step: int, **about: Any) -> None:
-        """Write the start of an attempt; earlier lines from this step on are superseded.
-
-        Args:
-            step: first step of the attempt.
-            about: other facts, such as the number of steps.
-        """
-        self._put({"event": "began", "from_step": step, "wall": _now(), **about})
+        """Write the first step of an attempt, and facts such as the number of steps."""
+        self._put({"event": "began", "from_step": step, "wall": round(time.time(), 3), **about})
 
     def end_attempt(self, ending: str) -> None:
-        """Write the end of an attempt.
-
-        Args:
-            ending: such as "done" or "stopped".
-        """
-        self._put({"event": "ended", "ending": ending, "wall": _now()})
+        """Write the end of an attempt, such as "done" or "stopped"."""
+        self._put({"event": "ended", "ending": ending, "wall": round(time.time(), 3)})
 
     def add(self, step: int, **values: Any) -> None:
         """Write the metrics of a step."""
@@ -57,7 +48,7 @@ class MetricsFile:
     def _put(self, values: dict[str, Any]) -> None:
         if self._log is None:
             return
-        self._buffer.append(json.dumps(_replace_nonfinite(values)))
+        self._buffer.append(json.dumps(replace_nonfinite(values)))
         try:
             while self._buffer:
                 self._log.append(self._buffer[0])
@@ -72,23 +63,18 @@ class MetricsFile:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Return the current lines of a metrics file: the last result of each step.
 
-    Truncated lines are skipped.
+    Events, truncated lines, and lines superseded by a later attempt are left out.
     """
     try:
         text = path.read_bytes()
     except OSError as error:
         raise ArgumentError("cannot read metrics", got=f"{path}: {error.strerror}") from error
-    return select_current_steps(line for line in map(parse_line, text.split(b"\n")) if line)
-
-
-def select_current_steps(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the lines of steps without events and without those superseded by a later attempt."""
     current: list[dict[str, Any]] = []
-    for line in lines:
+    for line in filter(None, map(parse_line, text.split(b"\n"))):
         if line.get("event") == "began":
             while current and current[-1]["step"] >= line["from_step"]:
                 current.pop()
-        elif "step" in line:
+        elif "event" not in line:
             current.append(line)
     return current
 
@@ -102,20 +88,20 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
     if not isinstance(value, dict):
         return None
     step = value.get("from_step") if "event" in value else value.get("step")
-    is_number = isinstance(step, int) and not isinstance(step, bool) and 0 <= step < 2**53
-    return rename_metrics(value) if is_number or value.get("event") == "ended" else None
+    return rename_metrics(value) if is_step(step) or value.get("event") == "ended" else None
 
 
-def _replace_nonfinite(value: Any) -> Any:
+def is_step(value: Any) -> bool:
+    """Whether a JSON value is the number of a step."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < MAX_STEP
+
+
+def replace_nonfinite(value: Any) -> Any:
     """Replace non-finite numbers, which JSON cannot represent, by None."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, list | tuple):
-        return [_replace_nonfinite(part) for part in value]
+        return [replace_nonfinite(part) for part in value]
     if isinstance(value, dict):
-        return {name: _replace_nonfinite(part) for name, part in value.items()}
+        return {name: replace_nonfinite(part) for name, part in value.items()}
     return value
-
-
-def _now() -> float:
-    return round(time.time(), 3)

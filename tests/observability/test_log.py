@@ -93,7 +93,7 @@ def test_only_the_first_process_writes(tmp_path, monkeypatch):
 
 WRITER = """
 import pathlib, sys
-from xsake.observability.metrics_file import MetricsFile
+from xsake.observability.log import MetricsFile
 metrics, step = MetricsFile(pathlib.Path(sys.argv[1])), 0
 while True:
     metrics.add(step, entropy=[[0.123456] * 512] * 8)
