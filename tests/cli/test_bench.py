@@ -5,33 +5,32 @@ import json
 import os
 
 import pytest
-from typer.testing import CliRunner
 
 from xsake.bench import append_rows, read_rows
 from xsake.bench.compare import PRODUCT
-from xsake.cli.bench import bench_app
-
-
-def invoke(*arguments):
-    return CliRunner().invoke(bench_app, list(arguments), env={"COLUMNS": "200"})
 
 
 @pytest.fixture(scope="module")
-def rows(tmp_path_factory):
+def invoke(run):
+    return lambda *words: run("bench", *words)
+
+
+@pytest.fixture(scope="module")
+def rows(invoke, tmp_path_factory):
     path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
     asked = "attention --shape gemma-3-1b --tokens 48,64,80 --densities 60% --block 16 --repeats 2"
-    shown = invoke(*asked.split(), "-o", str(path))
+    shown = invoke(*asked.split(), "-o", path)
     assert shown.exit_code == 0, shown.output
     assert "xsake, 60%" in shown.output and "jax.nn" in shown.output
     return path
 
 
-def test_rows_are_kept_shown_as_a_page_and_compared(rows, tmp_path):
+def test_rows_are_kept_shown_as_a_page_and_compared(invoke, rows, tmp_path):
     assert len(read_rows(rows)) == 9
     page = tmp_path / "page.html"
-    assert invoke("report", str(rows), "-o", str(page)).exit_code == 0
+    assert invoke("report", rows, "-o", page).exit_code == 0
     assert "Growth" in page.read_text()
-    same = invoke("compare", str(rows), str(rows))
+    same = invoke("compare", rows, rows)
     assert same.exit_code == 0 and "1.000" in same.output
     slower = [
         row.model_copy(update={"ratios": tuple(
@@ -41,11 +40,11 @@ def test_rows_are_kept_shown_as_a_page_and_compared(rows, tmp_path):
         for row in read_rows(rows)
     ]  # fmt: skip
     append_rows(tmp_path / "slower.jsonl", slower)
-    worse = invoke("compare", str(rows), str(tmp_path / "slower.jsonl"))
+    worse = invoke("compare", rows, tmp_path / "slower.jsonl")
     assert worse.exit_code == 1 and "slower" in worse.output
 
 
-def test_a_trace_has_one_call_of_each_side(tmp_path):
+def test_a_trace_has_one_call_of_each_side(invoke, tmp_path):
     words = "backward --shape gemma-3-1b --tokens 48 --densities 60% --block 16 --repeats 1 --trace"
     shown = invoke(*words.split(), str(tmp_path))
     assert shown.exit_code == 0, shown.output
@@ -56,7 +55,7 @@ def test_a_trace_has_one_call_of_each_side(tmp_path):
     assert {"xsake, all blocks", "xsake, 60%", "jax.nn"} <= names
 
 
-def test_the_process_keeps_to_the_cores_it_was_given():
+def test_the_process_keeps_to_the_cores_it_was_given(invoke):
     before = os.sched_getaffinity(0)
     try:
         words = "decode --shape gemma-3-1b --tokens 32 --repeats 1 --num-threads 1"
@@ -78,7 +77,7 @@ def test_the_process_keeps_to_the_cores_it_was_given():
         ("compare nothing.jsonl nothing.jsonl", "nothing.jsonl"),
     ],
 )
-def test_what_cannot_run_is_told_with_exit_code_2(words, told):
+def test_what_cannot_run_is_told_with_exit_code_2(invoke, words, told):
     shown = invoke(*words.split())
     assert shown.exit_code == 2 and told in shown.output
 
@@ -101,7 +100,7 @@ steps = 10
 
 
 @pytest.mark.slow  # a minute of training steps
-def test_training_steps_of_several_runs_are_compared(tmp_path):
+def test_training_steps_of_several_runs_are_compared(invoke, tmp_path):
     (tmp_path / "dense.toml").write_text(RUN)
     (tmp_path / "window.toml").write_text(
         RUN + '[attention]\nkind = "mask"\nmask = "window(15, 0)"\n'
@@ -124,7 +123,7 @@ def test_training_steps_of_several_runs_are_compared(tmp_path):
         ('attention={kind="plan",budget=0.5,block=4}', "has no plan before it calibrates"),
     ],
 )
-def test_a_step_that_cannot_be_timed_alone_is_refused(tmp_path, setting, told):
+def test_a_step_that_cannot_be_timed_alone_is_refused(invoke, tmp_path, setting, told):
     (tmp_path / "run.toml").write_text(RUN)
     shown = invoke("training", str(tmp_path / "run.toml"), "--set", setting)
     assert shown.exit_code == 2 and told in shown.output

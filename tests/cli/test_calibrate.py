@@ -4,67 +4,49 @@ import json
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 from tests.cli import tiny
-from xsake import cli
 from xsake.evaluation import read_report
 from xsake.hads import Profile, SparsityPlan
-from xsake.model import observer
 
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return tiny.save_checkpoint(tmp_path_factory.mktemp("models"))
+PAIRS = 2 * 78  # visible blocks of both heads
 
 
 @pytest.fixture
-def texts(tmp_path):
-    return tiny.save_texts(tmp_path / "texts.txt")
+def invoke(run, checkpoint, texts, tmp_path):
+    """Runs the command; by the policy that needs no gradients unless another is given."""
 
-
-@pytest.fixture
-def quick(monkeypatch):
-    reader = type("Reader", (tiny.QuickObserver,), {})
-    monkeypatch.setattr(observer, "Observer", reader)
-    return reader
-
-
-@pytest.fixture
-def invoke(checkpoint, texts, tmp_path):
-    def call(*arguments, verb="calibrate", name="plan.json", is_default=False):
-        """Runs the command; by the policy that needs no gradients, unless told."""
-        always = ["--text", texts, "--context", 96, "-o", tmp_path / name]
-        always += ["--block", tiny.BLOCK] if verb == "calibrate" else []
-        if verb == "calibrate" and "--policy" not in arguments and not is_default:
-            always += ["--policy", "kl"]
-        command = [verb, checkpoint, *always, *arguments]
-        return CliRunner().invoke(cli.app, list(map(str, command)), env={"COLUMNS": "160"})
+    def call(*arguments, name="plan.json", policy="kl"):
+        always = ["--text", texts, "--context", 96, "-o", tmp_path / name, "--block", tiny.BLOCK]
+        return run("calibrate", checkpoint, *always, "--policy", policy, *arguments)
 
     return call
 
 
-def test_a_checkpoint_is_calibrated_and_its_plan_evaluated(invoke, tmp_path):
-    done = invoke("--budget", "60%", "--max-documents", 1, is_default=True)
+def test_a_checkpoint_is_calibrated_and_its_plan_evaluated(
+    invoke, run, checkpoint, texts, tmp_path
+):
+    done = invoke("--budget", "60%", "--max-documents", 1, policy="effect")
     assert done.exit_code == 0, done.output
     plan = SparsityPlan.load(tmp_path / "plan.json")
     profile = Profile.load(tmp_path / "plan.profile.json")
     assert plan.calibration.profile == profile.digest
     assert (plan.budget, plan.policy.name, plan.selector.name) == (0.6, "effect", "sampled")
     assert (plan.n, plan.calibration.documents) == (12, 1)
-    assert plan.blocks.sum() == round(0.6 * 2 * 78)
+    assert plan.blocks.sum() == round(0.6 * PAIRS)
     assert profile.documents[0].name.startswith("texts.txt#1")
     assert np.isfinite(profile.entropy).all() and profile.entropy.min() > 0
     assert profile.effects["sampled"].shape == profile.curves["sampled"].shape
     assert "2 of 2: texts.txt#1" in done.output and plan.summary in done.output
     assert f"written to {tmp_path / 'plan.json'}" in " ".join(done.output.split())
 
-    flags = ("--plan", tmp_path / "plan.json", "--no-far-copy", "--max-documents", 1)
-    done = invoke(*flags, verb="evaluate", name="evaluation.json")
+    out = tmp_path / "evaluation.json"
+    flags = "--context", 96, "--no-far-copy", "--max-documents", 1, "-o", out
+    done = run("evaluate", checkpoint, "--text", texts, "--plan", tmp_path / "plan.json", *flags)
     assert done.exit_code == 0, done.output
-    (result,) = read_report(tmp_path / "evaluation.json").contexts
+    (result,) = read_report(out).contexts
     assert result.comparison.kl.value > 0
-    assert result.comparison.budget == pytest.approx(plan.blocks.sum() / (2 * 78))
+    assert result.comparison.budget == pytest.approx(plan.blocks.sum() / PAIRS)
 
 
 def test_json_is_all_that_is_printed(quick, invoke, tmp_path):
@@ -90,33 +72,25 @@ def test_ctrl_c_leaves_with_130_and_the_same_command_goes_on(quick, invoke, tmp_
     assert SparsityPlan.load(tmp_path / "plan.json").heads == whole.heads
 
 
-def test_another_plan_of_the_same_texts_measures_nothing(quick, invoke, tmp_path):
+def test_other_plans_of_the_same_texts_measure_nothing(quick, invoke, tmp_path):
+    """Policies with a budget, with settings by name, and one that finds its own budget."""
     assert invoke("--budget", "60%").exit_code == 0
     quick.stops_after = 0
-    for policy in ("uniform", "entropy_budget", "mass", "static", "original"):
-        done = invoke("--budget", "70%", "--policy", policy)
+    asked = dict.fromkeys(("uniform", "mass", "static", "original"), ("--budget", "70%"))
+    asked |= {"entropy_budget": ("--budget", "70%"), "entropy": (), "top_p": ("--set", "p=0.9")}
+    asked["bounded"] = ("--set", "eps=0.05", "--budget", "70%")
+    for policy, flags in asked.items():
+        done = invoke(*flags, policy=policy)
         assert done.exit_code == 0, done.output
         plan = SparsityPlan.load(tmp_path / "plan.json")
-        assert (plan.policy.name, plan.blocks.sum()) == (policy, round(0.7 * 2 * 78))
-
-
-def test_a_policy_that_finds_its_own_budget_is_asked_for_none(quick, invoke, tmp_path):
-    done = invoke("--policy", "entropy")
-    assert done.exit_code == 0, done.output
-    plan = SparsityPlan.load(tmp_path / "plan.json")
-    assert plan.policy.name == "entropy" and plan.budget == plan.blocks.sum() / (2 * 78)
-    done = invoke("--policy", "entropy", "--budget", "60%")
-    assert done.exit_code == 2 and "omit --budget" in done.stderr
-
-
-def test_settings_of_a_policy_are_given_by_name(quick, invoke, tmp_path):
-    asked = {"bounded": ("eps=0.05", "--budget", "60%"), "top_p": ("p=0.9",)}
-    for policy, (setting, *budget) in asked.items():
-        done = invoke("--policy", policy, "--set", setting, *budget)
-        assert done.exit_code == 0, done.output
-        name, number = setting.split("=")
-        plan = SparsityPlan.load(tmp_path / "plan.json")
-        assert plan.policy.name == policy and plan.policy.settings[name] == float(number)
+        assert plan.policy.name == policy
+        if "--set" in flags:
+            name, number = flags[1].split("=")
+            assert plan.policy.settings[name] == float(number)
+        elif flags:
+            assert plan.blocks.sum() == round(0.7 * PAIRS)
+        else:
+            assert plan.budget == plan.blocks.sum() / PAIRS
 
 
 @pytest.mark.parametrize(
@@ -126,6 +100,7 @@ def test_settings_of_a_policy_are_given_by_name(quick, invoke, tmp_path):
         (("--budget", "20%", "--policy", "original"), "is smaller than the forced blocks"),
         (("--budget", "much"), "invalid density"),
         (("--budget", "140%"), "a share of the visible blocks"),
+        (("--budget", "60%", "--policy", "entropy"), "omit --budget"),
         (("--policy", "best"), "unknown policy"),
         (("--policy", "top_p"), "expected: p, curve"),
         (("--policy", "top_p", "--set", "p"), "invalid --set"),
@@ -149,25 +124,22 @@ def test_what_cannot_run_says_why_before_anything_is_measured(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["texts.txt"]
 
 
-def test_texts_that_begin_alike_are_refused(quick, invoke, texts):
+def test_texts_that_begin_alike_and_a_bad_output_folder_are_refused(quick, invoke, texts, tmp_path):
+    (tmp_path / "file").write_text("")
+    done = invoke("--budget", "60%", name="file/plan.json")
+    assert done.exit_code == 2 and "Not a directory" in done.stderr, done.output
     texts.write_text("\n<|endoftext|>\n".join(["the cat sat on the mat. " * 20] * 2))
     done = invoke("--budget", "60%")
     assert done.exit_code == 2 and "duplicate calibration document" in done.stderr
 
 
-def test_a_folder_that_cannot_be_written_is_told(quick, invoke, tmp_path):
-    (tmp_path / "file").write_text("")
-    done = invoke("--budget", "60%", name="file/plan.json")
-    assert done.exit_code == 2 and "Not a directory" in done.stderr, done.output
-
-
 @pytest.mark.slow  # one more calibration
-def test_loss_is_measured_against_cost(invoke, quick, checkpoint, texts, tmp_path):
+def test_loss_is_measured_against_cost(invoke, run, quick, checkpoint, texts, tmp_path):
     assert invoke("--budget", "60%").exit_code == 0
     rows, picture = tmp_path / "quality.jsonl", tmp_path / "quality.png"
     words = ["bench", "quality", checkpoint, "--text", texts, "--context", 96, "--densities", "80%"]
     words += ["--profile", tmp_path / "plan.profile.json", "--policy", "kl", "-o", rows]
-    done = CliRunner().invoke(cli.app, list(map(str, [*words, "--plot", picture])))
+    done = run(*words, "--plot", picture)
     assert done.exit_code == 0, done.output
     plan, window = map(json.loads, rows.read_text().splitlines())
     assert (plan["name"], window["name"]) == ("plan", "window")

@@ -1,133 +1,248 @@
-"""`xsake doctor` as its user sees it."""
+"""`xsake doctor` as its user sees it, and --kernels with few cases and odd implementations."""
 
+import dataclasses
 import json
 import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import pytest
-from typer.testing import CliRunner
 
 import xsake
-from xsake.cli import app, doctor
+from xsake.cli import doctor
 from xsake.errors import UnsupportedError
+from xsake.kernels.block_sparse import api, reference
+from xsake.kernels.dispatch import BackendSpec
+from xsake.masks import Causal
+from xsake.testing import report as conformance
+from xsake.testing.cases import ConformanceCase
 
-SELF_TEST = doctor.SelfTest("xla", max_error=1e-7, seconds=0.5, problem=None)
 REPORT = doctor.DoctorReport(
     versions={"xsake": "0.1.0", "jax": "0.12", "flax": None},
     backend="cpu",
     devices=["TFRT_CPU_0 (cpu)"],
     implementations={"xla": None, "mosaic_tpu": "needs a TPU; this is [cpu]"},
     compilation_cache=doctor.CompilationCache(directory=None, writable=None),
-    self_tests=[SELF_TEST],
+    self_tests=[doctor.SelfTest("xla", max_error=1e-7, seconds=0.5, problem=None)],
 )
 
 
-def invoke(*arguments: str):
-    return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "120"})
-
-
-@pytest.fixture
-def report(monkeypatch):
-    """Replaces what doctor finds, so that printing is tested without computing."""
-
-    def replace(**changes):
-        changed = REPORT.__class__(**{**vars(REPORT), **changes})
-        monkeypatch.setattr(doctor, "collect_report", lambda: changed)
-
-    return replace
-
-
-def test_a_healthy_machine_passes_its_self_test():
-    found = doctor.collect_report()
-    assert found.healthy, found.self_tests
-    assert {test.implementation for test in found.self_tests} >= {"reference", "xla"}
-    assert found.versions["xsake"] == xsake.__version__
-    assert found.versions["jax"] == jax.__version__
-    assert found.backend == jax.default_backend()
-
-
-def test_json_is_one_object_and_nothing_else():
-    command = [sys.executable, "-c", "from xsake.cli import app; app()", "doctor", "--json"]
+def test_a_healthy_machine_passes_its_self_test_and_json_is_one_object():
+    program = (
+        "import sys; from xsake.cli import app; assert 'xsake.testing' not in sys.modules; app()"
+    )
+    command = [sys.executable, "-c", program, "doctor", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     printed = json.loads(done.stdout)
     assert printed["healthy"] is True
     assert printed["implementations"]["xla"] is None
     assert printed["compilation_cache"] == {"directory": None, "writable": None}
+    assert {test["implementation"] for test in printed["self_tests"]} >= {"reference", "xla"}
+    assert printed["versions"]["xsake"] == xsake.__version__
+    assert printed["versions"]["jax"] == jax.__version__
 
 
-def test_the_table_names_what_cannot_run_and_why(report):
-    report()
-    result = invoke("doctor")
-    assert result.exit_code == 0
-    assert "needs a TPU; this is [cpu]" in result.output
-    assert "flax" in result.output
-    assert "self-test passed" in result.output
+FAILED = doctor.SelfTest("xla", 0.3, 0.5, "differs from the reference")
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "texts"),
+    [
+        ({}, 0, ("needs a TPU; this is [cpu]", "flax", "self-test passed")),
+        ({"self_tests": [FAILED]}, 1, ("self-test failed: differs",)),
+        ({"self_tests": [], "implementations": {"xla": "no device"}}, 1, ("no device",)),
+    ],
+)
+def test_the_table_names_what_cannot_run_and_why(run, monkeypatch, changes, code, texts):
+    monkeypatch.setattr(doctor, "collect_report", lambda: dataclasses.replace(REPORT, **changes))
+    result = run("doctor")
+    assert result.exit_code == code
+    assert all(text in result.output for text in texts)
     assert len(result.output.splitlines()) < 24
 
 
-def test_a_failed_self_test_is_shown_and_ends_with_exit_code_1(report):
-    report(self_tests=[doctor.SelfTest("xla", 0.3, 0.5, "differs from the reference")])
-    result = invoke("doctor")
-    assert result.exit_code == 1
-    assert "self-test failed: differs" in result.output
+def _wrong(q, k, v, *, mask, implementation):
+    return q + (implementation == "xla") * 1e-3
 
 
-@pytest.fixture
-def replace_attention(monkeypatch):
-    """Puts another function in the place of attention, and forgets what was compiled with it."""
-
-    def replace(function):
-        monkeypatch.setattr(xsake, "attention", function)
-        doctor._forward_and_gradients.clear_cache()
-
-    yield replace
-    doctor._forward_and_gradients.clear_cache()
+def _raising(q, k, v, *, mask, implementation):
+    if implementation == "xla":
+        raise UnsupportedError("not today")
+    return q
 
 
-def test_a_wrong_implementation_is_found(replace_attention):
-    def wrong(q, k, v, *, mask, implementation):
-        return q + (implementation == "xla") * 1e-3
-
-    replace_attention(wrong)
-    reference, xla = doctor._self_tests(["reference", "xla"])
-    assert reference.problem is None
-    assert xla.problem is not None and "away from the reference" in xla.problem
-
-
-def test_an_implementation_that_raises_is_reported(replace_attention):
-    def picky(q, k, v, *, mask, implementation):
-        if implementation == "xla":
-            raise UnsupportedError("not today")
-        return q
-
-    replace_attention(picky)
-    (test,) = doctor._self_tests(["xla"])
-    assert test.problem is not None and "not today" in test.problem
-
-
-def test_nan_is_a_failure_and_never_reaches_json(replace_attention):
-    replace_attention(lambda q, k, v, **_: q * float("nan"))
-    (test,) = doctor._self_tests(["xla"])
-    assert test.problem == "NaN or infinity in the results"
-    assert test.max_error is None
-
-
-def test_a_machine_where_nothing_runs_is_not_healthy(report):
-    report(implementations={"xla": "no device"}, self_tests=[])
-    assert invoke("doctor").exit_code == 1
+@pytest.mark.parametrize(
+    ("attention", "problem"),
+    [
+        (_wrong, "away from the reference"),
+        (_raising, "not today"),
+        (lambda q, k, v, **_: q * float("nan"), "NaN or infinity in the results"),
+    ],
+)
+def test_a_wrong_implementation_is_found(monkeypatch, attention, problem):
+    monkeypatch.setattr(xsake, "attention", attention)
+    doctor.forward_and_gradients.clear_cache()
+    (test,) = doctor.run_self_tests(["xla"])
+    doctor.forward_and_gradients.clear_cache()
+    assert problem in test.problem
+    assert test.max_error is None or attention is _wrong  # NaN never reaches JSON
 
 
 def test_a_cache_below_a_missing_directory_is_judged_by_its_parent(tmp_path):
-    wanted = tmp_path / "not" / "there"
-    jax.config.update("jax_compilation_cache_dir", str(wanted))
+    folder = tmp_path / "not" / "there"
+    jax.config.update("jax_compilation_cache_dir", str(folder))
     try:
-        assert doctor._compilation_cache() == doctor.CompilationCache(str(wanted), writable=True)
+        assert doctor.find_compilation_cache() == doctor.CompilationCache(
+            str(folder), writable=True
+        )
     finally:
         jax.config.update("jax_compilation_cache_dir", None)
     assert not (tmp_path / "not").exists()
 
 
-def test_version_is_the_package_version():
-    assert invoke("--version").output.strip() == xsake.__version__
+def test_version_is_the_package_version_and_options_of_kernels_need_it(run):
+    assert run("--version").output.strip() == xsake.__version__
+    assert run("doctor", "--implementation", "reference").exit_code == 2
+
+
+TINY = ConformanceCase(
+    "tiny", Causal(), block=(8, 8), q_tokens=12, kv_tokens=12, head_dim=8, value_dim=8
+)
+HALF = dataclasses.replace(TINY, name="tiny_bfloat16", dtype="bfloat16")
+
+
+class Odd:
+    """The reference, but it declines, fails or is wrong in bfloat16."""
+
+    count_passes = staticmethod(reference.count_passes)
+    backward = staticmethod(reference.backward)
+
+    def __init__(self, oddity):
+        self._oddity = oddity
+
+    def unsupported_reason(self, inputs, config, platform):
+        declines = self._oddity == "declines" and inputs.q.dtype == jnp.bfloat16
+        return "it has no [bfloat16]" if declines else None
+
+    def forward(self, inputs, config, platform):
+        out, lse = reference.forward(inputs, config, platform)
+        if inputs.q.dtype == jnp.bfloat16:
+            if self._oddity == "interrupts":
+                raise KeyboardInterrupt
+            if self._oddity == "breaks":
+                raise RuntimeError("the compiler [gave up]\nand a long story")
+            wrong = {"wrong": 0.5, "nan": jnp.nan}.get(self._oddity, 0)
+            out = out + jnp.asarray(wrong, out.dtype)
+        return out, lse
+
+
+@pytest.fixture
+def kernels(run, monkeypatch, tmp_path):
+    """Runs the suite over two cases with an odd implementation; gives result and report."""
+    monkeypatch.setattr(conformance, "CASES", [TINY, HALF])
+    kept = tuple(spec for spec in api.OP.backends if spec.name != "xla")  # compiles slowly
+    monkeypatch.chdir(tmp_path)
+
+    def invoke(oddity, *arguments, every=False):
+        # Named after its oddity, as what was compiled is remembered by name.
+        platforms = ("tpu",) if oddity == "elsewhere" else None
+        spec = BackendSpec(oddity, Odd(oddity), platforms, is_on_request=True)
+        monkeypatch.setattr(api.OP, "backends", (*kept, spec))
+        chosen = [] if every else ["--implementation", oddity]
+        result = run("doctor", "--kernels", *chosen, *arguments)
+        files = list(tmp_path.glob("*.json"))
+        return result, json.loads(files[0].read_text()) if files else None
+
+    return invoke
+
+
+def test_what_is_right_passes_and_the_report_says_with_what(kernels):
+    result, report = kernels("nothing", every=True)
+    assert result.exit_code == 0, result.output
+    assert "xsake-kernels-cpu.json" in result.output and "4 of 4" in result.output
+    assert report["schema_version"] == 1
+    assert report["complete"] and report["healthy"] and report["running"] is None
+    assert report["summary"]["reference"] == {"passed": 2, "failed": 0, "declined": 0}
+    assert (report["platform"], report["device_kind"]) == ("cpu", "cpu")
+    assert {"jax", "jaxlib", "numpy", "python"} <= report["versions"].keys()
+    assert len(report["source"]) == 16
+    assert report["made_at"] and report["host_processor"] and "commit" in report
+    row = report["rows"][0]
+    assert [array["array"] for array in row["arrays"]] == ["out", "lse", "d_q", "d_k", "d_v"]
+    assert all(0 <= array["allowance_used"] <= 1 for array in row["arrays"])
+
+
+@pytest.mark.parametrize(
+    ("oddity", "code", "verdict", "words", "shown"),
+    [
+        ("wrong", 1, "failed", "max error", "wrong tiny_bfloat16: out: max error"),
+        ("nan", 1, "failed", "non-finite", "nan tiny_bfloat16: "),
+        ("breaks", 1, "failed", "and a long story", "RuntimeError: the compiler [gave up]"),
+        ("declines", 0, "declined", "it has no [bfloat16]",
+         "declines declined 1: it has no [bfloat16] (tiny_bfloat16)"),
+    ],
+)  # fmt: skip
+def test_failures_and_declined_cases_have_reasons_and_the_run_goes_on(
+    kernels, oddity, code, verdict, words, shown
+):
+    result, report = kernels(oddity, every=True)
+    assert result.exit_code == code, result.output
+    assert shown in result.output and "long story" not in result.output
+    assert report["complete"] and report["healthy"] == (code == 0)
+    row = report["rows"][-1]
+    assert (row["verdict"], words in row["words"]) == (verdict, True)
+    if oddity == "wrong":
+        assert row["arrays"][0]["allowance_used"] > 1
+    if oddity == "nan":
+        assert row["arrays"][0]["max_error"] is None
+    assert json.loads(kernels(oddity, "--json")[0].stdout)["asked"] == [oddity]
+
+
+def test_declining_everything_is_no_success(kernels, monkeypatch):
+    monkeypatch.setattr(conformance, "CASES", [HALF])
+    result, report = kernels("declines")
+    assert result.exit_code == 1 and not report["healthy"]
+
+
+def test_ctrl_c_keeps_what_is_done(kernels):
+    result, report = kernels("interrupts", "--report", "mine.json")
+    assert result.exit_code == 130
+    assert "Interrupted after 1 of 2" in result.output
+    assert not report["complete"]
+    assert [row["case"] for row in report["rows"]] == ["tiny"]
+    assert report["running"] == ["interrupts", "tiny_bfloat16"]
+
+
+def test_the_report_is_written_before_every_case(kernels, monkeypatch, tmp_path):
+    seen = []
+
+    def look(attention, name, case):
+        found = json.loads((tmp_path / "xsake-kernels-cpu.json").read_text())
+        seen.append((found["running"], len(found["rows"]), found["complete"]))
+        return conformance.ConformanceRow(name, case.name, case.dtype, "passed", None, 0.0)
+
+    monkeypatch.setattr(conformance, "run_case", look)
+    kernels("nothing")
+    assert seen == [(["nothing", "tiny"], 0, False), (["nothing", "tiny_bfloat16"], 1, False)]
+
+
+@pytest.mark.parametrize(
+    ("oddity", "more", "why"),
+    [
+        ("elsewhere", (), "tpu only"),
+        ("elsewhere", ("--implementation", "x"), "unknown name"),
+        ("nothing", ("--report", "missing/report.json"), "Cannot write the report"),
+    ],
+)
+def test_what_cannot_run_here_is_an_error_with_the_reason(kernels, oddity, more, why):
+    result, report = kernels(oddity, *more)
+    assert result.exit_code == 2 and why in result.output and report is None
+
+
+def test_what_cannot_run_here_is_listed_with_what_can(kernels):
+    result, report = kernels("elsewhere", every=True)
+    assert result.exit_code == 0
+    assert "elsewhere cannot run here: it runs on tpu only" in result.output
+    assert "elsewhere" not in report["summary"]

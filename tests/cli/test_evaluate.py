@@ -4,70 +4,46 @@ import json
 
 import numpy as np
 import pytest
-import tokenizers
-from typer.testing import CliRunner
 
-from tests.evaluation import sample
-from xsake import cli, masks
-from xsake.cli.subject import bos_prefix
-from xsake.evaluation import read_report, run
+from xsake import masks
+from xsake.cli.load import bos_prefix
+from xsake.evaluation import read_report
+from xsake.evaluation import run as evaluation
 from xsake.evaluation.score import Scores
 from xsake.layout import BlockLayout
 from xsake.masks import Causal, Sinks, Window
-from xsake.model.huggingface import export
 
 NEAR = "window(left=15, right=0) | sinks(2)"
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    """One random layer over bytes, and a tokenizer that makes a token of every byte."""
-    folder = export(sample.model(), tmp_path_factory.mktemp("models") / "tiny", family="llama")
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    found = tokenizers.Tokenizer(tokenizers.models.BPE({x: i for i, x in enumerate(alphabet)}, []))
-    found.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    found.save(str(folder / "tokenizer.json"))
-    return folder
-
-
 @pytest.fixture
-def texts(tmp_path):
-    path = tmp_path / "texts.txt"
-    path.write_text("\n<|endoftext|>\n".join(["the cat sat on the mat. " * 20] * 2 + ["short"]))
-    return path
-
-
-@pytest.fixture
-def invoke(checkpoint, texts, tmp_path):
-    def call(*arguments, context="32", probe=("--no-far-copy",)):
-        out = str(tmp_path / "r.json")
-        always = ["--text", str(texts), "--context", context, *probe, "-o", out]
-        command = ["evaluate", str(checkpoint), *always, *map(str, arguments)]
-        return CliRunner().invoke(cli.app, command, env={"COLUMNS": "160"})
+def invoke(run, checkpoint, texts, tmp_path):
+    def call(*arguments, probe=("--no-far-copy",)):
+        always = "--text", texts, "--context", 32, *probe, "-o", tmp_path / "r.json"
+        return run("evaluate", checkpoint, *always, *arguments)
 
     return call
 
 
-class QuickScorer:
-    """Every token costs 2 nats, and one more with a candidate."""
-
-    stops = False
-
-    def __init__(self, model, candidate=None):
-        self._has_candidate = candidate is not None
-
-    def __call__(self, tokens):
-        if self.stops:
-            raise KeyboardInterrupt
-        ones = np.ones(len(tokens) - 1, np.float32)
-        return Scores(2 * ones, 3 * ones, ones, ones > 2) if self._has_candidate else Scores(ones)
-
-
 @pytest.fixture
 def quick(monkeypatch):
-    scorer = type("Scorer", (QuickScorer,), {})
-    monkeypatch.setattr(run, "Scorer", scorer)
-    return scorer
+    """Every token costs 2 nats, and one more with a candidate."""
+
+    class QuickScorer:
+        stops = False
+
+        def __init__(self, model, candidate=None):
+            self._has_candidate = candidate is not None
+
+        def __call__(self, tokens):
+            if self.stops:
+                raise KeyboardInterrupt
+            ones = np.ones(len(tokens) - 1, np.float32)
+            candidate = (3 * ones, ones, ones > 2) if self._has_candidate else ()
+            return Scores(2 * ones, *candidate)
+
+    monkeypatch.setattr(evaluation, "Scorer", QuickScorer)
+    return QuickScorer
 
 
 def test_a_checkpoint_is_evaluated_from_end_to_end(invoke, tmp_path):
@@ -135,7 +111,7 @@ def test_a_mask_and_a_layout_may_come_from_files(quick, invoke, tmp_path):
         (("--mask", NEAR, "--layout", "none.json"), "one of --mask, --layout, --plan"),
         (("--text", "none.txt"), "text not found"),
         (("--max-documents", "0"), "documents=0"),
-        (("--context", "many"), "--context takes integers"),
+        (("--context", "many"), "invalid --context"),
         (("--context", "5000"), "at least 5000 tokens"),
         (("--context", "32,32"), "no duplicates"),
     ],
@@ -146,21 +122,14 @@ def test_what_cannot_run_says_why_and_leaves_with_2(quick, invoke, arguments, wo
     assert words in done.stderr
 
 
-def test_a_folder_without_a_model_is_refused(texts, tmp_path):
-    command = ["evaluate", str(tmp_path), "--text", str(texts)]
-    done = CliRunner().invoke(cli.app, command)
+def test_a_folder_without_a_model_is_refused(run, texts, tmp_path):
+    done = run("evaluate", tmp_path, "--text", texts)
     assert (done.exit_code, "XSK-" in done.stderr) == (2, True), done.output
 
 
-def test_the_opening_is_what_the_tokenizer_adds_before_a_text():
-    def adding(before, after):
-        added = lambda text, add_special_tokens: (
-            [*before, 65, *after] if add_special_tokens else [65]
-        )
-        return lambda text, add_special_tokens=False: np.array(
-            added(text, add_special_tokens), np.int32
-        )
+@pytest.mark.parametrize(("before", "after"), [([], []), ([1], [2]), ([], [2])])
+def test_the_prefix_is_what_the_tokenizer_adds_before_a_text(before, after):
+    def encode(text, add_special_tokens=False):
+        return np.array([*before, 65, *after] if add_special_tokens else [65], np.int32)
 
-    assert bos_prefix(adding([], [])) == ()
-    assert bos_prefix(adding([1], [2])) == (1,)
-    assert bos_prefix(adding([], [2])) == ()
+    assert bos_prefix(encode) == tuple(before)

@@ -5,12 +5,10 @@ import json
 import jax
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 from tests.training.data_sample import save_data
 from tests.training.test_config import config
 from tests.training.test_guard import drawn_state
-from xsake.cli import app
 from xsake.model import huggingface
 from xsake.training.checkpointing import CheckpointStore
 from xsake.training.state import ModelDefinition, define_model, reorder_heads
@@ -19,7 +17,7 @@ ORDER = ((1, 0), (0, 1))
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
+def trained(tmp_path_factory):
     """A run of two steps; at the second its heads are in another order."""
     folder = tmp_path_factory.mktemp("run")
     data = save_data(folder / "data", 100)
@@ -34,37 +32,30 @@ def run(tmp_path_factory):
     return folder, state
 
 
-def exported(*arguments) -> str:
-    found = CliRunner().invoke(app, ["export", *map(str, arguments)])
-    assert found.exit_code == 0, found.output
-    return found.output
+@pytest.fixture
+def export(run, trained, tmp_path):
+    return lambda *flags: run("export", trained[0], "-o", tmp_path / "model", *flags)
 
 
 @pytest.mark.parametrize("step", [1, 2])
-def test_a_step_becomes_a_model_with_its_heads_in_their_own_order(run, tmp_path, step):
-    folder, state = run
-    said = exported(folder, "-o", tmp_path / "model", "--step", step)
-    assert f"step {step} written" in said
+def test_a_step_becomes_a_model_with_its_heads_in_their_own_order(export, trained, tmp_path, step):
+    assert f"step {step} written" in export("--step", step).output
     model = huggingface.load(tmp_path / "model").model
     same = ModelDefinition.from_model(model).parameters(model)
-    jax.tree.map(np.testing.assert_array_equal, same, state.parameters)
+    jax.tree.map(np.testing.assert_array_equal, same, trained[1].parameters)
 
 
-def test_the_newest_step_is_taken_and_nothing_is_replaced_unasked(run, tmp_path):
-    assert "step 2 written" in exported(run[0], "-o", tmp_path / "model")
-    again = CliRunner().invoke(app, ["export", str(run[0]), "-o", str(tmp_path / "model")])
-    assert again.exit_code == 2
-    assert "step 1 written" in exported(run[0], "-o", tmp_path / "model", "--step", 1, "--replace")
+def test_the_newest_step_is_taken_and_nothing_is_replaced_unasked(export):
+    assert "step 2 written" in export().output
+    assert export().exit_code == 2
+    assert "step 1 written" in export("--step", 1, "--replace").output
 
 
-def test_a_folder_that_is_no_run_is_named(tmp_path):
-    found = CliRunner().invoke(app, ["export", str(tmp_path), "-o", str(tmp_path / "model")])
-    assert found.exit_code == 2 and "not the folder of a run" in found.output
-
-
-def test_a_run_of_a_stranger_cannot_command_the_terminal(run, tmp_path):
-    record = json.loads((run[0] / "config.json").read_text())
+def test_folders_that_are_no_run_are_named_and_cannot_command_the_terminal(run, trained, tmp_path):
+    done = run("export", tmp_path, "-o", tmp_path / "model")
+    assert done.exit_code == 2 and "not the folder of a run" in done.output
+    record = json.loads((trained[0] / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(record | {"\x1b]0;pwned\x07\x9b2J": 1}))
-    done = CliRunner().invoke(app, ["export", str(tmp_path), "-o", str(tmp_path / "out")])
+    done = run("export", tmp_path, "-o", tmp_path / "model")
     assert done.exit_code == 2 and "\\u001b]0;pwned" in done.output
     assert not set("\x1b\x07\x9b") & set(done.output)

@@ -3,54 +3,33 @@
 import json
 
 import pytest
-from typer.testing import CliRunner
 
 from tests.cli import tiny
 from tests.hads.sample import POOLED, profile
-from xsake import cli
 from xsake.hads import Profile, SparsityPlan, drift
 from xsake.hads.policies import KL, Static, Uniform
-from xsake.model import observer
-
-
-def invoke(*arguments):
-    return CliRunner().invoke(cli.app, ["plan", *map(str, arguments)], env={"COLUMNS": "160"})
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return tiny.save_checkpoint(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture
-def quick(monkeypatch):
-    reader = type("Reader", (tiny.QuickObserver,), {})
-    monkeypatch.setattr(observer, "Observer", reader)
-    return reader
+def calibrate(run, checkpoint, texts, tmp_path):
+    def call():
+        sizes = "--context", 96, "--block", tiny.BLOCK, "--policy", "kl", "--budget", "60%"
+        out = tmp_path / "plan.json"
+        done = run("calibrate", checkpoint, "--text", texts, *sizes, "-o", out)
+        assert done.exit_code == 0, done.output
+        return out
 
-
-def calibrate(checkpoint, texts, out):
-    command = ["calibrate", checkpoint, "--text", texts, "--context", 96, "--block", tiny.BLOCK]
-    command += ["--policy", "kl"]
-    command += ["--budget", "60%", "-o", out]
-    done = CliRunner().invoke(cli.app, list(map(str, command)))
-    assert done.exit_code == 0, done.output
-    return out
+    return call
 
 
 @pytest.fixture
-def texts(tmp_path):
-    return tiny.save_texts(tmp_path / "texts.txt")
+def plan(quick, calibrate):
+    return calibrate()
 
 
 @pytest.fixture
-def plan(quick, checkpoint, texts, tmp_path):
-    return calibrate(checkpoint, texts, tmp_path / "plan.json")
-
-
-@pytest.fixture
-def check(checkpoint, texts):
-    return lambda plan, *flags: invoke("validate", plan, checkpoint, "--text", texts, *flags)
+def check(run, checkpoint, texts):
+    return lambda plan, *flags: run("plan", "validate", plan, checkpoint, "--text", texts, *flags)
 
 
 def saved(path, policy, **options):
@@ -58,32 +37,28 @@ def saved(path, policy, **options):
     return path
 
 
-def test_a_plan_is_shown(tmp_path):
-    path = saved(tmp_path / "plan.json", KL(), selector=POOLED)
-    done = invoke("show", path)
-    assert done.exit_code == 0
-    assert done.output == str(SparsityPlan.load(path)) + "\n" and "densest heads" in done.output
-
-
-def test_two_plans_are_compared(tmp_path):
+def test_plans_are_shown_and_compared(run, tmp_path):
     old = saved(tmp_path / "old.json", Uniform(), selector=POOLED)
     new = saved(tmp_path / "new.json", KL(), selector=POOLED)
-    done = invoke("diff", old, new)
+    done = run("plan", "show", new)
+    assert done.exit_code == 0
+    assert done.output == str(SparsityPlan.load(new)) + "\n" and "densest heads" in done.output
+    done = run("plan", "diff", old, new)
     assert done.exit_code == 0 and "policy.name: uniform -> kl" in done.output
-    assert invoke("diff", old, old).output == "no difference\n"
+    assert run("plan", "diff", old, old).output == "no difference\n"
 
 
 @pytest.mark.parametrize("verb", [("show",), ("diff", "none.json")])
-def test_what_is_no_plan_is_refused(tmp_path, verb):
+def test_what_is_no_plan_is_refused(run, tmp_path, verb):
     (tmp_path / "plan.json").write_text("{}")
-    done = invoke(*verb, tmp_path / "plan.json")
+    done = run("plan", *verb, tmp_path / "plan.json")
     assert done.exit_code == 2 and "XSK-102" in done.stderr
 
 
-def test_a_plan_fits_the_texts_it_was_calibrated_on(checkpoint, texts, tmp_path):
+def test_a_plan_fits_the_texts_it_was_calibrated_on(calibrate, check, tmp_path):
     """The real model: what is read again is what was promised."""
-    plan = calibrate(checkpoint, texts, tmp_path / "plan.json")
-    done = invoke("validate", plan, checkpoint, "--text", texts)
+    plan = calibrate()
+    done = check(plan)
     assert done.exit_code == 0, done.output
     promised = drift.calibrated_loss(
         SparsityPlan.load(plan), Profile.load(tmp_path / "plan.profile.json")
@@ -101,33 +76,25 @@ def test_a_plan_that_does_not_fit_leaves_with_1(quick, plan, check):
     assert done.exit_code == 1, done.output
     assert "The plan does not fit: mean KL" in done.output and "on 1 document," in done.output
     assert "2 of 2 heads drifted: L0H" in done.output
-
-
-def test_json_is_all_that_is_printed(quick, plan, check):
-    quick.far = True
-    done = check(plan, "--json")
+    done = check(plan, "--json")  # which is all that is printed
     assert done.exit_code == 1
-    told = json.loads(done.stdout)
-    assert told["fits"] is False and told["documents"] == 2 and told["notes"] == []
-    assert told["mean_kl"] > 1.5 * told["promised_mean_kl"] > 0
-    assert told["limits"]["head_nats"] == 0.1
+    verdict = json.loads(done.stdout)
+    assert verdict["fits"] is False and verdict["documents"] == 2 and verdict["notes"] == []
+    assert verdict["mean_kl"] > 1.5 * verdict["promised_mean_kl"] > 0
+    assert verdict["limits"]["head_nats"] == 0.1
 
 
-def test_what_else_is_different_is_said(plan, check):
+def test_other_differences_are_listed_and_the_profile_may_lie_elsewhere(plan, check, tmp_path):
     changed = json.loads(plan.read_text())
     changed["model"]["digest"] = "another"
     plan.write_text(json.dumps(changed))
-    done = check(plan, "--context", 128)
-    assert done.exit_code in (0, 1), done.output
-    assert "Context: 128 tokens; calibrated with 96." in done.output
-    assert "The model's files differ from the calibrated ones." in done.output
-
-
-def test_the_profile_may_lie_elsewhere(plan, check, tmp_path):
     elsewhere = (tmp_path / "plan.profile.json").rename(tmp_path / "moved.json")
     done = check(plan)
     assert done.exit_code == 2 and "set --profile" in done.stderr
-    assert check(plan, "--profile", elsewhere).exit_code in (0, 1)
+    done = check(plan, "--context", 128, "--profile", elsewhere)
+    assert done.exit_code in (0, 1), done.output
+    assert "Context: 128 tokens; calibrated with 96." in done.output
+    assert "The model's files differ from the calibrated ones." in done.output
 
 
 def test_ctrl_c_leaves_with_130(quick, plan, check):
@@ -153,22 +120,20 @@ def test_what_cannot_run_says_why_and_leaves_with_2(plan, check, flags, words):
 
 def test_plans_of_other_models_and_static_ones_cannot_be_checked(check, tmp_path):
     profile(n=12).save(tmp_path / "plan.profile.json")
-    other = saved(tmp_path / "plan.json", KL(), selector=POOLED)
-    done = check(other, "--context", 96)
+    done = check(saved(tmp_path / "plan.json", KL(), selector=POOLED), "--context", 96)
     assert done.exit_code == 2 and "belongs to another model" in done.stderr, done.output
-    static = saved(tmp_path / "plan.json", Static())
-    done = check(static)
+    done = check(saved(tmp_path / "plan.json", Static()))
     assert done.exit_code == 2 and "xsake evaluate --plan" in done.stderr, done.output
 
 
 @pytest.mark.parametrize("command", ["show", "diff"])
-def test_a_plan_cannot_command_the_terminal(tmp_path, command):
+def test_a_plan_cannot_command_the_terminal(run, tmp_path, command):
     mine = saved(tmp_path / "mine.json", Uniform(), selector=POOLED)
     plan = json.loads(mine.read_text())
     plan["calibration"]["environment"]["cpu"] = "\x1b]0;pwned\x07\x9b2J"
     theirs = tmp_path / "theirs.json"
     theirs.write_text(json.dumps(plan))
-    done = invoke(command, *([mine] if command == "diff" else []), theirs)
+    done = run("plan", command, *([mine] if command == "diff" else []), theirs)
     assert done.exit_code == 0, done.output
     assert not set("\x1b\x07\x9b") & set(done.output)
     if command == "diff":

@@ -1,6 +1,6 @@
 """`xsake bench`: benchmark attention on this machine."""
 
-import dataclasses
+import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -8,19 +8,22 @@ import rich.console
 import typer
 from rich.table import Table
 
-from xsake.cli.aliases import App
-from xsake.cli.bench_quality import run_quality
-from xsake.cli.bench_training import run_training
-from xsake.cli.calibrate import parse_density
-from xsake.cli.cores import NumThreads, set_cpu_affinity
-from xsake.cli.exits import exit_codes
-from xsake.cli.screen import ProgressBar
+from xsake._io import atomic_write
+from xsake._progress import Progress
+from xsake.cli.errors import FAILED, exit_codes
+from xsake.cli.load import (
+    import_extra,
+    load_eval_model,
+    parse_density,
+    parse_ints,
+    set_cpu_affinity,
+)
+from xsake.cli.options import App, ModelFolder, NumThreads, PlotFile, RowsFile, TextFiles
+from xsake.cli.progress import ProgressBar
 from xsake.errors import ArgumentError
 
 bench_app = App(no_args_is_help=True, help="Benchmark attention on this machine.")
-bench_app.command("quality")(run_quality)
-bench_app.command("training")(run_training)
-INTERRUPTED_MESSAGE = "Interrupted. Rows of finished lengths are in the file."
+_INTERRUPTED = "Interrupted. Rows of finished lengths are in the file."
 _Shape = Annotated[str, typer.Option(help="Attention shape of a model: square, smollm2-135m, ...")]
 _Tokens = Annotated[str, typer.Option(help="Comma-separated sequence lengths.")]
 _Densities = Annotated[str, typer.Option(help="Comma-separated shares of the visible blocks.")]
@@ -29,10 +32,9 @@ _Dtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16.")]
 _Repeats = Annotated[int, typer.Option(min=1, help="Timed repeats, interleaved.")]
 _Tiles = Annotated[Path | None, typer.Option(help="Tile sizes written by `xsake bench tune`.")]
 _Trace = Annotated[Path | None, typer.Option(help="Trace one call per variant into this folder.")]
-_Out = Annotated[Path | None, typer.Option("--out", "-o", help="Append rows to this file.")]
 
 
-def _add_timing_command(experiment: str, text: str) -> None:
+def _add_timing_command(kind: str, text: str) -> None:
     """Register a command that times whole passes."""
 
     def run(
@@ -44,15 +46,15 @@ def _add_timing_command(experiment: str, text: str) -> None:
         repeats: _Repeats = 9,
         num_threads: NumThreads = None,
         tiles: _Tiles = None,
-        out: _Out = None,
+        out: RowsFile = None,
         trace: _Trace = None,
     ) -> None:
-        arguments = _BenchArguments(
-            shape, tokens, dtype, out, densities, block, repeats, num_threads, tiles, trace
-        )
-        _run(experiment, arguments)
+        _measure(
+            kind, shape, tokens, dtype, out, densities=densities, block=block, repeats=repeats,
+            num_threads=num_threads, tiles=tiles, trace=trace,
+        )  # fmt: skip
 
-    bench_app.command(experiment, help=text)(run)
+    bench_app.command(kind, help=text)(run)
 
 
 _add_timing_command("attention", "Time forward passes: dense, sparse and jax.nn, interleaved.")
@@ -66,13 +68,10 @@ def run_decode(
     dtype: _Dtype = "float32",
     repeats: _Repeats = 25,
     num_threads: NumThreads = None,
-    out: _Out = None,
+    out: RowsFile = None,
 ) -> None:
     """Time the attention of one new token to a KV cache."""
-    _run(
-        "decode",
-        _BenchArguments(shape, tokens, dtype, out, repeats=repeats, num_threads=num_threads),
-    )
+    _measure("decode", shape, tokens, dtype, out, repeats=repeats, num_threads=num_threads)
 
 
 @bench_app.command("memory")
@@ -82,10 +81,10 @@ def run_memory(
     densities: _Densities = "25%",
     block: _Block = 128,
     dtype: _Dtype = "float32",
-    out: _Out = None,
+    out: RowsFile = None,
 ) -> None:
     """Report the compiler's temporary memory for both passes without running them."""
-    _run("memory", _BenchArguments(shape, tokens, dtype, out, densities, block))
+    _measure("memory", shape, tokens, dtype, out, densities=densities, block=block)
 
 
 @bench_app.command("growth")
@@ -97,16 +96,18 @@ def run_growth(
     dtype: _Dtype = "float32",
     repeats: _Repeats = 5,
     num_threads: NumThreads = None,
-    out: _Out = None,
-    plot: Annotated[Path | None, typer.Option(help="Write a plot to this PNG.")] = None,
+    out: RowsFile = None,
+    plot: PlotFile = None,
 ) -> None:
     """Fit how the time of a forward pass scales with sequence length."""
-    arguments = _BenchArguments(shape, tokens, dtype, out, budget, block, repeats, num_threads)
-    rows = _run("attention", arguments)
+    rows = _measure(
+        "attention", shape, tokens, dtype, out, densities=budget, block=block, repeats=repeats,
+        num_threads=num_threads,
+    )  # fmt: skip
     from xsake.bench.growth import fit_growths
     from xsake.bench.plot import draw_growth
 
-    with exit_codes(INTERRUPTED_MESSAGE):
+    with exit_codes(_INTERRUPTED):
         fits = fit_growths(rows)
         table = Table("side", "scales as", "largest residual", title="Growth", title_justify="left")
         for each in fits:
@@ -114,6 +115,49 @@ def run_growth(
         rich.console.Console().print(table)
         if plot is not None:
             draw_growth(fits, rows, plot)
+
+
+def _measure(
+    kind: Any, shape: str, tokens: str, dtype: str, out: Path | None, *, densities: str = "100%",
+    block: int = 128, repeats: int = 1, num_threads: int | None = None, tiles: Path | None = None,
+    trace: Path | None = None,
+) -> list[Any]:  # fmt: skip
+    """Measure, print and append rows."""
+    console = rich.console.Console()
+    with exit_codes(_INTERRUPTED):
+        cores = set_cpu_affinity(num_threads)
+        from xsake.bench import append_rows, rows_table
+        from xsake.bench.measure import BenchSettings, measure
+        from xsake.bench.spot_check import TOLERANCE
+        from xsake.bench.tuned_file import load_tuned_tiles
+        from xsake.kernels.tuning import TileTable, pin_tiles
+
+        if dtype not in TOLERANCE:
+            raise ArgumentError("unknown dtype", got=dtype, expected=", ".join(TOLERANCE))
+        lengths, shares = parse_ints("--tokens", tokens, 1), _parse_densities(densities)
+        settings = BenchSettings(shape, lengths, shares, block, dtype, repeats, cores, trace=trace)
+        table = TileTable() if tiles is None else load_tuned_tiles(tiles)
+        with ProgressBar(console, f"{kind}, {lengths[0]} tokens") as bar, pin_tiles(table):
+
+            def show(done: int, rows: list[Any]) -> None:
+                if out is not None:
+                    append_rows(out, rows)
+                following = lengths[min(done, len(lengths) - 1)]
+                bar.update(Progress(done, len(lengths), f"{kind}, {following} tokens"))
+
+            rows = measure(kind, settings, show)
+    if not console.is_terminal:
+        console.width = 160
+    console.print(rows_table(rows, title=f"{kind}, {shape}, {dtype}, {cores} cores"))
+    for file in sorted(trace.rglob("perfetto_trace.json.gz")) if trace else ():
+        console.print(f"https://ui.perfetto.dev, Open trace file: {file}", highlight=False)
+    if any(row.is_correct is False for row in rows):
+        raise typer.Exit(code=FAILED)
+    return rows
+
+
+def _parse_densities(text: str) -> tuple[float, ...]:
+    return tuple(parse_density(each) for each in text.split(","))
 
 
 @bench_app.command("tune")
@@ -135,7 +179,7 @@ def run_tune(
     Use them by `xsake.kernels.tuning.pin_tiles(load_tuned_tiles(path))` or `xsake bench --tiles`.
     """
     console = rich.console.Console()
-    with exit_codes(INTERRUPTED_MESSAGE):
+    with exit_codes(_INTERRUPTED):
         set_cpu_affinity(num_threads)
         from xsake.bench import model_shape
         from xsake.bench.measure import make_grid
@@ -143,15 +187,15 @@ def run_tune(
         from xsake.bench.tuner import search
 
         table = TunedFile.loads(out.read_text()) if out.exists() else TunedFile.of(())
-        for length in map(_parse_length, tokens.split(",")):
-            for density in map(parse_density, densities.split(",")):
-                call = model_shape(shape, length)
+        for length in parse_ints("--tokens", tokens, 1):
+            for density in _parse_densities(densities):
+                call, label = model_shape(shape, length), f"{length} tokens, {density:.0%}"
                 grid = make_grid(call, density, block, 0)
-                with ProgressBar(console, f"{length} tokens, {density:.0%}") as bar:
+                with ProgressBar(console, label) as bar:
                     best = search(
                         call, grid, block=block, dtype=dtype, is_backward=backward, rounds=repeats,
                         on_progress=lambda done, total, bar=bar: bar.update(
-                            done, total, "compiling"
+                            Progress(done, total, "compiling")
                         ),
                     )  # fmt: skip
                 text = "the default tile sizes are fastest"
@@ -159,7 +203,7 @@ def run_tune(
                     table = table.merge((best.call,))
                     table.save(out)
                     text = f"{best.best}: {best.speedup.describe()} of the default's speed"
-                console.print(f"{length} tokens, {density:.0%}, {best.tried} sizes: {text}")
+                console.print(f"{label}, {best.tried} sizes: {text}")
 
 
 @bench_app.command("report")
@@ -168,11 +212,10 @@ def run_report(
     out: Annotated[Path, typer.Option("--out", "-o", help="Output page.")] = Path("bench.html"),
 ) -> None:
     """Write measurements as a single self-contained HTML page."""
-    from xsake._io import atomic_write
     from xsake.bench import read_rows
     from xsake.bench.report import page
 
-    with exit_codes(INTERRUPTED_MESSAGE):
+    with exit_codes(_INTERRUPTED):
         measurements = [row for path in rows for row in read_rows(path)]
         if not measurements:
             raise ArgumentError("the files hold no rows", expected="output of xsake bench -o")
@@ -193,91 +236,107 @@ def run_compare(
     from xsake.bench import read_rows
     from xsake.bench.compare import compare_rows
 
-    with exit_codes(INTERRUPTED_MESSAGE):
+    with exit_codes(_INTERRUPTED):
         compared = compare_rows(read_rows(before), read_rows(after))
         if not compared:
             raise ArgumentError("the files have no variant in common", got=f"{before} and {after}")
     table = Table("experiment", "side", "size", "after / before", "verdict")
     for change in compared:
-        verdict = "unclear" if not change.is_clear else "same or faster"
-        if change.is_slower(limit):
-            verdict = "[red]slower[/]"
-        factor = change.factor
-        text = f"{factor.median:.3f} [{factor.q25:.3f}, {factor.q75:.3f}]"
+        verdict = "same or faster" if change.is_clear else "unclear"
+        verdict = "[red]slower[/]" if change.is_slower(limit) else verdict
+        text = "{:.3f} [{:.3f}, {:.3f}]".format(*vars(change.factor).values())
         table.add_row(change.experiment, change.side, change.size, text, verdict)
     rich.console.Console().print(table)
     if any(change.is_slower(limit) for change in compared):
-        raise typer.Exit(code=1)
+        raise typer.Exit(code=FAILED)
 
 
-@dataclasses.dataclass(frozen=True)
-class _BenchArguments:
-    """Unparsed arguments of a benchmark command."""
+@bench_app.command("quality")
+def run_quality(
+    model: ModelFolder,
+    text: TextFiles,
+    profile: Annotated[Path, typer.Option(help="Profile written by `xsake calibrate`.")],
+    context: Annotated[int, typer.Option(min=16, help="Tokens per document.")] = 4096,
+    densities: Annotated[
+        str, typer.Option(help="Comma-separated costs, block selection included.")
+    ] = "50%,30%,20%",
+    policy: Annotated[str, typer.Option(help="Allocation policy.")] = "effect",
+    selector: Annotated[str, typer.Option(help="Block selector.")] = "sampled",
+    max_documents: Annotated[int, typer.Option(min=1, help="Maximum number of documents.")] = 4,
+    out: Annotated[
+        Path, typer.Option("--out", "-o", help="Output: one JSON line per point.")
+    ] = Path("quality.jsonl"),
+    plot: PlotFile = None,
+) -> None:
+    """Measure the loss of a model at several costs: plans compared with windows of equal cost.
 
-    shape: str
-    tokens: str
-    dtype: str
-    out: Path | None
-    densities: str = "100%"
-    block: int = 128
-    repeats: int = 1
-    num_threads: int | None = None
-    tiles: Path | None = None
-    trace: Path | None = None
-
-    def settings(self, cores: int) -> Any:
-        from xsake.bench.measure import BenchSettings
-        from xsake.bench.spot_check import TOLERANCE
-
-        if self.dtype not in TOLERANCE:
-            expected = ", ".join(TOLERANCE)
-            raise ArgumentError("unknown dtype", got=self.dtype, expected=expected)
-        lengths = tuple(map(_parse_length, self.tokens.split(",")))
-        densities = tuple(map(parse_density, self.densities.split(",")))
-        return BenchSettings(
-            self.shape, lengths, densities, self.block, self.dtype, self.repeats, cores,
-            trace=self.trace,
-        )  # fmt: skip
-
-
-def _run(experiment: Any, arguments: _BenchArguments) -> list[Any]:
-    """Measure, print and append rows."""
+    An interrupted run resumes from the results cached next to the output.
+    """
     console = rich.console.Console()
-    with exit_codes(INTERRUPTED_MESSAGE):
-        cores = set_cpu_affinity(arguments.num_threads)
+    with exit_codes():
+        evaluation = import_extra("xsake.evaluation")
+        from xsake import hads
+        from xsake.evaluation.frontier import Planner, frontier, frontier_table
+        from xsake.evaluation.plot import draw_frontier
+
+        planner = Planner(
+            hads.Profile.load(profile), hads.make_policy(policy), hads.make_selector(selector)
+        )
+        settings = evaluation.EvaluationSettings((context,), documents=max_documents, gaps=())
+        cache = evaluation.ResultCache(out.with_suffix(".windows.jsonl"))
+        with ProgressBar(console, "cutting texts, compiling") as bar:
+            points = frontier(
+                load_eval_model(model, "float32"), evaluation.read_texts(text), settings, planner,
+                _parse_densities(densities), cache=cache, on_progress=bar.show,
+            )  # fmt: skip
+        atomic_write(out, "".join(json.dumps(point.row()) + "\n" for point in points))
+        if plot is not None:
+            draw_frontier(points, plot)
+    console.print(frontier_table(points))
+    console.print(f"written to {out}", highlight=False)
+
+
+@bench_app.command("training")
+def run_training(
+    configs: Annotated[list[Path], typer.Argument(help="Runs (TOML); the first is the baseline.")],
+    setting: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="Override a value in all runs, such as data.batch=2."),
+    ] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed steps per run.")] = 9,
+    num_threads: NumThreads = None,
+    out: RowsFile = None,
+) -> None:
+    """Compare the time of whole training steps of several runs, interleaved.
+
+    Uses random tokens and saves nothing, so no data is needed.
+    """
+    console, names = rich.console.Console(), [path.stem for path in configs]
+    with exit_codes():
+        if len(set(names)) < len(names):
+            got = ", ".join(names)
+            raise ArgumentError(
+                "runs are named after their files", got=got, expected="unique names"
+            )
+        cores = set_cpu_affinity(num_threads)
         from xsake.bench import append_rows, rows_table
-        from xsake.bench.measure import measure
-        from xsake.bench.tuned_file import load_tuned_tiles
-        from xsake.kernels.tuning import TileTable, pin_tiles
+        from xsake.bench.training_step import time_steps
+        from xsake.training.config import TrainingConfig
 
-        settings = arguments.settings(cores)
-        table = TileTable() if arguments.tiles is None else load_tuned_tiles(arguments.tiles)
-        lengths = settings.tokens
-        with ProgressBar(console, f"{experiment}, {lengths[0]} tokens") as bar, pin_tiles(table):
-
-            def show(done: int, rows: list[Any]) -> None:
-                if arguments.out is not None:
-                    append_rows(arguments.out, rows)
-                following = f"{experiment}, {lengths[min(done, len(lengths) - 1)]} tokens"
-                bar.update(done, len(lengths), following)
-
-            rows = measure(experiment, settings, show)
+        runs = {path.stem: TrainingConfig.read(path, setting or ()) for path in configs}
+        with ProgressBar(console, "compiling") as bar:
+            rows = time_steps(
+                runs, rounds=repeats, threads=cores,
+                on_progress=lambda done, total: bar.update(
+                    Progress(done, total, "compiling, timing")
+                ),
+            )  # fmt: skip
+        if out is not None:
+            append_rows(out, rows)
     if not console.is_terminal:
         console.width = 160
-    title = f"{experiment}, {arguments.shape}, {arguments.dtype}, {cores} cores"
-    console.print(rows_table(rows, title=title))
-    for file in sorted(arguments.trace.rglob("perfetto_trace.json.gz")) if arguments.trace else ():
-        console.print(f"https://ui.perfetto.dev, Open trace file: {file}", highlight=False)
-    if any(row.is_correct is False for row in rows):
-        raise typer.Exit(code=1)
-    return rows
-
-
-def _parse_length(text: str) -> int:
-    try:
-        number = int(text)
-    except ValueError as error:
-        raise ArgumentError("invalid --tokens", got=text, expected="such as 1024,4096") from error
-    if number < 1:
-        raise ArgumentError("invalid --tokens", got=text, expected="at least 1")
-    return number
+    console.print(rows_table(rows, title=f"training steps, {cores} cores"))
+    for row in rows:
+        assert row.seconds is not None, "every run was timed"
+        rate = row.shape.batch * row.shape.q_tokens / row.seconds.median
+        console.print(f"{row.side}: {rate:,.0f} tokens/s", highlight=False)

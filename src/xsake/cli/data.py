@@ -9,28 +9,24 @@ import rich.console
 import typer
 
 from xsake._io import require_local
-from xsake.cli.aliases import App
-from xsake.cli.exits import exit_codes
-from xsake.cli.screen import ProgressBar, echo, escape_markup
-from xsake.cli.subject import import_evaluation
+from xsake._progress import Progress
+from xsake.cli.errors import exit_codes
+from xsake.cli.load import import_extra, parse_density
+from xsake.cli.options import App, AsJson, TextFiles
+from xsake.cli.progress import ProgressBar, echo
 from xsake.errors import ArgumentError
 
 _TOKENIZER = "Folder of a Hugging Face checkpoint, or its tokenizer.json."
-_TEXT = "A .txt, .raw or .jsonl file, or a folder of .txt files; repeatable."
 _TRAIN = "Train a byte-level BPE tokenizer with this vocabulary size on the texts."
+_END = "Appended to every document; default: the tokenizer's."
 _INVALID = "Documents that are not UTF-8 and lines without a text: stop, or skip them."
 
-data_app = App(no_args_is_help=True)
-
-
-@data_app.callback()
-def about() -> None:
-    """Build or inspect tokenized datasets."""
+data_app = App(no_args_is_help=True, help="Build or inspect tokenized datasets.")
 
 
 @data_app.command("build")
 def build(
-    text: Annotated[list[Path], typer.Option(help=_TEXT)],
+    text: TextFiles,
     out: Annotated[Path, typer.Option("--out", "-o", help="Output folder; new or empty.")],
     tokenizer: Annotated[Path | None, typer.Argument(help=_TOKENIZER, show_default=False)] = None,
     train_tokenizer: Annotated[
@@ -38,11 +34,9 @@ def build(
     ] = None,
     shard_tokens: Annotated[int, typer.Option(help="Tokens per shard.")] = 2**26,
     validation: Annotated[str, typer.Option(help="Share of documents for validation.")] = "1%",
-    end_token: Annotated[
-        str | None, typer.Option(help="Appended to every document; default: the tokenizer's.")
-    ] = None,
+    end_token: Annotated[str | None, typer.Option(help=_END)] = None,
     invalid: Annotated[Literal["refuse", "skip"], typer.Option(help=_INVALID)] = "refuse",
-    as_json: Annotated[bool, typer.Option("--json", help="Print the index as JSON.")] = False,
+    as_json: AsJson = False,
     no_resume: Annotated[
         bool, typer.Option("--no-resume", help="Delete an earlier build in the folder.")
     ] = False,
@@ -53,24 +47,26 @@ def build(
     text. An interrupted build resumes; the dataset is readable once the build is complete. Exit
     code 0 on success, 2 if the command cannot run, 130 after Ctrl-C.
     """
-    console = rich.console.Console(quiet=as_json)
     started = time.monotonic()
     with exit_codes():
         require_local(*text, out, tokenizer)
-        import_evaluation()
-        from xsake.training import build_data as data
-
-        source = _select_tokenizer(tokenizer, train_tokenizer)
+        data = import_extra("xsake.training.build_data")
+        if (tokenizer is None) == (train_tokenizer is None):
+            raise ArgumentError(
+                "exactly one tokenizer source is required",
+                got="both" if tokenizer else "none",
+                expected="TOKENIZER or --train-tokenizer",
+            )
+        source = tokenizer or data.NewTokenizer(train_tokenizer)
         settings = data.BuildSettings(
             shard_tokens=shard_tokens,
-            validation=_parse_fraction(validation),
+            validation=parse_density(validation, "--validation"),
             end_token=end_token,
             invalid=invalid,
         )
-        with BuildProgressBar(console, "reading texts") as bar:
-            built = data.build(
-                source, text, out, settings, overwrite=no_resume, on_progress=bar.show
-            )
+        with ProgressBar(rich.console.Console(quiet=as_json), "reading texts") as bar:
+            show = lambda event: _show_progress(bar, event)
+            built = data.build(source, text, out, settings, overwrite=no_resume, on_progress=show)
     if as_json:
         echo(built.index.to_json())
         return
@@ -94,7 +90,7 @@ def show(
     split: Annotated[
         Literal["train", "validation"], typer.Option(help="With --window: its split.")
     ] = "train",
-    as_json: Annotated[bool, typer.Option("--json", help="Print the index as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show the contents of a data folder, or the text of one of its windows.
 
@@ -103,10 +99,7 @@ def show(
     """
     with exit_codes(interrupted="Interrupted."):
         require_local(folder)
-        import_evaluation()
-        from xsake.training import data
-
-        index = data.read_index(folder)
+        index = import_extra("xsake.training.data").read_index(folder)
         if window is not None:
             echo(_decode_window(folder, window, context, split))
             return
@@ -114,36 +107,10 @@ def show(
     if as_json:
         echo(index.to_json())
         return
-    lines = [
-        *_format_summary(index),
-        *_describe_skips(index),
-        f"{'sources':<12}{_pluralize(len(index.sources), 'file')} of text",
-    ]
+    sources = f"{'sources':<12}{_pluralize(len(index.sources), 'file')} of text"
     checked = "all digests match" if verify else "all files exist with the right size"
-    echo("\n".join([*lines, f"{'checked':<12}{checked}"]))
-
-
-def _select_tokenizer(tokenizer: Path | None, vocabulary: int | None) -> Any:
-    from xsake.training import build_data as data
-
-    if vocabulary is not None and tokenizer is None:
-        return data.NewTokenizer(vocabulary)
-    if tokenizer is not None and vocabulary is None:
-        return tokenizer
-    raise ArgumentError(
-        "exactly one tokenizer source is required",
-        got="both" if tokenizer else "none",
-        expected="TOKENIZER or --train-tokenizer",
-    )
-
-
-def _parse_fraction(text: str) -> float:
-    """Parse a fraction written as 1% or 0.01."""
-    try:
-        number = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-    except ValueError as error:
-        raise ArgumentError("invalid --validation", got=text, expected="1% or 0.01") from error
-    return round(number, 9)
+    lines = *_format_summary(index), *_format_skips(index), sources, f"{'checked':<12}{checked}"
+    echo("\n".join(lines))
 
 
 def _verify_shards(folder: Path, index: Any, verify: Literal["full", "size"]) -> None:
@@ -163,13 +130,11 @@ def _verify_shards(folder: Path, index: Any, verify: Literal["full", "size"]) ->
             require_intact(path, shard, ITEMSIZE[index.dtype], verify)
 
 
-def _decode_window(
-    folder: Path, window: int, context: int, split: Literal["train", "validation"]
-) -> str:
+def _decode_window(folder: Path, window: int, context: int, split: Any) -> str:
     from xsake.model.tokenizer import Tokenizer
-    from xsake.training import data
+    from xsake.training.data import Windows
 
-    windows = data.Windows(folder, context=context, split=split)
+    windows = Windows(folder, context=context, split=split)
     if window >= len(windows):
         raise ArgumentError(
             "window index out of range",
@@ -178,6 +143,17 @@ def _decode_window(
         )
     tokens = windows.read(np.array([window], np.int64))[0]
     return Tokenizer.load(folder).decode(tokens, keep_special_tokens=True)
+
+
+def _show_progress(bar: ProgressBar, event: Any) -> None:
+    """Show the current activity; without a terminal print one line per finished shard."""
+    left, shard = event.remaining_seconds, event.finished
+    label = f"{event.tokens:,} tokens, {event.doing}" if event.tokens else event.doing
+    bar.update(Progress(event.done, event.total or 1, label, remaining_seconds=left))
+    if shard is not None and not bar.console.is_terminal:
+        to_go = "" if left is None else f", {left:.0f} s remaining"
+        line = f"{shard.split} file {shard.number + 1}: {shard.shard.tokens:,} tokens{to_go}"
+        bar.console.print(line, soft_wrap=True, highlight=False)
 
 
 def _format_summary(index: Any) -> list[str]:
@@ -189,16 +165,10 @@ def _format_summary(index: Any) -> list[str]:
     tokenizer = index.tokenizer
     origin = "" if tokenizer.asked_vocabulary is None else ", trained on the train documents"
     end = f"{tokenizer.end_token} ({tokenizer.end_id}) ends documents"
-    lines.append(f"{'tokenizer':<12}{tokenizer.vocabulary:>15,} tokens, {end}{origin}")
-    return lines
+    return [*lines, f"{'tokenizer':<12}{tokenizer.vocabulary:>15,} tokens, {end}{origin}"]
 
 
-def _pluralize(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
-
-
-def _describe_skips(index: Any) -> list[str]:
-    """Report the number of skipped documents and the first of them."""
+def _format_skips(index: Any) -> list[str]:
     if not index.skipped:
         return []
     documents = _pluralize(sum(file.documents for file in index.skipped), "invalid document")
@@ -209,7 +179,7 @@ def _describe_skips(index: Any) -> list[str]:
 def _format_notes(built: Any) -> list[str]:
     """Describe skipped documents, reused files and other deviations."""
     index, asked = built.index, built.index.tokenizer.asked_vocabulary
-    notes = _describe_skips(index)
+    notes = _format_skips(index)
     if index.validation and not index.split("validation").documents:
         notes.append("The validation split is empty: too few documents.")
     if asked is not None and index.tokenizer.vocabulary < asked:
@@ -217,24 +187,10 @@ def _format_notes(built: Any) -> list[str]:
     if built.is_new and built.kept:
         notes.append(f"Verified and reused from an earlier run: {_pluralize(built.kept, 'file')}.")
     if built.rewritten:
-        notes.append(
-            f"Rewritten, damaged or after a damaged one: {_pluralize(built.rewritten, 'file')}."
-        )
+        files = _pluralize(built.rewritten, "file")
+        notes.append(f"Rewritten, damaged or after a damaged one: {files}.")
     return notes
 
 
-class BuildProgressBar(ProgressBar):
-    """Progress bar on a terminal; otherwise one line per file."""
-
-    def show(self, progress: Any) -> None:
-        """Show the current activity and the remaining time."""
-        left = progress.remaining_seconds
-        to_go = "" if left is None else f", {left:.0f} s remaining"
-        text = f"[dim]{escape_markup(progress.doing)}[/]"
-        if progress.tokens:
-            text = f"{progress.tokens:,} tokens{to_go} {text}"
-        self.update(progress.done, progress.total or 1, text)
-        if progress.finished is not None and not self.console.is_terminal:
-            done = progress.finished
-            line = f"{done.split} file {done.number + 1}: {done.shard.tokens:,} tokens"
-            self.console.print(f"{line}[dim]{to_go}[/]", soft_wrap=True, highlight=False)
+def _pluralize(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"

@@ -1,31 +1,72 @@
-"""`xsake doctor`: collect versions, devices and self-tests, and render them."""
+"""`xsake doctor`: versions, devices and self-tests; with --kernels the conformance suite."""
 
+import collections
 import dataclasses
 import functools
 import importlib.metadata
+import json
 import math
 import os
 import pathlib
 import platform
 import time
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import rich.console
 import rich.table
+import typer
 
 import xsake
-from xsake.cli.screen import escape_markup
+from xsake._io import atomic_write
+from xsake.cli.errors import CANNOT_RUN, FAILED, INTERRUPTED
+from xsake.cli.options import AsJson
+from xsake.cli.progress import ProgressBar, escape_markup
 from xsake.errors import XsakeError
+from xsake.kernels import dispatch
 from xsake.kernels.block_sparse.api import OP
 from xsake.masks import Causal
 
 # The absolute float32 limit of the numerics standard for gradients of unit-variance inputs.
 MAX_ERROR = 1e-5
-REQUIRED = ("jax", "jaxlib", "numpy", "jaxtyping", "pydantic")
-OPTIONAL = ("flax", "equinox", "matplotlib")
+PACKAGES = ("jax", "jaxlib", "numpy", "jaxtyping", "pydantic", "flax", "equinox", "matplotlib")
+
+
+def run_doctor(
+    as_json: AsJson = False,
+    kernels: Annotated[
+        bool, typer.Option("--kernels", help="Run the conformance suite and write a report.")
+    ] = False,
+    implementation: Annotated[
+        str | None, typer.Option(help="With --kernels: run only this one.")
+    ] = None,
+    file: Annotated[
+        Path | None,
+        typer.Option("--report", help="With --kernels: default xsake-kernels-PLATFORM.json."),
+    ] = None,
+) -> None:
+    """Show versions, devices and available implementations, and run a one-second self-test.
+
+    Exit code 0 if the self-test passes, 1 if it fails.
+
+    With --kernels: run the conformance suite, gradients included, for every implementation on this
+    device (minutes) and write a report. Exit code 1 if a case fails, 2 if the suite cannot run,
+    130 after Ctrl-C; finished cases are kept.
+    """
+    if kernels:
+        raise typer.Exit(code=_check_kernels(implementation, file, as_json))
+    if implementation is not None or file is not None:
+        raise typer.BadParameter("--implementation and --report need --kernels")
+    report = collect_report()
+    if as_json:
+        typer.echo(json.dumps(report.to_dict(), indent=2))
+    else:
+        rich.console.Console().print(_report_table(report))
+    if not report.healthy:
+        raise typer.Exit(code=FAILED)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,45 +117,35 @@ class DoctorReport:
 
 def collect_report() -> DoctorReport:
     """Collect the report; run each available implementation once on small inputs."""
+    installed = {each.name: each.version for each in importlib.metadata.distributions()}
+    versions = {"xsake": xsake.__version__, "python": platform.python_version()}
     implementations = OP.implementations()
     return DoctorReport(
-        versions=_versions(),
+        versions=versions | {name: installed.get(name) for name in PACKAGES},
         backend=jax.default_backend(),
         devices=[f"{device} ({device.device_kind})" for device in jax.devices()],
         implementations=implementations,
-        compilation_cache=_compilation_cache(),
-        self_tests=_self_tests(
-            [name for name, reason in implementations.items() if reason is None]
-        ),
+        compilation_cache=find_compilation_cache(),
+        self_tests=run_self_tests([name for name, why in implementations.items() if why is None]),
     )
 
 
-def _versions() -> dict[str, str | None]:
-    versions: dict[str, str | None] = {
-        "xsake": xsake.__version__,
-        "python": platform.python_version(),
-    }
-    for name in (*REQUIRED, *OPTIONAL):
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = None
-    return versions
-
-
-def _compilation_cache() -> CompilationCache:
+def find_compilation_cache() -> CompilationCache:
+    """Return JAX's cache directory and whether it can be written or created."""
     directory = jax.config.jax_compilation_cache_dir
     if not directory or "://" in directory:
-        return CompilationCache(directory=directory or None, writable=None)
+        return CompilationCache(directory or None, writable=None)
     existing = pathlib.Path(directory).absolute()
     while not existing.exists():
         existing = existing.parent
     writable = existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
-    return CompilationCache(directory=directory, writable=writable)
+    return CompilationCache(directory, writable)
 
 
 @functools.partial(jax.jit, static_argnames="implementation")
-def _forward_and_gradients(q, k, v, cotangent, *, implementation: Any) -> jax.Array:
+def forward_and_gradients(q, k, v, cotangent, *, implementation: Any) -> jax.Array:
+    """Return output and gradients of a causal call, flattened."""
+
     def forward(q, k, v):
         return xsake.attention(q, k, v, mask=Causal(), implementation=implementation)
 
@@ -122,26 +153,23 @@ def _forward_and_gradients(q, k, v, cotangent, *, implementation: Any) -> jax.Ar
     return jnp.concatenate([x.ravel() for x in jax.tree.leaves((out, backward(cotangent)))])
 
 
-def _test_inputs() -> list[jax.Array]:
-    """Return q, k, v and a cotangent: grouped heads, a length that is not a multiple of a block."""
-    random = np.random.default_rng(0)
-    heads = {"q": 4, "k": 2, "v": 2, "cotangent": 4}
-    shapes = [(1, 200, count, 32) for count in heads.values()]
-    return [jnp.asarray(random.standard_normal(shape, np.float32)) for shape in shapes]
-
-
-def _self_tests(names: list[str]) -> list[SelfTest]:
+def run_self_tests(names: list[str]) -> list[SelfTest]:
+    """Compare implementations with the reference."""
     reference = _run("reference")
     runs = {name: reference if name == "reference" else _run(name) for name in names}
-    return [_compare(name, run, reference) for name, run in runs.items()]
+    return [_compare(name, *run, reference[0]) for name, run in runs.items()]
 
 
 def _run(implementation: str) -> tuple[np.ndarray | str, float]:
-    """Return results or an error message, and the seconds including compilation."""
-    start = time.perf_counter()
+    """Return results or an error message, and the seconds including compilation.
+
+    Inputs have grouped heads and a length that is not a multiple of a block.
+    """
+    random, start = np.random.default_rng(0), time.perf_counter()
+    inputs = [random.standard_normal((1, 200, heads, 32), np.float32) for heads in (4, 2, 2, 4)]
     try:
         with jax.default_matmul_precision("highest"):
-            outputs = _forward_and_gradients(*_test_inputs(), implementation=implementation)
+            outputs = forward_and_gradients(*inputs, implementation=implementation)
             results = np.asarray(outputs)
     except (XsakeError, jax.errors.JaxRuntimeError) as error:
         results = str(error)
@@ -149,9 +177,8 @@ def _run(implementation: str) -> tuple[np.ndarray | str, float]:
 
 
 def _compare(
-    name: str, run: tuple[np.ndarray | str, float], reference: tuple[np.ndarray | str, float]
+    name: str, got: np.ndarray | str, seconds: float, expected: np.ndarray | str
 ) -> SelfTest:
-    (got, seconds), (expected, _) = run, reference
     if isinstance(got, str):
         return SelfTest(name, None, seconds, got)
     if isinstance(expected, str):
@@ -165,8 +192,7 @@ def _compare(
     return SelfTest(name, max_error, seconds, problem)
 
 
-def render(report: DoctorReport) -> rich.console.RenderableType:
-    """Render the report as one table."""
+def _report_table(report: DoctorReport) -> rich.table.Table:
     table = rich.table.Table(title="xsake doctor", show_header=False, title_justify="left")
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
@@ -175,27 +201,98 @@ def render(report: DoctorReport) -> rich.console.RenderableType:
     table.add_row("versions", ", ".join(installed))
     if missing:
         table.add_row("not installed", ", ".join(missing) + " [dim](optional)[/dim]")
-    table.add_row(
-        "devices", f"{escape_markup(', '.join(report.devices))} [dim]on {report.backend}[/dim]"
+    devices = escape_markup(", ".join(report.devices))
+    table.add_row("devices", f"{devices} [dim]on {report.backend}[/dim]")
+    cache, text = (
+        report.compilation_cache,
+        "off [dim](set jax_compilation_cache_dir to keep code)[/]",
     )
-    table.add_row("compilation cache", _cache_text(report.compilation_cache))
+    if cache.directory is not None:
+        states = {True: "[green]writable[/]", False: "[red]not writable[/]", None: "remote"}
+        text = f"{escape_markup(cache.directory)} {states[cache.writable]}"
+    table.add_row("compilation cache", text)
     table.add_section()
-    tests = {test.implementation: _self_test_text(test) for test in report.self_tests}
-    for name, reason in report.implementations.items():
-        message = f"[yellow]cannot run here:[/yellow] {escape_markup(reason or '')}"
-        table.add_row(name, tests[name] if reason is None else message)
+    texts = {
+        name: f"[yellow]cannot run here:[/] {escape_markup(reason or '')}"
+        for name, reason in report.implementations.items()
+    }
+    for test in report.self_tests:
+        if test.problem is None:
+            numbers = f"max error {test.max_error:.1e}, {test.seconds:.2f} s with compilation"
+            texts[test.implementation] = f"[green]runs, self-test passed[/] [dim]({numbers})[/]"
+        else:
+            problem = escape_markup(test.problem)
+            texts[test.implementation] = f"[red]self-test failed:[/] {problem}"
+    for name, text in texts.items():
+        table.add_row(name, text)
     return table
 
 
-def _cache_text(cache: CompilationCache) -> str:
-    if cache.directory is None:
-        return "off [dim](set jax_compilation_cache_dir to keep compiled code)[/dim]"
-    states = {True: "[green]writable[/green]", False: "[red]not writable[/red]", None: "remote"}
-    return f"{escape_markup(cache.directory)} {states[cache.writable]}"
+def _check_kernels(implementation: str | None, path: Path | None, as_json: bool) -> int:
+    """Run the conformance suite, write and print its report, and return the exit code."""
+    from xsake.testing import report as conformance  # imports the oracles: only if needed
+
+    known, here = OP.implementations(), dispatch.default_platform()
+    names = [name for name, reason in known.items() if reason is None]
+    if implementation is not None and implementation not in names:
+        reason = known.get(implementation, f"unknown name, expected one of {', '.join(known)}")
+        typer.echo(f"{implementation} cannot run here: {reason}", err=True)
+        return CANNOT_RUN
+    path = path or Path(f"xsake-kernels-{here}.json")
+    console = rich.console.Console(quiet=as_json)
+    try:
+        with ProgressBar(console) as bar:
+            report = conformance.run_conformance(
+                xsake.attention,
+                names if implementation is None else [implementation],
+                conformance.collect_facts(here, known),
+                lambda report: atomic_write(path, report.to_json()),
+                lambda event: (bar.show if event.detail else bar.update)(event),
+            )
+    except OSError as error:
+        typer.echo(f"Cannot write the report: {error}", err=True)
+        return CANNOT_RUN
+    if as_json:
+        typer.echo(report.to_json(), nl=False)
+    console.print(_conformance_table(report))
+    for line in _conformance_notes(report):
+        console.print(line)
+    console.print(f"The report is in {escape_markup(path)}. Please attach it to an issue.")
+    return INTERRUPTED if not report.complete else int(not report.healthy)
 
 
-def _self_test_text(test: SelfTest) -> str:
-    if test.problem is not None:
-        return f"[red]self-test failed:[/red] {escape_markup(test.problem)}"
-    numbers = f"max error {test.max_error:.1e}, {test.seconds:.2f} s with compilation"
-    return f"[green]runs, self-test passed[/green] [dim]({numbers})[/dim]"
+def _conformance_table(report: Any) -> rich.table.Table:
+    title = f"xsake doctor --kernels on {report.facts['platform']} ({report.facts['device_kind']})"
+    table = rich.table.Table(title=title, title_justify="left")
+    table.add_column("implementation")
+    for name in ("passed", "failed", "declined", "allowance used"):
+        table.add_column(name, justify="right")
+    table.add_column("in case", overflow="fold")
+    for name, counts in report.summary().items():
+        failed = f"[bold red]{counts['failed']}[/]" if counts["failed"] else "0"
+        rows = [row for row in report.rows if row.implementation == name and row.used is not None]
+        worst = max(rows, key=lambda row: row.used, default=None)
+        used = ("", "") if worst is None else (f"{worst.used:.0%}", worst.case)
+        table.add_row(name, str(counts["passed"]), failed, str(counts["declined"]), *used)
+    return table
+
+
+def _conformance_notes(report: Any) -> list[str]:
+    """Return failures, reasons for declined cases, and implementations that cannot run here."""
+    lines, declined = [], collections.defaultdict(list)
+    for row in report.rows:
+        if row.verdict == "failed":
+            first, *_ = (row.words or "").splitlines() or [""]
+            lines.append(f"[bold red]{row.implementation} {row.case}:[/] {escape_markup(first)}")
+        elif row.verdict == "declined":
+            declined[row.implementation, row.words].append(row.case)
+    for (name, reason), cases in declined.items():
+        text = f"{name} declined {len(cases)}: {reason} ({', '.join(cases)})"
+        lines.append(f"[yellow]{escape_markup(text)}[/]")
+    for name, reason in report.facts["implementations"].items():
+        if reason is not None:
+            lines.append(f"[dim]{escape_markup(f'{name} cannot run here: {reason}')}[/]")
+    if not report.complete:
+        total = len(report.asked) * report.cases
+        lines.append(f"[bold yellow]Interrupted after {len(report.rows)} of {total}.[/]")
+    return lines

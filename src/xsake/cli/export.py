@@ -6,9 +6,11 @@ from typing import Annotated, Any
 import typer
 
 from xsake._io import require_local
-from xsake.cli.exits import exit_codes
-from xsake.cli.screen import echo
+from xsake.cli.errors import exit_codes
+from xsake.cli.progress import echo
 from xsake.errors import ArgumentError
+
+_FAMILY = "model_type to write; default: gpt2 or llama, by model."
 
 
 def run_export(
@@ -17,9 +19,7 @@ def run_export(
     step: Annotated[
         int | None, typer.Option(min=0, help="Step; default: the newest valid checkpoint.")
     ] = None,
-    family: Annotated[
-        str | None, typer.Option(help="model_type to write; default: gpt2 or llama, by model.")
-    ] = None,
+    family: Annotated[str | None, typer.Option(help=_FAMILY)] = None,
     replace: Annotated[
         bool, typer.Option("--replace", help="Overwrite the output folder.")
     ] = False,

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from xsake.cli.exits import exit_codes
+from xsake.cli.errors import exit_codes
 
 _RESET = "Reset the failure count after this many healthy seconds."
 

@@ -2,33 +2,30 @@
 
 import json
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated
 
 import rich.console
 import typer
 
-from xsake.cli.aliases import App
-from xsake.cli.calibrate import CalibrationProgressBar, CalibrationTask
-from xsake.cli.exits import exit_codes
-from xsake.cli.report import PROFILE, load_profile
-from xsake.cli.screen import echo
-from xsake.cli.subject import import_evaluation
+from xsake.cli.errors import FAILED, exit_codes
+from xsake.cli.load import PROFILE, import_extra, load_calibration, load_profile
+from xsake.cli.options import (
+    App,
+    AsJson,
+    MaxDocuments,
+    ModelDtype,
+    ModelFolder,
+    PlanFile,
+    TextFiles,
+)
+from xsake.cli.progress import ProgressBar, echo
 from xsake.errors import ArgumentError
 
-EXIT_DRIFTED = 1  # exit code
-_TEXT = "A .txt, .raw or .jsonl file, or a folder of .txt files; repeatable."
-_PLAN = typer.Argument(help="Plan written by `xsake calibrate`.")
-
-plan_app = App(no_args_is_help=True)
-
-
-@plan_app.callback()
-def about() -> None:
-    """Show, compare or validate sparsity plans."""
+plan_app = App(no_args_is_help=True, help="Show, compare or validate sparsity plans.")
 
 
 @plan_app.command("show")
-def show(plan: Annotated[Path, _PLAN]) -> None:
+def show(plan: PlanFile) -> None:
     """Summarize a plan: budget, layers, densest and sparsest heads.
 
     Exit code 0, or 2 if the file is not a plan.
@@ -36,8 +33,7 @@ def show(plan: Annotated[Path, _PLAN]) -> None:
     from xsake.hads import SparsityPlan
 
     with exit_codes():
-        summary = str(SparsityPlan.load(plan))
-    echo(summary)
+        echo(str(SparsityPlan.load(plan)))
 
 
 @plan_app.command("diff")
@@ -52,30 +48,24 @@ def diff(
     from xsake.hads import SparsityPlan
 
     with exit_codes():
-        old, new = SparsityPlan.load(before), SparsityPlan.load(after)
-    echo(old.diff(new))
+        echo(SparsityPlan.load(before).diff(SparsityPlan.load(after)))
 
 
 @plan_app.command("check", hidden=True)  # old name
 @plan_app.command("validate")
 def validate(
-    plan: Annotated[Path, _PLAN],
-    model: Annotated[Path, typer.Argument(help="Folder of a Hugging Face checkpoint.")],
-    text: Annotated[list[Path], typer.Option(help=_TEXT)],
-    max_documents: Annotated[
-        int,
-        typer.Option(min=1, help="Maximum number of documents (shorter than --context: skipped)."),
-    ] = 2,
+    plan: PlanFile,
+    model: ModelFolder,
+    text: TextFiles,
+    max_documents: MaxDocuments = 2,
     context: Annotated[
         int | None, typer.Option(min=1, help="Tokens per document; default: as calibrated.")
     ] = None,
     profile: Annotated[
         Path | None, typer.Option(help="Profile of the plan; default PLAN.profile.json.")
     ] = None,
-    dtype: Annotated[
-        Literal["float32", "bfloat16"], typer.Option(help="Dtype of weights and activations.")
-    ] = "float32",
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    dtype: ModelDtype = "float32",
+    as_json: AsJson = False,
 ) -> None:
     """Check whether a plan is still valid for other texts or other weights.
 
@@ -85,41 +75,34 @@ def validate(
     """
     console = rich.console.Console(quiet=as_json)
     with exit_codes(interrupted="Interrupted. No result was saved."):
-        import_evaluation()
+        import_extra("xsake.evaluation")
         from xsake.hads import SparsityPlan, drift
 
         loaded, calibrated = SparsityPlan.load(plan), load_profile(plan, profile)
         if calibrated is None:
+            expected = plan.with_suffix(PROFILE)
             raise ArgumentError(
-                "the profile of the plan is missing",
-                expected=plan.with_suffix(PROFILE),
-                fix="set --profile",
+                "the profile of the plan is missing", expected=expected, fix="set --profile"
             )
         promised = drift.calibrated_loss(loaded, calibrated)
         length = context or loaded.calibration.context
-        with CalibrationProgressBar(console, "loading, tokenizing, compiling") as bar:
-            task = CalibrationTask.load(model, text, length, max_documents, devices=1, dtype=dtype)
-            sizes = task.model.model_dump(include={"layers", "q_heads", "kv_heads", "head_dim"})
+        with ProgressBar(console, "loading, tokenizing, compiling") as bar:
+            inputs = load_calibration(model, text, length, max_documents, dtype)
+            sizes = inputs.model.model_dump(include={"layers", "q_heads", "kv_heads", "head_dim"})
             loaded.validate_for(**sizes)
-            read = drift.measure_documents(
-                task.observe, loaded, task.readings, on_progress=bar.show
+            measured = drift.measure_documents(
+                inputs.observe, loaded, inputs.documents, on_progress=bar.show
             )
-            verdict = drift.Drift(promised, *drift.mean_loss(loaded, read))
-    notes = _list_differences(loaded, task, length)
+            verdict = drift.Drift(promised, *drift.mean_loss(loaded, measured))
+    notes = []
+    if inputs.model.digest != loaded.model.digest:
+        notes.append("The model's files differ from the calibrated ones.")
+    if length != loaded.calibration.context:
+        calibrated_length = f"calibrated with {loaded.calibration.context:,}"
+        notes.append(f"Context: {length:,} tokens; {calibrated_length}.")
     if as_json:
         echo(json.dumps(verdict.to_dict() | {"notes": notes}))
     else:
-        for note in [str(verdict), str(verdict.limits), *notes]:
-            echo(note)
+        echo("\n".join([str(verdict), str(verdict.limits), *notes]))
     if not verdict.fits:
-        raise typer.Exit(code=EXIT_DRIFTED)
-
-
-def _list_differences(plan: Any, task: CalibrationTask, context: int) -> list[str]:
-    """List other differences from the calibration."""
-    notes = []
-    if task.model.digest != plan.model.digest:
-        notes.append("The model's files differ from the calibrated ones.")
-    if context != plan.calibration.context:
-        notes.append(f"Context: {context:,} tokens; calibrated with {plan.calibration.context:,}.")
-    return notes
+        raise typer.Exit(code=FAILED)

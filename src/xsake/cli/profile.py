@@ -5,14 +5,15 @@ from typing import Annotated
 
 import typer
 
-from xsake.cli.exits import exit_codes
-from xsake.cli.screen import echo
+from xsake.cli.errors import exit_codes
+from xsake.cli.options import App
+from xsake.cli.progress import echo
 from xsake.errors import ArgumentError
 
-profile_app = typer.Typer(no_args_is_help=True)
+profile_app = App(no_args_is_help=True)
 
 
-@profile_app.callback()
+@profile_app.callback()  # a single command would otherwise have no name
 def about() -> None:
     """List traces written by `xsake train --profile`."""
 

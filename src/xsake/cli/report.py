@@ -2,22 +2,21 @@
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import rich.console
 import typer
 
-from xsake.cli.exits import exit_codes
-from xsake.cli.screen import echo, escape_markup
-
-PROFILE = ".profile.json"  # replaces the suffix of a plan
+from xsake.cli.errors import exit_codes
+from xsake.cli.load import load_profile
+from xsake.cli.options import PlanFile
+from xsake.cli.progress import echo, escape_markup
 
 
 def run_report(
-    plan: Annotated[Path, typer.Argument(help="Plan written by `xsake calibrate`.")],
+    plan: PlanFile,
     profile: Annotated[
-        Path | None,
-        typer.Option(help="Profile; default PLAN.profile.json, if it exists."),
+        Path | None, typer.Option(help="Profile; default PLAN.profile.json, if it exists.")
     ] = None,
     comparison: Annotated[
         Path | None, typer.Option(help="Rows of a policy comparison (.jsonl) to include.")
@@ -30,8 +29,7 @@ def run_report(
     ] = None,
     png: Annotated[Path | None, typer.Option(help="Also write PNG figures to this folder.")] = None,
     as_json: Annotated[
-        bool,
-        typer.Option("--json", help="Print the figures as JSON; writes no page without -o."),
+        bool, typer.Option("--json", help="Print the figures as JSON; writes no page without -o.")
     ] = False,
 ) -> None:
     """Write an HTML report of a plan: calibration, budget per head, comparison of policies.
@@ -54,20 +52,5 @@ def run_report(
     if as_json:
         echo(json.dumps(figures.to_dict(), indent=1, ensure_ascii=False))
         return
-    written = " and ".join(escape_markup(str(path)) for path in (page, *images))
+    written = " and ".join(escape_markup(path) for path in (page, *images))
     rich.console.Console().print(f"{size / 1e3:,.0f} kB, written to {written}", soft_wrap=True)
-
-
-def load_profile(plan: Path, profile: Path | None) -> Any:
-    """Load a profile; None if it was not given and the plan has none at the default path.
-
-    Args:
-        plan: path of the plan.
-        profile: path of the profile; default: the plan's path with the suffix of profiles.
-    """
-    from xsake.hads import Profile
-
-    default = plan.with_suffix(PROFILE)
-    if profile is None and not default.exists():
-        return None
-    return Profile.load(profile or default)

@@ -8,24 +8,26 @@ import typer
 
 from xsake._io import require_local
 from xsake._provenance import checkout_root
-from xsake.cli.exits import exit_codes
-from xsake.errors import ArgumentError, MissingExtraError
+from xsake.cli.errors import exit_codes
+from xsake.cli.load import import_extra
+from xsake.errors import ArgumentError
 
 NICENESS = 10
+_CACHE = "Folder of the run index; default: in the user's cache directory."
+_PROXY = "Address or network of a proxy whose X-Forwarded headers are trusted."
+_SHOWCASE = "Folder of the built showcase, served at /; default: the checkout's."
 
 
 def run_serve(
     folders: Annotated[
-        list[Path] | None,
-        typer.Argument(help="Folders of runs and documents; default: ."),
+        list[Path] | None, typer.Argument(help="Folders of runs and documents; default: .")
     ] = None,
     host: Annotated[str, typer.Option(help="Address; others than loopback need --token-file.")] = (
         "127.0.0.1"
     ),
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0: any free port.")] = 8765,
     token_file: Annotated[
-        Path | None,
-        typer.Option(help="File of the access token; default: a new one is printed."),
+        Path | None, typer.Option(help="File of the access token; default: a new one is printed.")
     ] = None,
     no_token: Annotated[
         bool, typer.Option("--no-token", help="Disable authentication; loopback only.")
@@ -33,10 +35,7 @@ def run_serve(
     allow_host: Annotated[
         list[str] | None, typer.Option(help="Additional host name, such as a proxy's.")
     ] = None,
-    showcase: Annotated[
-        Path | None,
-        typer.Option(help="Folder of the built showcase, served at /; default: the checkout's."),
-    ] = None,
+    showcase: Annotated[Path | None, typer.Option(help=_SHOWCASE)] = None,
     no_showcase: Annotated[
         bool, typer.Option("--no-showcase", help="Serve the dashboard at /.")
     ] = False,
@@ -46,14 +45,8 @@ def run_serve(
     requests_per_second: Annotated[
         float, typer.Option(min=1.0, help="Rate limit per address.")
     ] = 50.0,
-    trusted_proxy: Annotated[
-        list[str] | None,
-        typer.Option(help="Address or network of a proxy whose X-Forwarded headers are trusted."),
-    ] = None,
-    cache: Annotated[
-        Path | None,
-        typer.Option(help="Folder of the run index; default: in the user's cache directory."),
-    ] = None,
+    trusted_proxy: Annotated[list[str] | None, typer.Option(help=_PROXY)] = None,
+    cache: Annotated[Path | None, typer.Option(help=_CACHE)] = None,
 ) -> None:
     """Serve a read-only dashboard of runs, plans, benchmark rows and certificates.
 
@@ -62,7 +55,7 @@ def run_serve(
     """
     with exit_codes(interrupted="stopped"):
         require_local(*(folders or ()), token_file, showcase, cache)
-        _require_server()
+        import_extra("xsake.server.connections", "serve")
         from xsake.server.settings import ServerSettings
 
         token, is_new = _choose_token(token_file, host, no_token=no_token)
@@ -74,16 +67,6 @@ def run_serve(
             cache=_cache_folder(cache), trusted_proxies=tuple(trusted_proxy or ()),
         )  # fmt: skip
         _serve(settings, settings.token if is_new else None)
-
-
-def _require_server() -> None:
-    """Raise MissingExtraError unless the server is installed."""
-    try:
-        import xsake.server.connections  # noqa: F401 (import check)
-    except ImportError as error:
-        raise MissingExtraError(
-            "the server is not installed", got=str(error), fix="pip install 'xsake[serve]'"
-        ) from error
 
 
 def _built_showcase() -> Path | None:

@@ -5,23 +5,21 @@ from typing import Annotated, Any
 
 import rich.console
 import typer
-from rich.markup import escape
 
 from xsake._io import require_local
-from xsake.cli.exits import exit_codes
-from xsake.cli.screen import ProgressBar
+from xsake._progress import Progress
+from xsake.cli.errors import exit_codes
+from xsake.cli.progress import ProgressBar
 from xsake.errors import ArgumentError
+
+_SETTING = "Override a value, such as optimizer.grad_accum_steps=4."
+_HEARTBEAT = "Seconds without a heartbeat until a process counts as dead."
 
 
 def run_train(
     config: Annotated[Path, typer.Argument(help="Run configuration (TOML).")],
-    setting: Annotated[
-        list[str] | None,
-        typer.Option("--set", help="Override a value, such as optimizer.grad_accum_steps=4."),
-    ] = None,
-    heartbeat_seconds: Annotated[
-        int, typer.Option(min=1, help="Seconds without a heartbeat until a process counts as dead.")
-    ] = 10,
+    setting: Annotated[list[str] | None, typer.Option("--set", help=_SETTING)] = None,
+    heartbeat_seconds: Annotated[int, typer.Option(min=1, help=_HEARTBEAT)] = 10,
     profile: Annotated[
         str | None, typer.Option(help="Profile these steps, such as steps=10:15.")
     ] = None,
@@ -54,8 +52,9 @@ def run_train(
         from xsake.training.train import RunStatus, train
 
         processes.start(heartbeat_seconds=heartbeat_seconds)
-        with TrainingProgressBar(console, "loading, compiling") as bar:
-            ending = train(run, on_progress=bar.show, profile=steps, is_lock_forced=take_lock)
+        with ProgressBar(console, "loading, compiling", item="step") as bar:
+            show = lambda event: bar.show(_to_progress(event))
+            ending = train(run, on_progress=show, profile=steps, is_lock_forced=take_lock)
     if ending is RunStatus.STOPPED:
         console.print("stopped; a checkpoint is saved, and the same command resumes the run")
         raise typer.Exit(code=EXIT_RESTART)
@@ -73,19 +72,11 @@ def _show_goodput(console: rich.console.Console, path: Path) -> None:
         typer.echo(f"Cannot report goodput: {error.what}, {error.got}", err=True)
 
 
-class TrainingProgressBar(ProgressBar):
-    """Progress bar on a terminal; otherwise one line per logged step."""
-
-    def show(self, progress: Any) -> None:
-        """Show a finished step."""
-        speed = f"{progress.tokens_per_second:,.0f} tokens/s"
-        text = f"loss {progress.loss:.4f}, {speed}"
-        text += ", skipped" if progress.is_skipped else ""
-        text += f", {progress.budget:.0%} of blocks" if progress.budget not in (None, 1.0) else ""
-        text += f", {progress.remaining_seconds:.0f} s remaining"
-        if progress.note:
-            text += f", {escape(progress.note)}"
-        self.update(progress.step + 1, progress.steps, text)
-        if not self.console.is_terminal:
-            line = f"step {progress.step + 1} of {progress.steps}: {text}"
-            self.console.print(line, soft_wrap=True, highlight=False)
+def _to_progress(event: Any) -> Progress:
+    budget = "" if event.budget in (None, 1.0) else f"{event.budget:.0%} of blocks"
+    skipped = "skipped" if event.is_skipped else ""
+    speed = f"{event.tokens_per_second:,.0f} tokens/s"
+    parts = f"loss {event.loss:.4f}", speed, skipped, budget, event.note
+    label = ", ".join(part for part in parts if part)
+    left = event.remaining_seconds
+    return Progress(event.step + 1, event.steps, label, remaining_seconds=left)

@@ -6,7 +6,7 @@ from xsake.evaluation.identity import identify
 from xsake.evaluation.journal import ResultCache
 from xsake.evaluation.plot import draw
 from xsake.evaluation.record import EvaluationReport, ModelIdentity, read_report, write_report
-from xsake.evaluation.run import EvalModel, EvaluationProgress, EvaluationSettings, evaluate
+from xsake.evaluation.run import EvalModel, EvaluationSettings, evaluate
 from xsake.evaluation.score import Scorer, Scores
 from xsake.evaluation.table import report_view
 
@@ -15,7 +15,6 @@ __all__ = [
     "TextDocument",
     "ResultCache",
     "ModelIdentity",
-    "EvaluationProgress",
     "EvaluationReport",
     "Scorer",
     "Scores",

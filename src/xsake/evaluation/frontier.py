@@ -5,12 +5,15 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from rich.table import Table
+
+from xsake._progress import ProgressFn
 from xsake.errors import ArgumentError
 from xsake.evaluation.candidate import Candidate
 from xsake.evaluation.documents import Texts
 from xsake.evaluation.journal import ResultCache
 from xsake.evaluation.record import EvaluationReport
-from xsake.evaluation.run import EvalModel, EvaluationSettings, ProgressFn, evaluate
+from xsake.evaluation.run import EvalModel, EvaluationSettings, evaluate
 from xsake.hads import Policy, Profile, Selector, make_plan
 from xsake.masks import Sinks, Window
 
@@ -143,3 +146,20 @@ def _sides(
     for asked in shares:
         yield "plan", asked, *planner.candidate(asked)
         yield "window", asked, *widest_window(asked, tokens, planner.profile.block)
+
+
+def frontier_table(points: Sequence[FrontierPoint]) -> Table:
+    """Build a table with one line per point."""
+    table = Table("attention", "cost", "perplexity", "gap, 95%", "KL", "same token")
+    for point in points:
+        scores = point.report.contexts[0]
+        compared, dense = scores.comparison, scores.perplexity.value
+        assert compared is not None, "every point has a candidate"
+        gap = compared.perplexity_difference
+        shares = [x / dense for x in (gap.value, gap.low, gap.high) if x is not None]
+        table.add_row(
+            point.name, f"{point.effective:.1%}", f"{compared.perplexity.value:.2f}",
+            " ".join(f"{x:+.2%}" for x in shares), f"{compared.kl.value:.4f}",
+            f"{compared.agreement.value:.1%}",
+        )  # fmt: skip
+    return table

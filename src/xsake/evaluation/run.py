@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 import jax
 
+from xsake._progress import Progress, ProgressFn
 from xsake._provenance import (
     checkout_root,
     environment,
@@ -94,30 +95,6 @@ class EvaluationSettings:
             raise ArgumentError("no context to evaluate", expected="at least one context")
 
 
-@dataclasses.dataclass(frozen=True)
-class EvaluationProgress:
-    """Progress event, sent after each trial.
-
-    Args:
-        done, total: trials.
-        label: of the trial.
-        is_new: False for cached results.
-        dense_nll, candidate_nll: mean over the spans, nats per token.
-        elapsed_seconds: since the start.
-        remaining_seconds: estimate by flops; None before the first measurement.
-    """
-
-    done: int
-    total: int
-    label: str
-    is_new: bool
-    dense_nll: float | None
-    candidate_nll: float | None
-    elapsed_seconds: float
-    remaining_seconds: float | None
-
-
-ProgressFn = Callable[[EvaluationProgress], None]
 Cost = Callable[[Trial], int]
 
 
@@ -305,11 +282,10 @@ def _measure(
         results[index] = entry
         elapsed = time.monotonic() - start
         to_go = elapsed / spent * remaining if spent else None
-        dense, candidate = (_mean_nll(trial, entry, side) for side in ("dense", "candidate"))
-        done = EvaluationProgress(
-            len(results), len(trials), trial.label, is_new, dense, candidate, elapsed, to_go
+        detail = _format_nll(trial, entry)
+        on_progress(
+            Progress(len(results), len(trials), trial.label, is_new, elapsed, to_go, detail)
         )
-        on_progress(done)
     return [results[index] for index in range(len(trials))]
 
 
@@ -326,10 +302,10 @@ def _key(base: dict, trial: Trial) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def _mean_nll(trial: Trial, entry: CachedResult, side: str) -> float | None:
+def _format_nll(trial: Trial, entry: CachedResult) -> str:
     predicted = sum(end - start for start, end in trial.spans)
-    sums = entry.sums.get(f"{side}_nll")
-    return None if sums is None else sum(sums) / predicted
+    sides = [(side, entry.sums.get(f"{side}_nll")) for side in ("dense", "candidate")]
+    return ", ".join(f"NLL {sum(x) / predicted:.3f} {side}" for side, x in sides if x is not None)
 
 
 def _take(results, trials: Sequence) -> list[CachedResult]:

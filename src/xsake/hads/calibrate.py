@@ -6,7 +6,7 @@ import io
 import json
 import time
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from xsake._io import atomic_write
+from xsake._progress import Progress, ProgressFn
 from xsake._provenance import checkout_root, environment, source_digest
 from xsake.errors import ArgumentError
 from xsake.hads import curves as fit
@@ -198,26 +199,6 @@ class CalibrationSettings:
     batch_size: int = 1
 
 
-@dataclasses.dataclass(frozen=True)
-class CalibrationProgress:
-    """Progress event, sent after each batch of documents.
-
-    Args:
-        done, total: documents; those with effects count twice.
-        label: the last document.
-        is_new: False for cached documents.
-        elapsed_seconds: since the start.
-        remaining_seconds: estimate; None before the first measurement.
-    """
-
-    done: int
-    total: int
-    label: str
-    is_new: bool
-    elapsed_seconds: float
-    remaining_seconds: float | None
-
-
 def calibrate(
     observe: ObserveFn,
     model: CalibratedModel,
@@ -225,7 +206,7 @@ def calibrate(
     settings: CalibrationSettings = CalibrationSettings(),  # noqa: B008 (frozen)
     *,
     cache: MassCache | None = None,
-    on_progress: Callable[[CalibrationProgress], None] = lambda _: None,
+    on_progress: ProgressFn = lambda _: None,
 ) -> Profile:
     """Measure the attention of every head and the accuracy of selectors.
 
@@ -325,7 +306,7 @@ def _key(model: CalibratedModel, document: CalibrationDocument, settings, compon
 class ProgressTracker:
     """Count of measured documents and estimate of the remaining time."""
 
-    def __init__(self, total: int, on_progress: Callable[[CalibrationProgress], None]):
+    def __init__(self, total: int, on_progress: ProgressFn):
         self._total, self._on_progress = total, on_progress
         self._done, self._new, self._spent = 0, 0, 0.0
 
@@ -343,7 +324,7 @@ class ProgressTracker:
 
     def _send(self, label: str, remaining: float | None) -> None:
         state = self._done, self._total, label, remaining is not None, self._spent, remaining
-        self._on_progress(CalibrationProgress(*state))
+        self._on_progress(Progress(*state))
 
 
 def _measure_missing(documents, keys, batch_size: int, cache, progress, measure) -> None:

@@ -2,23 +2,18 @@
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
+from xsake._progress import Progress, ProgressFn
 from xsake.errors import ArgumentError
 from xsake.hads import curves as fit
 from xsake.hads.budget import ForcedBlocks, level_totals
-from xsake.hads.calibrate import (
-    CalibrationDocument,
-    CalibrationProgress,
-    DocumentMasses,
-    MassCache,
-    document_masses,
-)
+from xsake.hads.calibrate import CalibrationDocument, DocumentMasses, MassCache, document_masses
 from xsake.hads.hooks import LayerMasses, ObserveFn, make_mass_hook
 from xsake.hads.plan import SparsityPlan
 from xsake.hads.profile import Profile
@@ -166,7 +161,7 @@ def measure_documents(
     plan: SparsityPlan,
     documents: Sequence[CalibrationDocument],
     *,
-    on_progress: Callable[[CalibrationProgress], None] = lambda _: None,
+    on_progress: ProgressFn = lambda _: None,
 ) -> Iterator[DocumentMasses]:
     """Measure true block masses and the selector's estimates on other documents."""
     _require_length(plan, documents)
@@ -178,7 +173,7 @@ def measure_documents(
         cache.put(document.sha256, document_masses(masses, 0))
         elapsed = time.monotonic() - begin
         to_go = elapsed / done * (len(documents) - done)
-        on_progress(CalibrationProgress(done, len(documents), document.name, True, elapsed, to_go))
+        on_progress(Progress(done, len(documents), document.name, True, elapsed, to_go))
         yield cache.get(document.sha256)
 
 

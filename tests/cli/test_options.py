@@ -1,20 +1,24 @@
-"""Old names of options and commands still work, and --help does not show them."""
+"""Old names of options and commands still work, --help does not show them, and shows the rest."""
+
+from typing import Any
 
 import pytest
 import typer
-from typer.testing import CliRunner
 
 from xsake.cli import app
-from xsake.cli.aliases import RENAMED_OPTIONS
+from xsake.cli.options import RENAMED_OPTIONS
 
 FLAGS = {"--check", "--fresh"}
 POSITIONAL = {
     "bench quality": 1, "bench training": 1, "calibrate": 1, "evaluate": 1, "launch": 1,
     "plan validate": 2, "report": 1, "train": 1,
 }  # fmt: skip
+TIMED = tuple(
+    f"bench {x}" for x in ("attention", "backward", "decode", "growth", "training", "tune")
+)
 COMMANDS = {
-    "--budgets": (
-        "bench attention", "bench backward", "bench memory", "bench quality", "bench tune",
+    "--budgets": tuple(
+        f"bench {x}" for x in ("attention", "backward", "memory", "quality", "tune")
     ),
     "--check": ("train",),
     "--clients": ("serve",),
@@ -23,15 +27,10 @@ COMMANDS = {
     "--healthy-seconds": ("launch",),
     "--ladder": ("report",),
     "--most-restarts": ("launch",),
-    "--rounds": (
-        "bench attention", "bench backward", "bench decode", "bench growth", "bench training",
-        "bench tune",
-    ),
-    "--threads": (
-        "bench attention", "bench backward", "bench decode", "bench growth", "bench training",
-        "bench tune",
-    ),
-}  # fmt: skip
+    "--rounds": TIMED,
+    "--threads": TIMED,
+}
+PAIRS = [(old, path) for old, paths in COMMANDS.items() for path in paths]
 
 
 def _parse(path: str, *arguments: str) -> dict:
@@ -42,14 +41,12 @@ def _parse(path: str, *arguments: str) -> dict:
     return command.make_context(path, values, resilient_parsing=True).params
 
 
-@pytest.mark.parametrize(
-    ("old", "path"), [(old, path) for old, paths in COMMANDS.items() for path in paths]
-)
-def test_an_old_option_is_the_new_one_and_hidden(old: str, path: str) -> None:
+@pytest.mark.parametrize(("old", "path"), PAIRS)
+def test_an_old_option_is_the_new_one_and_hidden(run, old: str, path: str) -> None:
     value = [] if old in FLAGS else ["7"]
     parsed = _parse(path, old, *value)
     assert parsed == _parse(path, RENAMED_OPTIONS[old], *value) != _parse(path)
-    shown = CliRunner().invoke(app, [*path.split(), "--help"], env={"COLUMNS": "200"}).output
+    shown = run(*path.split(), "--help").output
     assert RENAMED_OPTIONS[old] in shown and f"{old} " not in shown
 
 
@@ -59,8 +56,21 @@ def test_every_renamed_option_is_tested() -> None:
 
 @pytest.mark.parametrize(("group", "old", "new"), [("plan", "check", "validate"),
                                                    ("profile", "open", "show")])  # fmt: skip
-def test_an_old_command_is_the_new_one_and_hidden(group: str, old: str, new: str) -> None:
+def test_an_old_command_is_the_new_one_and_hidden(run, group: str, old: str, new: str) -> None:
     commands = typer.main.get_command(app).commands[group].commands
     assert commands[old].callback.__wrapped__ is commands[new].callback.__wrapped__
     assert commands[old].hidden and not commands[new].hidden
-    assert f"│ {old} " not in CliRunner().invoke(app, [group, "--help"]).output
+    assert f"│ {old} " not in run(group, "--help").output
+
+
+def _commands(command: Any, name: str = "xsake"):
+    yield pytest.param(command, id=name)
+    for part, inner in getattr(command, "commands", {}).items():
+        yield from _commands(inner, f"{name} {part}")
+
+
+@pytest.mark.parametrize("command", list(_commands(typer.main.get_command(app))))
+def test_help_has_no_words_that_look_like_tags(command: Any) -> None:
+    """They would not be shown: `<plan>.json` becomes `.json`."""
+    texts = [command.help or "", *(getattr(x, "help", None) or "" for x in command.params)]
+    assert not [text for text in texts if "<" in text]

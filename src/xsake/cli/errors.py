@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import typer
 
-from xsake.cli.screen import echo
+from xsake.cli.progress import echo
 from xsake.errors import XsakeError
 
 FAILED, CANNOT_RUN, INTERRUPTED = 1, 2, 130  # exit codes
