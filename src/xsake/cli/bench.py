@@ -104,7 +104,7 @@ def run_growth(
     arguments = _BenchArguments(shape, tokens, dtype, out, budget, block, repeats, num_threads)
     rows = _run("attention", arguments)
     from xsake.bench.growth import fit_growths
-    from xsake.bench.plot import draw_growth
+    from xsake.reports.bench_report import draw_growth
 
     with exit_codes(INTERRUPTED_MESSAGE):
         fits = fit_growths(rows)
@@ -170,7 +170,7 @@ def run_report(
     """Write measurements as a single self-contained HTML page."""
     from xsake._io import atomic_write
     from xsake.bench import read_rows
-    from xsake.bench.report import page
+    from xsake.reports.bench_report import page
 
     with exit_codes(INTERRUPTED_MESSAGE):
         measurements = [row for path in rows for row in read_rows(path)]
