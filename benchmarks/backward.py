@@ -16,8 +16,8 @@ from benchmarks.experiment import (
     race,
 )
 from xsake.bench import Shape
-from xsake.bench.plot import draw_times
 from xsake.layout.synthetic import ragged_grid
+from xsake.reports.bench_report import draw_times
 
 GRID = "ragged_25"
 LIMITS = {

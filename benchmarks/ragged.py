@@ -16,8 +16,8 @@ from benchmarks.experiment import (
     race,
 )
 from xsake.bench import Shape
-from xsake.bench.plot import draw_budgets
 from xsake.layout.synthetic import ragged_grid
+from xsake.reports.bench_report import draw_budgets
 
 BUDGETS = {"ragged_43": 0.43, "ragged_25": 0.25}
 OVERHEAD = 1.15

@@ -19,8 +19,8 @@ from benchmarks.experiment import (
 )
 from benchmarks.ragged import BUDGETS
 from xsake.bench import Shape
-from xsake.bench.plot import draw_times
 from xsake.layout.synthetic import ragged_grid
+from xsake.reports.bench_report import draw_times
 
 SPEEDUPS = {"torch.flex": 2.5, "ejkernel": 2.0}
 DENSE, DENSE_SPEEDUP, DENSE_AT = "torch.sdpa", 2.0, "ragged_25"

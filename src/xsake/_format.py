@@ -22,3 +22,13 @@ def format_bytes(count: int) -> str:
         '12.9 MB'
     """
     return f"{count / 1e6:,.1f} MB"
+
+
+def format_commit(commit: str | None, is_dirty: bool | None) -> str:
+    """First digits of a commit, with `+` for uncommitted changes.
+
+    Example:
+        >>> format_commit("0123456789abcdef", True), format_commit(None, None)
+        ('0123456789+', 'no commit')
+    """
+    return "no commit" if commit is None else commit[:10] + ("+" if is_dirty else "")

@@ -3,8 +3,6 @@ from rich.console import Console
 
 from tests.bench.sample_rows import sample_row
 from xsake.bench import Claim, Ratio, Verdict, claims_table, rows_table
-from xsake.bench.plot import draw_budgets, draw_times
-from xsake.errors import ArgumentError
 
 
 def printed(table) -> str:
@@ -35,18 +33,3 @@ def test_a_wrong_result_is_shown_as_wrong(error):
 def test_claims_show_limit_measurement_and_verdict():
     text = printed(claims_table([Claim("speed", "<= 1x", "0.9x [0.8, 0.95]", Verdict.PASS)]))
     assert all(word in text for word in ("speed", "<= 1x", "0.9x [0.8, 0.95]", "pass"))
-
-
-def test_plots_are_written(tmp_path):
-    rows = [sample_row(), sample_row(side="old", implementation="other", ratios=())]
-    draw_times(rows, tmp_path / "times.png", "Times")
-    draw_budgets([sample_row(budget=0.4)], tmp_path / "budgets.png", "Budgets", baseline="old")
-    for name in ("times.png", "budgets.png"):
-        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_plot_of_nothing_is_an_error(tmp_path):
-    with pytest.raises(ArgumentError):
-        draw_times([sample_row(seconds=None)], tmp_path / "no.png", "No")
-    with pytest.raises(ArgumentError):
-        draw_budgets([sample_row()], tmp_path / "no.png", "No", baseline="absent")

@@ -97,5 +97,5 @@ def test_png_of_heads_is_a_grid(tmp_path):
 
 def test_png_without_matplotlib_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(MissingExtraError, match=r"pip install xsake\[viz\]"):
+    with pytest.raises(MissingExtraError, match=r"pip install 'xsake\[viz\]'"):
         Causal().draw(tmp_path / "mask.png", 8)

@@ -105,7 +105,7 @@ def run_growth(
         num_threads=num_threads,
     )  # fmt: skip
     from xsake.bench.growth import fit_growths
-    from xsake.bench.plot import draw_growth
+    from xsake.reports.bench_report import draw_growth
 
     with exit_codes(_INTERRUPTED):
         fits = fit_growths(rows)
@@ -213,7 +213,7 @@ def run_report(
 ) -> None:
     """Write measurements as a single self-contained HTML page."""
     from xsake.bench import read_rows
-    from xsake.bench.report import page
+    from xsake.reports.bench_report import page
 
     with exit_codes(_INTERRUPTED):
         measurements = [row for path in rows for row in read_rows(path)]

@@ -38,7 +38,8 @@ def run_report(
     the command cannot run.
     """
     with exit_codes():
-        from xsake.hads import SparsityPlan, report
+        from xsake.hads import SparsityPlan
+        from xsake.reports import plan_report as report
 
         figures = report.ReportData(
             SparsityPlan.load(plan),

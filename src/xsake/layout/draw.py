@@ -1,7 +1,6 @@
 """Layout drawing: ASCII for terminals, PNG by matplotlib."""
 
 import os
-import textwrap
 
 import numpy as np
 
@@ -9,10 +8,8 @@ from xsake.errors import ArgumentError
 from xsake.layout.csr import Items
 from xsake.layout.grid import BlockGrid, count_blocks
 from xsake.masks.coverage import ALL, NONE, SOME
-from xsake.masks.draw import MAX_PANELS, PNG_CELLS, ascii_cells, ascii_shape, panel_figure
-
-COLOURS = ("#f3f1ec", "#8fb4d9", "#1f4e79")
-LABELS = ("skipped", "partial", "full")
+from xsake.masks.draw import PNG_CELLS, ascii_cells, ascii_shape
+from xsake.reports.plots import MAX_PANELS, draw_cells
 
 
 def ascii_plane(items: Items, grid: BlockGrid, *, batch: int, head: int, width: int) -> str:
@@ -56,31 +53,20 @@ def draw_png(
     head: int | None,
     batch: int,
 ) -> None:
-    """Write one panel per head, or the selected head, to a PNG file."""
+    """Write one panel per head (at most `MAX_PANELS`), or the selected head, to a PNG file."""
     heads = range(min(grid.heads, MAX_PANELS)) if head is None else [head]
-    side = 4.6 if len(heads) == 1 else 2.4
-    labels = f"query block of {grid.block_q} tokens", f"kv block of {grid.block_kv} tokens"
-    figure, panels, columns = panel_figure(len(heads), (side, side), 1.1, labels, fontsize=8)
-    from matplotlib.colors import ListedColormap
-    from matplotlib.patches import Patch
-
-    extent = (0, grid.kv_blocks, grid.q_blocks, 0)
-    style = {"cmap": ListedColormap(COLOURS), "vmin": 0, "vmax": 2, "interpolation": "nearest"}
-    for axes, index in zip(panels, heads, strict=True):
-        cells = plane_cells(items, grid, (batch, index), (PNG_CELLS, PNG_CELLS))
-        axes.imshow(cells, extent=extent, **style)
-        axes.set_aspect(grid.kv_blocks / grid.q_blocks)
-        axes.locator_params(nbins=4, integer=True)
-        axes.tick_params(labelsize=7, length=2)
-        axes.spines[:].set_visible(False)
-        if grid.heads > 1:
-            first = (batch * grid.heads + index) * grid.q_blocks
-            listed = int(items.row_starts[first + grid.q_blocks] - items.row_starts[first])
-            axes.set_title(f"head {index}: {listed:,} blocks", fontsize=8)
-    figure.suptitle(textwrap.fill(title, 60 if columns < 3 else 100), fontsize=10)
-    handles = [
-        Patch(facecolor=colour, edgecolor="#bbbbbb", label=label)
-        for colour, label in zip(COLOURS, LABELS, strict=True)
-    ]
-    figure.legend(handles=handles, loc="outside lower center", ncols=3, fontsize=7, frameon=False)
-    figure.savefig(path, format="png", dpi=150)
+    listed = np.diff(items.row_starts[:: grid.q_blocks])[batch * grid.heads :]
+    draw_cells(
+        path,
+        [
+            (
+                f"head {index}: {listed[index]:,} blocks" if grid.heads > 1 else "",
+                plane_cells(items, grid, (batch, index), (PNG_CELLS, PNG_CELLS)),
+            )
+            for index in heads
+        ],
+        title=title if head is not None or len(heads) == grid.heads else f"{title}; first heads",
+        size=(grid.q_blocks, grid.kv_blocks),
+        labels=(f"query block of {grid.block_q} tokens", f"kv block of {grid.block_kv} tokens"),
+        names=("skipped", "partial", "full"),
+    )

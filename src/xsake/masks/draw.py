@@ -3,23 +3,20 @@
 import math
 import os
 import textwrap
-from typing import Any
 
 import numpy as np
 from jaxtyping import Int8
 
-from xsake.errors import ArgumentError, MissingExtraError
+from xsake.errors import ArgumentError
 from xsake.masks.algebra import AbstractCombination, Not, PerHead
 from xsake.masks.array_masks import Explicit, Segments
 from xsake.masks.base import AbstractMask, resolve_coverage
 from xsake.masks.coverage import UNBOUNDED, Rectangles
 from xsake.masks.patterns import BigBird, Chunked, Longformer, Random, Sinks, Strided, Window
+from xsake.reports.plots import MAX_PANELS, draw_cells
 
 SYMBOLS = np.array([".", "+", "#"])  # indexed by Coverage code
-PAPER, INK, TEXT = "#eceae4", "#1f4e79", "#333333"
 PNG_CELLS = 512
-GRID_TOKENS = 40  # grid lines are drawn up to this number of tokens
-MAX_PANELS = 64
 
 
 def ascii_picture(
@@ -124,7 +121,7 @@ def draw_png(
     head: int | None,
 ) -> None:
     """See `AbstractMask.draw`."""
-    kv_tokens = _check_sizes(q_tokens, kv_tokens)
+    size = q_tokens, _check_sizes(q_tokens, kv_tokens)
     panels = _panels(mask, head)
     if len(panels) > MAX_PANELS:
         raise ArgumentError(
@@ -133,77 +130,12 @@ def draw_png(
             expected=f"at most {MAX_PANELS}",
             fix="pass head=...",
         )
-    side = 6.0 if len(panels) == 1 else 3.0
-    size = side, side * min(2.0, max(0.5, q_tokens / kv_tokens))
-    labels = "query position", "key position"
-    figure, grid, columns = panel_figure(len(panels), size, 0.9, labels, color=TEXT)
-    for (name, panel), axes in zip(panels, grid, strict=True):
-        _draw_panel(axes, panel, (q_tokens, kv_tokens), ticks=9 if len(panels) == 1 else 5)
-        axes.set_title(name, fontsize=9, color=TEXT)
-    title = textwrap.fill(textwrap.shorten(repr(mask), 240), max(48, 28 * columns))
-    figure.suptitle(title, fontsize=11, family="monospace", color=TEXT)
-    figure.savefig(path, format="png", dpi=150)
-
-
-def panel_figure(
-    num_panels: int,
-    size: tuple[float, float],
-    title_height: float,
-    labels: tuple[str, str],
-    **label_style: Any,
-) -> tuple[Any, list[Any], int]:
-    """Return a figure, its panels of `size` inches in a square grid, and the number of columns.
-
-    The labels of the vertical and the horizontal axis are on the outer panels.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingExtraError(
-            "drawing a PNG needs matplotlib", fix="pip install xsake[viz]"
-        ) from error
-    columns = math.ceil(math.sqrt(num_panels))
-    rows = math.ceil(num_panels / columns)
-    figsize = size[0] * columns + 0.6, size[1] * rows + title_height
-    figure = Figure(figsize=figsize, layout="constrained", facecolor="white")
-    panels = [figure.add_subplot(rows, columns, index + 1) for index in range(num_panels)]
-    for axes in panels[::columns]:
-        axes.set_ylabel(labels[0], **label_style)
-    for axes in panels[-columns:]:
-        axes.set_xlabel(labels[1], **label_style)
-    return figure, panels, columns
-
-
-def _draw_panel(axes: Any, mask: AbstractMask, tokens: tuple[int, int], *, ticks: int) -> None:
-    """Draw one head; the colour interpolates from PAPER (none allowed) to INK (all allowed)."""
-    from matplotlib.colors import LinearSegmentedColormap
-
-    q_tokens, kv_tokens = tokens
-    axes.imshow(
-        coverage_cells(mask, q_tokens, kv_tokens, rows=PNG_CELLS, columns=PNG_CELLS) / 2.0,
-        cmap=LinearSegmentedColormap.from_list("mask", [PAPER, INK]),
-        vmin=0.0,
-        vmax=1.0,
-        interpolation="nearest",
-        # Positions are cell centres; query 0 is at the top.
-        extent=(-0.5, kv_tokens - 0.5, q_tokens - 0.5, -0.5),
-        aspect="equal" if 0.5 <= q_tokens / kv_tokens <= 2 else "auto",
+    draw_cells(
+        path,
+        [(x, coverage_cells(one, *size, rows=PNG_CELLS, columns=PNG_CELLS)) for x, one in panels],
+        title=textwrap.shorten(repr(mask), 240),
+        size=size,
+        labels=("query position", "key position"),
+        names=("masked", "some", "allowed"),
+        offset=-0.5,  # positions are cell centres
     )
-    axes.set_xticks(_ticks(kv_tokens, ticks))
-    axes.set_yticks(_ticks(q_tokens, ticks))
-    axes.tick_params(labelsize=8, colors=TEXT, length=3)
-    if max(q_tokens, kv_tokens) <= GRID_TOKENS:
-        axes.set_xticks(np.arange(kv_tokens + 1) - 0.5, minor=True)
-        axes.set_yticks(np.arange(q_tokens + 1) - 0.5, minor=True)
-        axes.grid(which="minor", color="white", linewidth=0.8)
-        axes.tick_params(which="minor", length=0)
-    for spine in axes.spines.values():
-        spine.set_visible(False)
-
-
-def _ticks(tokens: int, limit: int) -> list[int]:
-    """Return at most `limit` tick positions from 0, a power of two apart."""
-    step = 1
-    while step * limit < tokens:
-        step *= 2
-    return list(range(0, tokens, step))

@@ -1,1 +1,0 @@
-"""Self-contained HTML pages: elements, style sheet and page template."""

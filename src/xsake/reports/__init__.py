@@ -1,0 +1,1 @@
+"""Reports: HTML pages that need no network and no script, and plots in one palette."""

@@ -1,0 +1,202 @@
+"""One look for all pictures: palette, matplotlib style, PNG files and SVG for pages."""
+
+import contextlib
+import io
+import math
+import os
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+
+from xsake.errors import MissingExtraError
+
+# `ours` is XSAKE and what it computes, `peer` another library, `heat` a tint below black text.
+LIGHT = {
+    "paper": "#fbfaf6", "surface": "#ffffff", "ink": "#1e1b17", "muted": "#665f55",
+    "faint": "#8d857a", "line": "#e5dfd4", "blank": "#f3efe7", "heat": "#e8946f",
+    "ours": "#ab3619", "peer": "#2b6491",
+}  # fmt: skip
+DARK = {
+    "paper": "#141310", "surface": "#1c1a17", "ink": "#eee9df", "muted": "#aaa295",
+    "faint": "#857d70", "line": "#35312a", "blank": "#23201c", "heat": "#8f4424",
+    "ours": "#ff9670", "peer": "#7db8ee",
+}  # fmt: skip
+OURS, PEER, FAINT, INK, MUTED = (LIGHT[name] for name in ("ours", "peer", "faint", "ink", "muted"))
+SERIES = (OURS, PEER, "#8a6d1f", "#5f4b8b", "#3f7d58", INK)  # of lines without a meaning
+HEAT = (LIGHT["surface"], LIGHT["heat"])
+CODES = (LIGHT["blank"], LIGHT["heat"], OURS)  # of coverage: none, some, all
+STYLE = {
+    "axes.edgecolor": FAINT, "axes.labelcolor": MUTED, "axes.labelsize": 9,
+    "axes.prop_cycle": f"cycler(color={list(SERIES)})", "axes.spines.right": False,
+    "axes.spines.top": False, "axes.titlecolor": INK, "axes.titlelocation": "left",
+    "axes.titlesize": 10, "figure.facecolor": LIGHT["surface"], "figure.titlesize": 11,
+    "figure.titleweight": "bold", "grid.color": LIGHT["line"], "legend.fontsize": 8,
+    "legend.frameon": False, "savefig.dpi": 160, "svg.fonttype": "none", "text.color": INK,
+    "text.parse_math": False,  # names from files are text, not formulas
+    "xtick.color": MUTED, "xtick.labelsize": 8, "ytick.color": MUTED, "ytick.labelsize": 8,
+}  # fmt: skip
+MAX_PANELS = 64
+GRID_CELLS = 40  # grid lines are drawn up to this number of rows and columns
+
+
+@contextlib.contextmanager
+def open_png(
+    path: str | os.PathLike[str],
+    size: tuple[float, float],
+    *,
+    title: str = "",
+    origin: str = "",
+    extra: str = "viz",
+) -> Iterator[Any]:
+    """Yield a figure and write it to a PNG file.
+
+    Args:
+        path: of the file; its folder is created.
+        size: width and height in inches.
+        title: of the whole figure.
+        origin: of its numbers, in small letters at the bottom.
+        extra: of XSAKE that has matplotlib.
+    """
+    with _style(extra):
+        figure = _new_figure(size)
+        yield figure
+        if title:
+            figure.suptitle(title, x=0.01, ha="left", wrap=True)
+        if origin:
+            figure.supxlabel(origin, x=0.99, ha="right", fontsize=6, color=MUTED)
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, format="png")
+
+
+def to_svg(draw: Callable[[Any], None], size: tuple[float, float], *, label: str) -> str:
+    """Draw a figure as an SVG element of a page, in the colours of the page's style sheet.
+
+    Args:
+        draw: adds axes to a figure.
+        size: width and height in inches.
+        label: accessible name, different for all figures of a page.
+    """
+    buffer = io.BytesIO()
+    with _style("viz", {"svg.hashsalt": label, "figure.facecolor": "none"}):
+        figure = _new_figure(size)
+        draw(figure)
+        figure.savefig(buffer, format="svg", metadata={"Date": None}, transparent=True)
+    text = buffer.getvalue().decode()
+    for name, colour in LIGHT.items():
+        text = text.replace(colour, f"var(--{name})")
+    svg = ElementTree.fromstring(text)
+    for element in svg.iter():  # HTML has no namespaces, and ids are those of the page
+        element.tag = element.tag.rpartition("}")[2]
+        element.attrib = {name.rpartition("}")[2]: v for name, v in element.attrib.items()}
+        if element.tag == "g":
+            element.attrib.pop("id", None)
+    for child in [x for x in svg if x.tag == "metadata" or x.find("style") is not None]:
+        svg.remove(child)
+    view = {"class": "chart", "role": "img", "aria-label": label, "viewBox": svg.attrib["viewBox"]}
+    svg.attrib = view
+    return ElementTree.tostring(svg, encoding="unicode")
+
+
+def draw_cells(
+    path: str | os.PathLike[str],
+    panels: Sequence[tuple[str, np.ndarray]],
+    *,
+    title: str,
+    size: tuple[int, int],
+    labels: tuple[str, str],
+    names: tuple[str, str, str],
+    offset: float = 0.0,
+) -> None:
+    """Write grids of codes 0, 1 and 2 to a PNG file, e.g. a mask or a layout of several heads.
+
+    Args:
+        path: of the file.
+        panels: caption and codes of each grid.
+        title: of the picture.
+        size: rows and columns of a grid; codes may have fewer, merged.
+        labels: of the vertical and the horizontal axis.
+        names: of the codes.
+        offset: coordinate of the upper left corner.
+    """
+    columns = math.ceil(math.sqrt(len(panels)))
+    rows = math.ceil(len(panels) / columns)
+    side, ticks = (5.0, 9) if len(panels) == 1 else (2.7, 5)
+    high, wide = size
+    ratio = min(2.0, max(0.5, high / wide))
+    with open_png(path, (side * columns + 0.6, side * ratio * rows + 1.1)) as figure:
+        from matplotlib.colors import ListedColormap
+        from matplotlib.patches import Patch
+
+        for index, (caption, codes) in enumerate(panels):
+            axes = figure.add_subplot(rows, columns, index + 1)
+            axes.imshow(
+                codes, cmap=ListedColormap(CODES), vmin=0, vmax=2, interpolation="nearest",
+                extent=(offset, wide + offset, high + offset, offset),
+                aspect=ratio * wide / high,
+            )  # fmt: skip
+            axes.set(xticks=_ticks(wide, ticks), yticks=_ticks(high, ticks))
+            axes.set_title(caption, fontsize=8)
+            axes.spines[:].set_visible(False)
+            if index % columns == 0:
+                axes.set_ylabel(labels[0])
+            if index >= len(panels) - columns:
+                axes.set_xlabel(labels[1])
+            if max(size) <= GRID_CELLS:
+                axes.set_xticks(np.arange(wide + 1) + offset, minor=True)
+                axes.set_yticks(np.arange(high + 1) + offset, minor=True)
+                axes.grid(which="minor", color=LIGHT["surface"], linewidth=0.8)
+                axes.tick_params(which="minor", length=0)
+        figure.suptitle(textwrap.fill(title, max(48, 28 * columns)), fontsize=10)
+        keys = [
+            Patch(facecolor=colour, edgecolor=FAINT, linewidth=0.5, label=name)
+            for colour, name in zip(CODES, names, strict=True)
+        ]
+        figure.legend(handles=keys, loc="outside lower center", ncols=3)
+
+
+def draw_heat_map(axes: Any, values: np.ndarray, max_value: float, pattern: str) -> None:
+    """Draw a heat map of at least 0 with a number in every cell."""
+    from matplotlib.colors import LinearSegmentedColormap
+
+    cmap = LinearSegmentedColormap.from_list("heat", HEAT)
+    axes.imshow(values, cmap=cmap, vmin=0, vmax=max_value, aspect="auto")
+    for (y, x), value in np.ndenumerate(values):
+        text = pattern.format(value)
+        axes.text(x, y, text, ha="center", va="center", fontsize=6, in_layout=False)
+
+
+def format_ticks(axis: Any, pattern: str, *, is_log: bool = False) -> None:
+    """Format the ticks of an axis, e.g. by `{:.0%}`; of a logarithmic one at 1, 2 and 5."""
+    if is_log:
+        from matplotlib.ticker import LogLocator
+
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter(lambda value, _: pattern.format(value))
+    axis.set_minor_formatter(lambda *_: "")
+
+
+@contextlib.contextmanager
+def _style(extra: str, changes: dict[str, Any] | None = None) -> Iterator[None]:
+    try:
+        import matplotlib
+        import matplotlib.figure
+    except ImportError as error:
+        fix = f"pip install 'xsake[{extra}]'"
+        raise MissingExtraError("plots need matplotlib", fix=fix) from error
+    with matplotlib.rc_context(STYLE | (changes or {})):
+        yield
+
+
+def _new_figure(size: tuple[float, float]) -> Any:
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=size, layout="constrained")
+
+
+def _ticks(count: int, limit: int) -> list[int]:
+    """Return at most `limit` positions from 0, a power of two apart."""
+    return list(range(0, count, 2 ** max(0, math.ceil(math.log2(count / limit)))))

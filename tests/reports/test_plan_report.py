@@ -1,0 +1,293 @@
+"""The report of a plan: one page that stands alone, shows the files' numbers and trusts no text."""
+
+import functools
+import importlib.util
+import json
+import math
+import pathlib
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from benchmarks.observability.browser import NoBrowserError, chromium
+from tests.bench.sample_rows import sample_row
+from tests.hads.sample import POOLED, profile
+from tests.reports.html_page import parse
+from xsake import cli
+from xsake.errors import ArgumentError, MissingExtraError
+from xsake.hads.plan import SparsityPlan
+from xsake.hads.policy import KL, EntropyRandom, Static
+from xsake.reports import bench_report, pages
+from xsake.reports.plan_report import (
+    BoundFigures,
+    ReportData,
+    draw,
+    interpolate_share,
+    page,
+    read_bounds,
+    read_comparisons,
+)
+
+EVIL = '<script>alert("&")</script>$x_1$'
+
+
+@functools.cache
+def data(**sizes) -> ReportData:
+    measured = profile(**{"n": 12, "weights": 3} | sizes)
+    return ReportData(SparsityPlan.of(measured, KL(), 0.6, selector=POOLED), measured)
+
+
+def rows(rule: str = "hads", cost: float = 0.01, **changes) -> list[dict]:
+    """KL halves with every tenth of the blocks."""
+    base = {"context": 768, "block": 64, "documents": 3, "kept": 0.9}
+    return [
+        base | {"rule": rule, "budget": b, "effective": b + cost, "kl": 2 ** (-10 * b)} | changes
+        for b in (0.2, 0.3, 0.5)
+    ]
+
+
+def write_rows(path, *groups):
+    head = {"documents": ["book: a"], "environment": {"commit": "c0ffee"}}
+    lines = [head, *(row for group in groups for row in group)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+@pytest.fixture
+def comparison(tmp_path):
+    return write_rows(tmp_path / "rows.jsonl", rows("window", 0, kl=0.5), rows(), rows(EVIL, 0.1))
+
+
+def test_a_page_of_270_heads_stays_small_and_needs_nothing_else():
+    text = page(data(layers=30, heads=9, n=64))
+    assert len(text.encode()) < 2e6
+    found = parse(text)
+    assert len(found.all("details")) == 30
+    points = [x["points"].split() for x in found.all("polyline") if "points" in x]
+    assert len(points) >= 3 * 270 and max(map(len, points)) <= 24
+
+
+def test_all_parts_are_on_the_page_and_no_picture_carries_meaning_by_colour_alone(comparison):
+    bounds = BoundFigures({"bound": 0.5})
+    shown = ReportData(data().plan, data().profile, read_comparisons(comparison), bounds)
+    found = parse(page(shown))
+    assert len(found.all("table")) == 8 and len(found.all("details")) == 2
+    maps = [x for x in found.all("td") if x.get("style", "").startswith("--v:")]
+    numbers = [word for word in found.words["td"] if word.replace(".", "").isdigit()]
+    assert len(maps) == 3 * 6 and len(numbers) >= len(maps)
+    (chart,) = found.all("svg", role="img", **{"class": "chart"})
+    assert "the table below has the numbers" in chart["aria-label"]
+    texts = found.words["text"]
+    assert any(text.startswith("hads  ") for text in texts)
+    assert found.words["strong"] == ["hads (thick line)"]
+    assert not [x for _, x in found.elements if "#" in x.get("style", "")], "colours by name"
+
+
+def test_the_numbers_are_those_of_the_files():
+    shown = data()
+    plan, measured = shown.plan, shown.profile
+    titles = [x["title"] for x in parse(page(shown)).all("td") if "title" in x]
+    for layer, head in np.ndindex(2, 3):
+        share, entropy = plan.heads[layer][head].share, measured.entropy[layer, head]
+        assert f"layer {layer}, head {head}: computes {share:.1%} of its blocks" in titles
+        assert f"layer {layer}, head {head}: entropy {entropy:.3f} nats" in titles
+    values = shown.to_dict()
+    assert values["budget"] == 0.6 and values["model"]["name"] == "tiny"
+    assert values["heads"][1][2]["outside"] == measured.outside[1, 2]
+    losses = [head["kl"] for layer in values["heads"] for head in layer]
+    assert values["means"]["kl"] == pytest.approx(np.mean(losses), rel=1e-4)
+    lowest = measured.curves["pooled"][..., -1]
+    assert (np.array(losses).reshape(2, 3) >= lowest - 1e-6).all()
+
+
+@pytest.mark.parametrize("policy", [Static(), EntropyRandom(), None], ids=["static", "random", "-"])
+def test_plans_without_a_selector_or_a_profile_have_a_page_too(policy):
+    measured = profile(n=12)
+    shown = ReportData(data().plan)
+    if policy is not None:
+        shown = ReportData(SparsityPlan.of(measured, policy, 0.6), measured)
+    found = parse(page(shown))
+    assert shown.losses() is None and "kl" not in shown.head_metrics()
+    assert not found.all("circle") and bool(found.all("polyline")) is bool(policy)
+    note = "was not calibrated" if policy else "Without a profile"
+    assert note in "".join(found.words["p"])
+
+
+def test_a_profile_of_another_plan_is_refused():
+    with pytest.raises(ArgumentError, match="built from another profile"):
+        ReportData(data().plan, profile(n=12, seed=9))
+
+
+@functools.cache
+def num_elements_of_empty_text() -> int:
+    bounds = BoundFigures({"": ""}, {"": [{"": ""}]})
+    return len(parse(page(ReportData(data().plan, None, (), bounds))).elements)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.text(), st.text(), st.text(min_size=1))
+def test_any_text_stays_text(name, value, key):
+    bounds = BoundFigures({name: value}, {name: [{key: value}]})
+    found = parse(page(ReportData(data().plan, None, (), bounds)))
+    assert len(found.elements) == num_elements_of_empty_text()
+
+
+def test_strings_from_files_stay_strings(tmp_path, comparison):
+    model = data().plan.model.model_copy(update={"name": EVIL})
+    plan = data().plan.model_copy(update={"model": model, "summary": EVIL})
+    bounds = {EVIL: 1.5, "text": EVIL, "list": [{EVIL: EVIL}]}
+    (tmp_path / "bounds.json").write_text(json.dumps(bounds))
+    comparisons = read_comparisons(comparison)
+    shown = ReportData(plan, None, comparisons, read_bounds(tmp_path / "bounds.json"))
+    text = page(shown)
+    parse(text)
+    assert "<script" not in text and text.count("&lt;script&gt;") >= 5
+
+
+def test_blocks_needed_lie_on_the_line_between_logarithms(comparison):
+    (found,) = read_comparisons(comparison)
+    assert [rule.name for rule in found.rules] == ["hads", EVIL, "window"]  # least needed first
+    ours, costly, window = found.rules
+    exact = -math.log2(0.089) / 10
+    assert ours.blocks_for_kl().share == pytest.approx(exact, abs=1e-12)
+    assert costly.blocks_for_kl(with_choosing=True).share == pytest.approx(exact + 0.1, abs=1e-12)
+    assert str(window.blocks_for_kl()) == "> 50.0%"
+    assert str(interpolate_share([0.1, 0.2], [0.05, 0.01], 0.089)) == "< 10.0%"
+    assert (found.commit, found.documents) == ("c0ffee", 3)
+    (values,) = ReportData(data().plan, None, (found,)).to_dict()["comparisons"]
+    assert values["rules"][2]["needed"] == {"share": 0.5, "relation": ">"}
+
+
+@given(st.floats(0.5, 30), st.floats(0.01, 3), st.floats(0.001, 1))
+def test_an_exponential_is_met_exactly(rate, start, target):
+    shares = np.linspace(0.05, 1, 12).tolist()
+    kls = [start * math.exp(-rate * share) for share in shares]
+    found = interpolate_share(shares, kls, target)
+    if found.relation == "=":
+        assert start * math.exp(-rate * found.share) == pytest.approx(target, rel=1e-6)
+    else:
+        assert (min(kls) > target) == (found.relation == ">")
+
+
+def test_contexts_and_blocks_are_compared_apart(tmp_path):
+    path = write_rows(tmp_path / "rows.jsonl", rows(context=4096), rows(block=32), rows())
+    sizes = [(x.context, x.block) for x in read_comparisons(path)]
+    assert sizes == [(768, 32), (768, 64), (4096, 64)]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ('{"rule": "x"}', "Field required"),
+        ('{"rule": "x", "rule": "x"}', "twice"),
+        ("[1]", "not an object"),
+        ("nonsense", "not a row of a policy comparison"),
+        (json.dumps(rows()[0] | {"kl": -1.0}), "kl"),
+        (json.dumps(rows()[0] | {"kl": float("nan")}), "NaN"),
+        (f"{json.dumps(rows()[0])}\n" * 2, "duplicate row of a rule at one budget"),
+        ('{"environment": {"commit": 3}}', "no rows"),
+    ],
+)
+def test_rows_that_make_no_sense_are_refused(tmp_path, line, words):
+    (tmp_path / "rows.jsonl").write_text(line)
+    with pytest.raises(ArgumentError, match=words):
+        read_comparisons(tmp_path / "rows.jsonl")
+
+
+def test_bounds_are_read_from_any_shape(tmp_path):
+    document = {
+        "a": 1, "b": {"c": 0.5, "none": None}, "list": [1, 2],
+        "rows": [{"d": True}, {"e": "x", "f": [1]}],
+    }  # fmt: skip
+    (tmp_path / "bounds.json").write_text(json.dumps(document))
+    bounds = read_bounds(tmp_path / "bounds.json")
+    assert bounds == BoundFigures({"a": 1, "b / c": 0.5}, {"rows": [{"d": True}, {"e": "x"}]})
+    found = parse(page(ReportData(data().plan, None, (), bounds)))
+    assert found.words["summary"][-1] == "rows" and {"d", "e"} <= set(found.words["th"])
+    (tmp_path / "bounds.json").write_text('{"a": 1e999}')
+    with pytest.raises(ArgumentError, match="not a finite number"):
+        read_bounds(tmp_path / "bounds.json")
+
+
+def test_plots_are_drawn_of_heads_and_rules(tmp_path, comparison):
+    shown = ReportData(data().plan, data().profile, read_comparisons(comparison))
+    files = draw(shown, tmp_path / "png")
+    assert [file.name for file in files] == ["heads.png", "rules_768_64.png"]
+    assert all(file.read_bytes().startswith(b"\x89PNG") for file in files)
+
+
+@pytest.mark.parametrize(("module", "extra"), [("jinja2", "viz"), ("matplotlib.figure", "viz")])
+def test_a_missing_library_says_what_to_install(monkeypatch, comparison, module, extra):
+    pages._templates.cache_clear()
+    monkeypatch.setitem(sys.modules, module, None)
+    shown = ReportData(data().plan, None, read_comparisons(comparison))
+    with pytest.raises(MissingExtraError, match=rf"pip install 'xsake\[{extra}\]'"):
+        page(shown)
+
+
+def invoke(*arguments):
+    command = ["report", *map(str, arguments)]
+    return CliRunner().invoke(cli.app, command, env={"COLUMNS": "160"})
+
+
+@pytest.fixture
+def saved(tmp_path):
+    data().plan.save(tmp_path / "plan.json")
+    data().profile.save(tmp_path / "plan.profile.json")
+    return tmp_path / "plan.json"
+
+
+def test_the_command_writes_the_page_next_to_the_plan(saved, comparison):
+    done = invoke(saved, "--comparison", comparison)
+    assert done.exit_code == 0, done.output
+    path = saved.with_suffix(".html")
+    text = path.read_text()
+    assert f"{len(text.encode()) / 1e3:,.0f} kB, written to {path}" in done.output
+    assert len(parse(text).all("figure")) == 6  # the profile next to the plan was read
+    assert "Rules compared" in text
+
+
+def test_json_is_all_that_the_command_prints(saved, tmp_path):
+    done = invoke(saved, "--json")
+    assert json.loads(done.stdout) == data().to_dict()
+    assert not list(tmp_path.glob("*.html"))
+    assert invoke(saved, "--json", "-o", tmp_path / "there.html").stdout == done.stdout
+    assert (tmp_path / "there.html").exists()
+
+
+@pytest.mark.parametrize("option", [None, "--profile", "--comparison", "--bounds"])
+def test_a_file_that_is_missing_ends_with_2_and_no_page(saved, option):
+    done = invoke("none.json") if option is None else invoke(saved, option, "none.json")
+    assert done.exit_code == 2 and "none.json" in done.stderr, done.output
+    assert not saved.with_suffix(".html").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_nothing_on_a_phone(tmp_path, comparison, scheme):
+    axe = importlib.util.find_spec("axe_core_python")
+    if axe is None:
+        pytest.skip("axe-core-python is not installed")
+    script = (pathlib.Path(axe.submodule_search_locations[0]) / "axe.min.js").read_text()
+    shown = ReportData(data().plan, data().profile, read_comparisons(comparison))
+    texts = {"plan": page(shown), "bench": bench_report.page([sample_row()])}
+    try:
+        with chromium(tmp_path) as browser:
+            browser.call("Emulation.setDeviceMetricsOverride", width=390, height=844,
+                         deviceScaleFactor=1, mobile=True)  # fmt: skip
+            browser.call("Emulation.setEmulatedMedia",
+                         features=[{"name": "prefers-color-scheme", "value": scheme}])  # fmt: skip
+            for name, text in texts.items():
+                (tmp_path / f"{name}.html").write_text(text)
+                browser.open(f"file://{tmp_path}/{name}.html")
+                browser.run("document.querySelectorAll('details').forEach((x) => (x.open = true))")
+                browser.run(f"{script}; true")
+                result = browser.run("axe.run().then((x) => x.violations.map((y) => y.id))")
+                assert result == [] and browser.problems == []
+                assert browser.run("document.documentElement.scrollWidth") <= 390
+    except NoBrowserError as error:
+        pytest.skip(str(error))
