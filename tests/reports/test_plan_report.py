@@ -20,7 +20,7 @@ from tests.reports.html_page import parse
 from xsake import cli
 from xsake.errors import ArgumentError, MissingExtraError
 from xsake.hads.plan import SparsityPlan
-from xsake.hads.policy import KL, EntropyRandom, Static
+from xsake.hads.policies import KL, EntropyRandom, Static
 from xsake.reports import bench_report, pages
 from xsake.reports.plan_report import (
     BoundFigures,

@@ -14,7 +14,7 @@ import jax
 
 from xsake._progress import Progress, ProgressFn
 from xsake._provenance import checkout_root, environment, source_digest
-from xsake.certify.words import sanitize
+from xsake.certify.record import sanitize
 from xsake.errors import UnsupportedError
 from xsake.testing.budget import ErrorReport
 from xsake.testing.case_table import CASES
