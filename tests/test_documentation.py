@@ -3,7 +3,6 @@
 import doctest
 import importlib
 import pathlib
-import pkgutil
 import re
 import shlex
 import shutil
@@ -12,7 +11,6 @@ import sys
 
 import pytest
 
-import xsake
 from benchmarks import headline, promises
 from benchmarks.faults import page as faults
 from benchmarks.marked_page import filled
@@ -20,7 +18,8 @@ from tests.markdown_code import code_blocks
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = sorted(page for page in (ROOT / "docs").glob("*.md") if code_blocks(page, "pycon"))
-MODULES = sorted(module.name for module in pkgutil.walk_packages(xsake.__path__, "xsake."))
+SOURCE = ROOT / "src"
+WITH_EXAMPLES = sorted(path for path in SOURCE.rglob("*.py") if ">>> " in path.read_text())
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
@@ -94,9 +93,10 @@ def test_pages_show_what_their_code_prints(page, tmp_path, monkeypatch):
     _run(doctest.DocTestParser().get_doctest(code, {}, page.name, str(page), 0))
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_docstring_examples_run(name, tmp_path, monkeypatch):
+@pytest.mark.parametrize("path", WITH_EXAMPLES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_docstring_examples_run(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    module = importlib.import_module(name)
+    parts = path.relative_to(SOURCE).with_suffix("").parts
+    module = importlib.import_module(".".join(parts).removesuffix(".__init__"))
     for examples in doctest.DocTestFinder().find(module):
         _run(examples)
