@@ -59,7 +59,7 @@ def test_files_and_functions_stay_readable():
             lines = node.end_lineno - node.lineno + 1 - len(docstring.splitlines())
             if lines > MAX_FUNCTION_LINES:
                 faults.append(f"{name}: {node.name} has {lines} lines")
-            # Kernel refs aside; keyword-only parameters and defaults need no counting by the caller.
+            # Kernel refs aside; keyword-only parameters and defaults need no counting.
             positional = [arg for arg in node.args.args if not arg.arg.endswith("_ref")]
             if len(positional) - len(node.args.defaults) > MAX_POSITIONAL:
                 faults.append(f"{name}: {node.name} takes too many parameters")
