@@ -11,8 +11,8 @@ from flax import linen, nnx
 import xsake
 from tests.attention.dense import attend, draw
 from xsake.attention.adapters.flax import attention_fn
-from xsake.attention.boolean_masks import convert_booleans
 from xsake.attention.types import AttentionArgs
+from xsake.attention.validation import convert_booleans
 from xsake.errors import ShapeError, UnsupportedError
 from xsake.layout import BlockLayout
 from xsake.masks import Causal, Explicit, Window

@@ -8,8 +8,13 @@ import pytest
 from tests.kernels.error_budget import failures
 from xsake.kernels.compressed import compressed_attention, reference
 from xsake.kernels.compressed import xla as pooled_xla
-from xsake.kernels.compressed.summaries import means, num_summaries, runs
-from xsake.kernels.compressed.topk import block_scores, select_blocks
+from xsake.kernels.compressed.summaries import (
+    block_scores,
+    means,
+    num_summaries,
+    runs,
+    select_blocks,
+)
 from xsake.kernels.compressed.types import BlockSelection, CompressedConfig, CompressedInputs
 
 # The reference is compared with float64 at every commit too, through the whole of native sparse

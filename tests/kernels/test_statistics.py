@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from xsake.errors import ArgumentError, ShapeError
 from xsake.kernels.statistics import Statistics, block_statistics, xla
 from xsake.kernels.statistics.api import OP, _run, canonicalize_args
-from xsake.kernels.statistics.schedule import list_spans
 from xsake.masks import Causal, Explicit, Full, PerHead, Random, Sinks, Window
 from xsake.testing.budget import check_error
 from xsake.testing.cases import ConformanceCase
@@ -313,7 +312,7 @@ def spans_visited(q_tokens, kv_tokens, mask, **integers):
     integers = tuple(integers.get(name) for name in names)
     operands, problem = canonicalize_args(q, k, integers, mask, 64, None, None)
     cut = xla.cut_for(operands, problem, xla.CPU)
-    rows = jax.jit(lambda: list_spans(operands, problem, cut).rows)()
+    rows = jax.jit(lambda: xla.list_spans(operands, problem, cut).rows)()
     return int(rows.partial.sum()), int(rows.full.sum())
 
 

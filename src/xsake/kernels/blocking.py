@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from xsake.kernels.block_sparse.types import BlockSparseInputs
 from xsake.kernels.element_mask import TileSide
 from xsake.kernels.row_loop import RowTable
 from xsake.layout import BlockLayout, TransposedLayout
@@ -144,31 +143,20 @@ class BlockLists(NamedTuple):
 
 def list_rows(layout: BlockLayout, batch: int, heads: int) -> BlockLists:
     """Lists of query blocks: rows (batch, query head, query block)."""
-    if layout.is_static:
-        return _static_rows(layout, batch, heads)
-    return _lists(layout, layout.kv_block, None, batch, heads, layout.q_blocks)
+    return (_static_lists if layout.is_static else _lists)(layout, batch, heads)
 
 
 def list_columns(layout: TransposedLayout, batch: int, kv_heads: int) -> BlockLists:
     """Lists of kv blocks: rows (batch, kv head, kv block)."""
-    if layout.is_static:
-        return _static_columns(layout, batch, kv_heads)
-    return _lists(layout, layout.q_block, layout.q_head, batch, kv_heads, layout.kv_blocks)
+    return (_static_lists if layout.is_static else _lists)(layout, batch, kv_heads)
 
 
-@functools.lru_cache(maxsize=64)
-def _static_rows(layout: BlockLayout, batch: int, heads: int):
-    return _lists(layout, layout.kv_block, None, batch, heads, layout.q_blocks)
-
-
-@functools.lru_cache(maxsize=64)
-def _static_columns(layout: TransposedLayout, batch: int, kv_heads: int):
-    return _lists(layout, layout.q_block, layout.q_head, batch, kv_heads, layout.kv_blocks)
-
-
-def _lists(layout: Any, block: Any, head: Any, batch: int, heads: int, blocks: int) -> BlockLists:
-    xp = namespace(layout.row_starts)
-    starts = layout.row_starts
+def _lists(layout: BlockLayout | TransposedLayout, batch: int, heads: int) -> BlockLists:
+    if isinstance(layout, BlockLayout):
+        blocks, items = layout.q_blocks, (layout.kv_block, None)
+    else:
+        blocks, items = layout.kv_blocks, (layout.q_block, layout.q_head)
+    xp, starts = namespace(layout.row_starts), layout.row_starts
     order, partial = partial_first(starts, layout.is_partial)
 
     def spread(x: Any):
@@ -178,8 +166,10 @@ def _lists(layout: Any, block: Any, head: Any, batch: int, heads: int, blocks: i
 
     full = starts[1:] - starts[:-1] - partial
     rows = RowTable(*(spread(x) for x in (starts[:-1], partial, full)))
-    items = (None if x is None else at_least_one(xp, x[order]) for x in (block, head))
-    return BlockLists(rows, *items)
+    return BlockLists(rows, *(None if x is None else at_least_one(xp, x[order]) for x in items))
+
+
+_static_lists = functools.lru_cache(maxsize=128)(_lists)
 
 
 class TokenBlocks(NamedTuple):
@@ -190,19 +180,10 @@ class TokenBlocks(NamedTuple):
     tokens: int
 
 
-def q_token_blocks(inputs: BlockSparseInputs, block: int) -> TokenBlocks:
-    """Positions and segment ids of queries."""
-    return _token_blocks(inputs.q_positions, inputs.q_segment_ids, inputs.q.shape[1], block)
-
-
-def kv_token_blocks(inputs: BlockSparseInputs, block: int) -> TokenBlocks:
-    """Positions and segment ids of keys."""
-    return _token_blocks(inputs.kv_positions, inputs.kv_segment_ids, inputs.k.shape[1], block)
-
-
-def _token_blocks(
+def token_blocks(
     positions: Array | None, segments: Array | None, tokens: int, block: int
 ) -> TokenBlocks:
+    """Cut positions and segment ids [B or 1, T] into blocks; positions default to the index."""
     size = -(-tokens // block) * block
     if positions is None:
         positions = jnp.asarray(np.arange(size, dtype=np.int32))[None]

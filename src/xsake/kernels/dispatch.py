@@ -9,10 +9,11 @@ candidate for the current platform, so a CPU never imports a GPU kernel. The mod
     count_passes(inputs, config, platform) -> (KernelCost, ...)     of block-sparse attention
 """
 
+import dataclasses
 import functools
 import importlib
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import jax
 
@@ -74,34 +75,16 @@ class BackendSpec(NamedTuple):
         return refuse(inputs, config, platform) if refuse else reason
 
 
-@runtime_checkable
-class Call(Protocol):
+@dataclasses.dataclass(frozen=True)
+class StaticCall:
     """The static part of a call: hashable, the key of its compiled program."""
 
-    @property
-    def implementation(self) -> tuple[str, ...] | None:
-        """Names in order of preference; None: the operation's own order."""
-        ...
-
-    @property
-    def config(self) -> Any:
-        """Numbers of the call."""
-        ...
+    implementation: tuple[str, ...] | None  # in order of preference; None: the operation's order
+    config: Any  # numbers of the call
+    input_type: Callable[..., Any]  # of the backends
 
     def inputs(self, arrays: Any, context: Any) -> Any:
         """The inputs of the backends, from differentiable arrays and all others."""
-        ...
-
-
-class StaticCall(NamedTuple):
-    """A `Call` whose inputs are its arrays and context, one after the other."""
-
-    implementation: tuple[str, ...] | None
-    config: Any
-    input_type: Callable[..., Any]
-
-    def inputs(self, arrays: Any, context: Any) -> Any:
-        """See `Call`."""
         return self.input_type(*arrays, *context)
 
 
@@ -179,7 +162,9 @@ class Op:
         del reasons[chosen]
         return reasons
 
-    def branches(self, call: Call, run: Callable[..., Any]) -> tuple[dict[str, Branch], Branch]:
+    def branches(
+        self, call: StaticCall, run: Callable[..., Any]
+    ) -> tuple[dict[str, Branch], Branch]:
         """Arguments of `by_platform` for `run(platform, *arrays)`: one branch if all are equal."""
         candidates = self.candidates(call.implementation)
         other = functools.partial(run, ANY_OTHER)
@@ -207,7 +192,7 @@ def define_attention(op: Op) -> Callable[..., Any]:
     """
 
     @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-    def attend(call: Call, arrays: Any, context: Any):
+    def attend(call: StaticCall, arrays: Any, context: Any):
         def forward(platform: str, arrays: Any, context: Any):
             inputs = call.inputs(arrays, context)
             backend = op.choose(inputs, call.config, platform, call.implementation).load()
@@ -215,11 +200,11 @@ def define_attention(op: Op) -> Callable[..., Any]:
 
         return by_platform(*op.branches(call, forward), arrays, context)
 
-    def attend_fwd(call: Call, arrays: Any, context: Any):
+    def attend_fwd(call: StaticCall, arrays: Any, context: Any):
         outputs = attend(call, arrays, context)
         return outputs, (arrays, context, *outputs[:2])
 
-    def attend_bwd(call: Call, residuals: Any, cotangents: Any):
+    def attend_bwd(call: StaticCall, residuals: Any, cotangents: Any):
         arrays, context, o, lse = residuals
         grads = backward_given_lse(op, call, arrays, context, o, lse, *cotangents[:2])
         return tuple(grads)[: len(arrays)], None
@@ -228,7 +213,9 @@ def define_attention(op: Op) -> Callable[..., Any]:
     return jax.jit(attend, static_argnums=0)
 
 
-def backward_given_lse(op: Op, call: Call, arrays: Any, context: Any, o, lse, do, dlse) -> Any:
+def backward_given_lse(
+    op: Op, call: StaticCall, arrays: Any, context: Any, o, lse, do, dlse
+) -> Any:
     """Gradients of an operation, given results that may be of more keys than this call has."""
 
     def backward(platform: str, arrays: Any, context: Any, o, lse, do, dlse):

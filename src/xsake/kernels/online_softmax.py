@@ -169,7 +169,7 @@ class BackwardRows(NamedTuple):
 
 
 def backward_rows(
-    dtype: Any, o: Array, lse: Array, do: Array, dlse: Array, base: Base = BASE_2
+    dtype: Any, o: Array, lse: Array, do: Array, dlse: Array, *, base: Base = BASE_2
 ) -> BackwardRows:
     """Per-query inputs of the backward passes from the residuals."""
     lse = jnp.where(jnp.isfinite(do).all(-1), lse_to_base(lse, base), jnp.nan)

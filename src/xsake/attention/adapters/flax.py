@@ -12,9 +12,9 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from xsake.attention.boolean_masks import convert_booleans
 from xsake.attention.operator import BlockSparseAttention
 from xsake.attention.types import AttentionArgs
+from xsake.attention.validation import convert_booleans
 from xsake.errors import ShapeError, UnsupportedError
 from xsake.layout import BlockLayout
 from xsake.masks import AbstractMask, Full

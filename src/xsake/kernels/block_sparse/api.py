@@ -14,6 +14,7 @@ from xsake.kernels.dispatch import (
     BackendSpec,
     Implementation,
     Op,
+    StaticCall,
     backward_given_lse,
     define_attention,
 )
@@ -33,15 +34,13 @@ _add_sinks = jax.jit(online_softmax.add_sinks)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Call:
+class _Call(StaticCall):
     """Static part of a call; a traced layout is part of the context instead."""
 
-    implementation: tuple[str, ...] | None
-    config: BlockSparseConfig
     layout: BlockLayout | None
 
     def inputs(self, arrays: Any, context: Any) -> BlockSparseInputs:
-        """See `dispatch.Call`."""
+        """See `StaticCall`."""
         (q, k, v, bias), (layout, *rest) = arrays, context
         layout = layout if self.layout is None else self.layout
         return BlockSparseInputs(q, k, v, layout, bias, *rest)
@@ -94,7 +93,7 @@ def _split(inputs: BlockSparseInputs, config: BlockSparseConfig, implementation:
     """Split a call into its static part, differentiable arrays and context."""
     q, k, v, layout, bias, *rest = inputs
     names = OP.names(implementation)
-    call = _Call(names, config, layout if layout.is_static else None)
+    call = _Call(names, config, BlockSparseInputs, layout if layout.is_static else None)
     context = (None if layout.is_static else layout, *rest)
     OP.check(inputs, config, names)
     return call, (q, k, v, bias), context

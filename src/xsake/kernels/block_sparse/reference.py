@@ -14,9 +14,7 @@ def unsupported_reason(
     inputs: BlockSparseInputs, config: BlockSparseConfig, platform: str
 ) -> str | None:
     """Why this backend cannot serve the call; None if it can."""
-    if config.tiles is not None:
-        return "it is dense, so it has no tiles to size"
-    return None
+    return None if config.tiles is None else "it is dense, so it has no tiles to size"
 
 
 def count_passes(
@@ -37,15 +35,10 @@ def forward(
 
 
 def backward(
-    inputs: BlockSparseInputs,
-    config: BlockSparseConfig,
-    platform: str,
-    o: Array,
-    lse: Array,
-    do: Array,
-    dlse: Array,
+    inputs: BlockSparseInputs, config: BlockSparseConfig, platform: str, *residuals: Array
 ) -> Gradients:
-    """Gradients for q, k, v and bias from the residuals."""
+    """Gradients for q, k, v and bias from (o, lse, do, dlse)."""
+    o, lse, do, dlse = residuals
     # A query whose cotangent is not finite reaches the keys that it sees, and no others.
     lse = jnp.where(jnp.isfinite(do).all(-1), lse, jnp.nan)
     residuals = o, lse, zero_nonfinite(do), dlse

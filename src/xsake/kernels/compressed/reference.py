@@ -5,7 +5,7 @@ from jax import Array
 
 from xsake.kernels import reference_attention
 from xsake.kernels.block_sparse.types import Gradients
-from xsake.kernels.compressed import topk
+from xsake.kernels.compressed import summaries
 from xsake.kernels.compressed.types import CompressedConfig, CompressedInputs
 
 
@@ -20,9 +20,9 @@ def forward(
     batch, queries, q_heads, _ = inputs.q.shape
     heads = inputs.k.shape[2]
     shared = p.reshape(batch, heads, q_heads // heads, queries, -1).sum(2)
-    scores = topk.block_scores(shared, config, config.selection.number)
+    scores = summaries.block_scores(shared, config, config.selection.number)
     position, start = (jnp.broadcast_to(x[:, None], (batch, heads, queries)) for x in inputs.bounds)
-    blocks = topk.select_blocks(scores, position, start, config.selection)
+    blocks = summaries.select_blocks(scores, position, start, config.selection)
     return o, lse, jnp.moveaxis(blocks, 1, 2)
 
 
@@ -38,5 +38,5 @@ def visible(inputs: CompressedInputs, config: CompressedConfig) -> Array:
     """bool [B, Hk, Tq, Nc]: the summaries that each query sees."""
     batch, number, heads, _ = inputs.k.shape
     position, start = (jnp.broadcast_to(x, (batch, x.shape[1])) for x in inputs.bounds)
-    seen = topk.visible(position, start, number, config)
+    seen = summaries.visible(position, start, number, config)
     return jnp.broadcast_to(seen[:, None], (batch, heads, *seen.shape[1:]))

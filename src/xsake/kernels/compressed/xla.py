@@ -13,7 +13,7 @@ from jax import Array, lax
 from xsake.kernels import blocking
 from xsake.kernels import online_softmax as softmax
 from xsake.kernels.block_sparse.types import Gradients
-from xsake.kernels.compressed import topk
+from xsake.kernels.compressed import summaries
 from xsake.kernels.compressed.types import CompressedConfig, CompressedInputs
 from xsake.kernels.online_softmax import isolate_nonfinite, zero_nonfinite
 from xsake.kernels.sharding import axes_of, vary
@@ -126,7 +126,7 @@ def _scores(
     q, position, start = at(call.q), at(call.position), at(call.start)
     k = jnp.swapaxes(call.k[:, : span.summaries], 1, 2)
     s = softmax.matmul(q * jnp.asarray(factor, q.dtype), k)
-    mask = topk.visible(position, start, span.summaries, config)
+    mask = summaries.visible(position, start, span.summaries, config)
     shape = (*s.shape[:1], call.chunk, call.group, span.summaries)
     mask = jnp.broadcast_to(mask[:, :, None], shape).reshape(s.shape)
     return jnp.where(mask, s, -jnp.inf), position, start
@@ -169,28 +169,23 @@ def _select(
     if config.selection is None:
         return None
     shared = p.reshape(p.shape[0], call.chunk, call.group, -1).sum(2)
-    scores = topk.block_scores(shared, config, span.blocks)
+    scores = summaries.block_scores(shared, config, span.blocks)
     position, start = (jnp.broadcast_to(x, scores.shape[:2]) for x in bounds)
-    return topk.select_blocks(scores, position, start, config.selection)
+    return summaries.select_blocks(scores, position, start, config.selection)
 
 
 def backward(
-    inputs: CompressedInputs,
-    config: CompressedConfig,
-    platform: str,
-    o: Array,
-    lse: Array,
-    do: Array,
-    dlse: Array,
+    inputs: CompressedInputs, config: CompressedConfig, platform: str, *residuals: Array
 ) -> Gradients:
-    """Gradients for q, k and v; the probabilities are recomputed once."""
+    """Gradients for q, k and v from (o, lse, do, dlse); the probabilities are recomputed once."""
+    o, lse, do, dlse = residuals
     tuning, dtype = _tuning(platform), inputs.dtype
     call = _cut_call(inputs, tuning)
     heads, chunks = inputs.k.shape[2], call.q.shape[1]
     do = do.astype(dtype)
     delta = (do * o.astype(dtype)).sum(-1) - dlse.astype(dtype)
     cut = lambda x: _to_chunks(x, heads, chunks, call.chunk)
-    residuals = cut(do), cut(softmax.lse_to_base(lse)[..., None]), cut(delta[..., None])
+    rows = cut(do), cut(softmax.lse_to_base(lse)[..., None]), cut(delta[..., None])
     dk, dv, dq = jnp.zeros_like(call.k), jnp.zeros_like(call.v), []
     over_rows = lambda x, y: jnp.einsum("rmn,rmd->rnd", x, y, precision="highest")
     for span in _spans(inputs, config, call, tuning):
@@ -201,7 +196,7 @@ def backward(
         ):
             at = lambda x: lax.dynamic_index_in_dim(x, number, 1, keepdims=False)
             s, _, _ = _scores(call, config, span, number)
-            do, lse, delta = map(at, residuals)
+            do, lse, delta = map(at, rows)
             p = jnp.where(s == -jnp.inf, 0, softmax.probabilities(s, lse))
             dp = softmax.matmul(do, jnp.swapaxes(v, 1, 2))
             ds = jnp.where(s == -jnp.inf, 0, softmax.score_grad(p, dp, delta, None))

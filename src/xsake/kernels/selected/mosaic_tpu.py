@@ -37,10 +37,8 @@ LN_2 = 0.6931471805599453
 
 def unsupported_reason(inputs: SelectedInputs, config: SelectedConfig, platform: str) -> str | None:
     """Why this backend cannot serve the call on a TPU; None if it can."""
-    dtype = inputs.q.dtype
-    if dtype not in (jnp.float32, jnp.bfloat16):
-        return f"TPUs compute in float32 and bfloat16, not in {dtype}"
-    return None
+    dtype, known = inputs.q.dtype, (jnp.float32, jnp.bfloat16)
+    return None if dtype in known else f"TPUs compute in float32 and bfloat16, not in {dtype}"
 
 
 def _dot(a: Array, b: Array, over: tuple[int, int], dtype: Any) -> Array:

@@ -14,11 +14,7 @@ from jax import Array, lax
 
 from xsake.kernels import blocking, online_softmax
 from xsake.kernels.block_sparse import cost
-from xsake.kernels.block_sparse.types import (
-    BlockSparseConfig,
-    BlockSparseInputs,
-    TileSizes,
-)
+from xsake.kernels.block_sparse.types import BlockSparseConfig, BlockSparseInputs, TileSizes
 from xsake.kernels.blocking import TokenBlocks
 from xsake.kernels.element_mask import ExpandedSide, element_mask
 from xsake.kernels.online_softmax import isolate_nonfinite

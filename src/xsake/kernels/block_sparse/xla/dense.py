@@ -12,11 +12,7 @@ import numpy as np
 from jax import Array, lax
 
 from xsake.kernels import online_softmax
-from xsake.kernels.block_sparse.types import (
-    BlockSparseConfig,
-    BlockSparseInputs,
-    Gradients,
-)
+from xsake.kernels.block_sparse.types import BlockSparseConfig, BlockSparseInputs, Gradients
 from xsake.kernels.blocking import TokenBlocks
 from xsake.kernels.element_mask import ExpandedSide, element_mask
 from xsake.kernels.online_softmax import isolate_nonfinite, zero_nonfinite
@@ -63,15 +59,8 @@ def forward(inputs: BlockSparseInputs, config: BlockSparseConfig):
     return _by_batch(run, _parts(inputs))
 
 
-def backward(
-    inputs: BlockSparseInputs,
-    config: BlockSparseConfig,
-    o: Array,
-    lse: Array,
-    do: Array,
-    dlse: Array,
-) -> Gradients:
-    """Gradients for q, k, v and bias; p is recomputed."""
+def backward(inputs: BlockSparseInputs, config: BlockSparseConfig, *residuals: Array) -> Gradients:
+    """Gradients for q, k, v and bias from (o, lse, do, dlse); p is recomputed."""
     dtype, softcap = sum_dtype(inputs.q.dtype), config.softcap
 
     def run(part: _Part):
@@ -99,8 +88,8 @@ def backward(
             dbias = fold.sum_pairs(transpose(ds), part.bias.shape)
         return fold.undo_queries(dq).astype(part.q.dtype), dk, dv, dbias
 
-    residuals = online_softmax.backward_rows(dtype, o, lse, do, dlse)
-    dq, dk, dv, dbias = _by_batch(run, _parts(inputs, residuals))
+    rows = online_softmax.backward_rows(dtype, *residuals)
+    dq, dk, dv, dbias = _by_batch(run, _parts(inputs, rows))
     if inputs.bias is not None:
         shared = inputs.bias.shape[0] == 1
         dbias = dbias.sum(0, keepdims=True) if shared else dbias

@@ -75,19 +75,13 @@ def forward(inputs: BlockSparseInputs, config: BlockSparseConfig, platform: str)
 
 
 def backward(
-    inputs: BlockSparseInputs,
-    config: BlockSparseConfig,
-    platform: str,
-    o: Array,
-    lse: Array,
-    do: Array,
-    dlse: Array,
+    inputs: BlockSparseInputs, config: BlockSparseConfig, platform: str, *residuals: Array
 ) -> Gradients:
-    """Gradients for q, k, v and bias; the probabilities of the listed blocks are recomputed."""
+    """Gradients for q, k, v and bias from (o, lse, do, dlse); p of listed blocks is recomputed."""
     if dense.is_dense(inputs, config, platform):
-        return dense.backward(inputs, config, o, lse, do, dlse)
+        return dense.backward(inputs, config, *residuals)
     call = cut_call(inputs, config)
-    queries = cut_queries(call, o, lse, do, dlse)
+    queries = cut_queries(call, *residuals)
     batch, _, kv_heads, _ = inputs.k.shape
     num_rows = kv_heads * inputs.layout.kv_blocks
     column_sizes = lambda rows: config.tiles or _sizes(inputs, inputs.layout, rows, platform)
@@ -195,7 +189,7 @@ class BlockedCall(NamedTuple):
 
 def cut_call(inputs: BlockSparseInputs, config: BlockSparseConfig) -> BlockedCall:
     """Cut the arrays of a call into blocks."""
-    layout, bias = inputs.layout, inputs.bias
+    layout, bias, tokens = inputs.layout, inputs.bias, blocking.token_blocks
     k, v = online_softmax.isolate_nonfinite(inputs.k, inputs.v)
     if bias is not None:
         bias = blocking.pairs_to_blocks(bias, layout.block_q, layout.block_kv)
@@ -205,8 +199,8 @@ def cut_call(inputs: BlockSparseInputs, config: BlockSparseConfig) -> BlockedCal
         blocking.to_blocks(k, layout.block_kv),
         blocking.to_blocks(v, layout.block_kv),
         bias,
-        blocking.q_token_blocks(inputs, layout.block_q),
-        blocking.kv_token_blocks(inputs, layout.block_kv),
+        tokens(inputs.q_positions, inputs.q_segment_ids, layout.q_tokens, layout.block_q),
+        tokens(inputs.kv_positions, inputs.kv_segment_ids, layout.kv_tokens, layout.block_kv),
     )
 
 
@@ -266,10 +260,10 @@ class QueryBlocks(NamedTuple):
         return QueryBlocks(call.scale_queries(q), do.astype(call.dtype), lse, delta)
 
 
-def cut_queries(call: BlockedCall, o: Array, lse: Array, do: Array, dlse: Array) -> QueryBlocks:
+def cut_queries(call: BlockedCall, *residuals: Array) -> QueryBlocks:
     """Cut queries, cotangents and residuals into blocks."""
     block = call.layout.block_q
-    do, lse, delta = online_softmax.backward_rows(call.dtype, o, lse, do, dlse)
+    do, lse, delta = online_softmax.backward_rows(call.dtype, *residuals)
     return QueryBlocks(
         blocking.to_blocks(call.inputs.q, block),
         blocking.to_blocks(do, block),
