@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from xsake.distributed.bin_packing import partition_equal, partition_snake
+from xsake.distributed.load_balancing import partition_equal, partition_snake
 from xsake.errors import ArgumentError
 
 

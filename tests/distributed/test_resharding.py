@@ -12,7 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from xsake.distributed.load_balancing import EMPTY
-from xsake.distributed.resharding import AllGatherRoute, AllToAllRoute, build_route, message_size
+from xsake.distributed.shard_schedule import (
+    AllGatherRoute,
+    AllToAllRoute,
+    build_route,
+    message_size,
+)
 
 AXIS, BLOCK = "context", 2
 

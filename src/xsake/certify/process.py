@@ -92,11 +92,10 @@ class Worker:
         if line is None:
             self._stop()
             raise CertifyError(
-                f"The worker for {config.target.name} does not start.",
-                got=self._add_log(error),
+                f"The worker for {config.target.name} does not start.", got=self._add_log(error),
                 expected="a process that reports its device",
                 fix=f"Run `{config.python} -c 'import jax'`; remove the environment if it fails.",
-            )
+            )  # fmt: skip
         hello = json.loads(line)
         self.device_kind, self.versions = hello["device_kind"], hello["versions"]
 
