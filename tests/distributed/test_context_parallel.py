@@ -129,7 +129,7 @@ PROGRAMS = """
     from xsake.layout import BlockLayout
     from xsake.masks import Causal
     from xsake.model import Decoder, DecoderConfig
-    from xsake.model.attend import Dense
+    from xsake.model.attend import DenseAttention
 
     quick = {"xla_backend_optimization_level": 0}
     line = make_mesh(MeshShape(context=8))
@@ -163,10 +163,10 @@ PROGRAMS = """
         run = lambda state, tokens: jax.value_and_grad(loss)(state, tokens, attend)
         return jax.jit(run, compiler_options=quick)(state, tokens)
 
-    expected = step(Dense(), state, tokens)
+    expected = step(DenseAttention(), state, tokens)
     split = ContextParallel(mesh=cube, exchange="ring", block_q=8, block_kv=8)
     spread = jax.device_put(state, tree_shardings(state, cube))
-    found = step(Dense(split), spread, jax.device_put(tokens, batch_sharding(cube)))
+    found = step(DenseAttention(split), spread, jax.device_put(tokens, batch_sharding(cube)))
     for one, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
         one, other = np.asarray(one), np.asarray(other)
         assert np.isfinite(one).all()
