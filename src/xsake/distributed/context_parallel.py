@@ -184,16 +184,12 @@ def _attention(
         )
     whole = PartitionSpec(split.batch_axes, CONTEXT_AXIS, split.head_axis)
     program = _ContextProgram(
-        attend=attend,
-        mesh=mesh,
-        split=split,
-        problem=problem,
+        attend=attend, mesh=mesh, split=split, problem=problem,
         grid=layout.grid.replace(batch=layout.batch // parts[0], heads=layout.heads // parts[1]),
-        mask=layout.mask,
-        has_static_schedule=has_static_schedule,
+        mask=layout.mask, has_static_schedule=has_static_schedule,
         specs=tuple((partition_specs(arrays, split) | dict.fromkeys("qkv", whole)).items()),
         data_spec=data_spec,
-    )
+    )  # fmt: skip
     return _run(program, arrays, data)
 
 

@@ -103,14 +103,10 @@ def shard_capacity(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ContextWork:
-    """Listed blocks by shard and kv chunk, for contiguous and balanced assignments.
+    """Listed blocks by shard and kv chunk, for contiguous and balanced assignments."""
 
-    Args:
-        before: [shards, chunks] with contiguous queries and keys.
-        after: [shards, chunks] with assigned queries and zigzag keys.
-    """
-
-    before: Int[np.ndarray, "shards shards"]
+    before: Int[np.ndarray, "shards shards"]  # [shards, chunks] with contiguous queries and keys
+    # [shards, chunks] with assigned queries and zigzag keys
     after: Int[np.ndarray, "shards shards"]
 
     @property
