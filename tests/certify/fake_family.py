@@ -114,13 +114,8 @@ def dkv_pass(inputs, config, o, lse, do, dlse):
 def count_passes(inputs, config, platform):
     assert platform == "cpu"
     counts = {
-        "listed": 4,
-        "computed": 4,
-        "launches": 1,
-        "steps": 4,
-        "balance": None,
-        "flops": 2_000,
-    }
+        "listed": 4, "computed": 4, "launches": 1, "steps": 4, "balance": None, "flops": 2_000
+    }  # fmt: skip
     return tuple(
         SimpleNamespace(name=name, bytes_read=100, bytes_written=20, **counts)
         for name in ("forward", "dQ", "dK/dV")

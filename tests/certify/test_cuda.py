@@ -58,13 +58,8 @@ def test_targets_are_found_and_have_the_shared_memory_of_their_capability():
     assert family.find_target("sm_90a_wgmma").peak == family.find_target("sm_90a").peak
     kibi = {name: target.peak.vmem_bytes // 1024 for name, target in cuda.TARGETS.items()}
     assert kibi == {
-        "sm_80": 163,
-        "sm_86": 99,
-        "sm_89": 99,
-        "sm_90a": 227,
-        "sm_100a": 227,
-        "sm_120a": 99,
-    }
+        "sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90a": 227, "sm_100a": 227, "sm_120a": 99
+    }  # fmt: skip
 
 
 def test_only_what_the_kernels_take_is_selected():

@@ -31,61 +31,58 @@ def refusal(folder, *words: str) -> str:
     return message
 
 
-# Tensors.
+# Tensors: change of the config, change of the tensors, words of the message.
 
 
-def test_a_missing_tensor_is_named_with_its_shape(tmp_path):
-    folder = copied("mistral", tmp_path)
-    rewritten(folder, lambda tensors: {name: x for name, x in tensors.items() if name != Q})
-    refusal(folder, f"{Q} (missing): nothing, expected [32, 32]", "complete the download")
+def without(name):
+    return lambda tensors: {key: value for key, value in tensors.items() if key != name}
 
 
-def test_a_missing_head_points_at_tied_embeddings(tmp_path):
-    folder = copied("llama", tmp_path, tie_word_embeddings=False)
-    refusal(folder, "lm_head.weight (missing)", "tie_word_embeddings: true")
+def with_value(value):
+    def change(tensors):
+        tensors[Q] = tensors[Q].copy()
+        tensors[Q][3, 4] = value
+        return tensors
+
+    return change
 
 
-def test_an_unexpected_tensor_is_named(tmp_path):
-    folder = copied("mistral", tmp_path)
-    extra = {"model.layers.0.self_attn.q_proj.bias": np.zeros(32, np.float32)}
-    rewritten(folder, lambda tensors: tensors | extra)
-    refusal(folder, "model.layers.0.self_attn.q_proj.bias (unexpected): F32 [32]", "config.json")
+BIAS = "model.layers.0.self_attn.q_proj.bias"
+MISMATCHES = {
+    "missing": ({}, without(Q), f"{Q} (missing): nothing, expected [32, 32]", "the download"),
+    "tied head": (
+        {"tie_word_embeddings": False}, None, "lm_head.weight (missing)",
+        "tie_word_embeddings: true",
+    ),
+    "unexpected": (
+        {}, lambda tensors: tensors | {BIAS: np.zeros(32, np.float32)},
+        f"{BIAS} (unexpected): F32 [32]", "config.json",
+    ),
+    "more layers": ({"num_hidden_layers": 1}, None, "model.layers.1.mlp", "(unexpected)"),
+    "mis-shaped": (
+        {}, lambda tensors: tensors | {Q: np.ascontiguousarray(tensors[Q][:-1])},
+        f"{Q} (mis-shaped): F32 [31, 32], expected [32, 32]", "same model",
+    ),
+    "integers": (
+        {}, lambda tensors: tensors | {Q: tensors[Q].astype(np.int8)},
+        f"{Q} (unreadable): I8", "quantized",
+    ),
+    "nan": ({}, with_value(np.nan), f"{Q} in model.safetensors", "1 of 1024"),
+    "infinite": ({}, with_value(-np.inf), f"{Q} in model.safetensors", "1 of 1024"),
+}  # fmt: skip
 
 
-def test_layers_beyond_those_of_the_config_are_unexpected(tmp_path):
-    refusal(copied("llama", tmp_path, num_hidden_layers=1), "model.layers.1.mlp", "(unexpected)")
-
-
-def test_a_mis_shaped_tensor_is_named_with_both_shapes(tmp_path):
-    folder = copied("mistral", tmp_path)
-    rewritten(folder, lambda tensors: tensors | {Q: np.ascontiguousarray(tensors[Q][:-1])})
-    refusal(folder, f"{Q} (mis-shaped): F32 [31, 32], expected [32, 32]", "same model")
+@pytest.mark.parametrize("case", MISMATCHES)
+def test_tensors_that_do_not_fit_are_refused_by_name(tmp_path, case):
+    keys, change, *words = MISMATCHES[case]
+    name = "llama" if case in ("tied head", "more layers") else "mistral"
+    folder = copied(name, tmp_path, **keys)
+    refusal(folder if change is None else rewritten(folder, change), *words)
 
 
 def test_at_most_ten_tensors_are_listed_and_the_others_counted(tmp_path):
     message = refusal(copied("mistral", tmp_path, hidden_size=64, head_dim=8), "of 21", "more")
     assert message.count("mis-shaped)") == 10
-
-
-@pytest.mark.parametrize("dtype", [np.int8, np.float32])
-def test_a_tensor_of_integers_is_refused_and_one_of_floats_is_not(tmp_path, dtype):
-    folder = copied("mistral", tmp_path)
-    rewritten(folder, lambda tensors: tensors | {Q: tensors[Q].astype(dtype)})
-    if dtype is np.float32:
-        load(folder)
-    else:
-        refusal(folder, f"{Q} (unreadable): I8", "quantized")
-
-
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_values_that_are_not_finite_are_refused_by_tensor(tmp_path, value):
-    def broken(tensors):
-        tensors[Q] = tensors[Q].copy()
-        tensors[Q][3, 4] = value
-        return tensors
-
-    folder = rewritten(copied("mistral", tmp_path), broken)
-    refusal(folder, f"{Q} in model.safetensors", "1 of 1024")
 
 
 # Files.
@@ -127,33 +124,26 @@ def test_a_corrupt_header_is_refused_by_file(tmp_path, start, words):
 )  # fmt: skip
 def test_a_header_that_lies_about_a_tensor_is_refused_by_tensor(tmp_path, change):
     folder = copied("llama", tmp_path)
-    path = folder / "model.safetensors"
-    data = path.read_bytes()
+    data = (folder / "model.safetensors").read_bytes()
     length = struct.unpack("<Q", data[:8])[0]
-    header = json.loads(data[8 : 8 + length])
-    name = next(name for name in header if name.endswith("embed_tokens.weight"))
-    header[name] |= change
-    text = json.dumps(header).encode()
-    path.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :])
+    entries = json.loads(data[8 : 8 + length])
+    name = next(name for name in entries if name.endswith("embed_tokens.weight"))
+    entries[name] |= change
+    header(folder, json.dumps(entries).encode(), data[8 + length :])
     refusal(folder, name, "again")
-
-
-def test_a_name_that_a_terminal_would_obey_is_never_printed(tmp_path):
-    folder = copied("mistral", tmp_path)
-    rewritten(folder, lambda tensors: tensors | {"evil\x1b[2J": np.zeros(2, np.float32)})
-    assert "\x1b" not in refusal(folder, r"evil\x1b")
-
-
-def test_a_dtype_that_a_terminal_would_obey_is_never_printed(tmp_path):
-    folder = copied("mistral", tmp_path)
-    entry = {"dtype": "F3\x1b]0;pwned\x07", "shape": [1], "data_offsets": [0, 4]}
-    text = json.dumps({"x": entry}).encode()
-    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + bytes(4))
-    assert not set("\x1b\x07") & set(refusal(folder))
 
 
 def header(folder, text: bytes, body: bytes = b"") -> None:
     (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + body)
+
+
+def test_names_and_dtypes_that_a_terminal_would_obey_are_never_printed(tmp_path):
+    folder = copied("mistral", tmp_path)
+    rewritten(folder, lambda tensors: tensors | {"evil\x1b[2J": np.zeros(2, np.float32)})
+    assert "\x1b" not in refusal(folder, r"evil\x1b")
+    entry = {"dtype": "F3\x1b]0;pwned\x07", "shape": [1], "data_offsets": [0, 4]}
+    header(folder, json.dumps({"x": entry}).encode(), bytes(4))
+    assert not set("\x1b\x07") & set(refusal(folder))
 
 
 @pytest.mark.parametrize("size", [1, 2**62])
@@ -258,42 +248,36 @@ def test_an_index_that_points_elsewhere_is_refused(tmp_path, place, words):
     refusal(folder, str(place) if isinstance(place, str) else Q, words)
 
 
-def test_an_index_without_a_map_is_refused(tmp_path):
+NORM, FOURTH = "model.norm.weight", "model-00004-of-00003.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda places: None, (INDEX,)),
+        (lambda places: [], (INDEX,)),
+        (lambda places: {}, (INDEX,)),
+        (lambda places: places | {NORM: FOURTH}, (NORM, "stored twice", FOURTH)),
+        (lambda places: {k: v for k, v in places.items() if k != Q}, (Q, "disagree")),
+        (lambda places: {Q: "model-00001-of-00003.safetensors"}, ("disagree",)),
+    ],
+)
+def test_an_index_without_a_map_or_that_disagrees_with_its_files_is_refused(
+    tmp_path, change, words
+):
     folder = copied("llama_yarn", tmp_path)
-    for wrong in ({}, {"weight_map": []}, {"weight_map": {}}):
-        (folder / INDEX).write_text(json.dumps(wrong))
-        refusal(folder, INDEX)
+    save_file({NORM: tensors_of(folder)[NORM]}, folder / FOURTH)
+    with_index(folder, lambda values: {"weight_map": change(values["weight_map"])})
+    refusal(folder, *words)
 
 
-def test_a_missing_shard_is_named(tmp_path):
-    folder = copied("llama_yarn", tmp_path)
-    (folder / "model-00002-of-00003.safetensors").unlink()
-    refusal(folder, "model-00002-of-00003.safetensors is missing", "complete the download")
-
-
-def test_a_tensor_in_two_shards_is_refused(tmp_path):
-    folder = copied("llama_yarn", tmp_path)
-    name = "model.norm.weight"
-    tensor = {name: tensors_of(folder)[name]}
-    save_file(tensor, folder / "model-00004-of-00003.safetensors")
-    places = lambda values: values["weight_map"] | {name: "model-00004-of-00003.safetensors"}
-    with_index(folder, lambda values: {"weight_map": places(values)})
-    refusal(folder, name, "stored twice", "model-00004-of-00003.safetensors")
-
-
-def test_an_index_that_disagrees_with_its_files_is_refused(tmp_path):
-    folder = copied("llama_yarn", tmp_path)
-    places = lambda values: {k: v for k, v in values["weight_map"].items() if k != Q}
-    with_index(folder, lambda values: {"weight_map": places(values)})
-    refusal(folder, Q, "disagree")
-    with_index(folder, lambda values: {"weight_map": {Q: "model-00001-of-00003.safetensors"}})
-    refusal(folder, "disagree")
-
-
-def test_weights_that_are_there_twice_are_refused(tmp_path):
+def test_a_missing_shard_and_weights_that_are_there_twice_are_refused(tmp_path):
     folder = copied("llama_yarn", tmp_path)
     save_file(tensors_of(folder), folder / "model.safetensors")
     refusal(folder, "both a single file and an index", INDEX)
+    (folder / "model.safetensors").unlink()
+    (folder / "model-00002-of-00003.safetensors").unlink()
+    refusal(folder, "model-00002-of-00003.safetensors is missing", "complete the download")
 
 
 # config.json.

@@ -102,11 +102,10 @@ def _call(command: list[str]) -> None:
         ) from error
     if done.returncode:
         raise CertifyError(
-            "An environment could not be built.",
-            got=(done.stderr or done.stdout).strip()[-2000:],
+            "An environment could not be built.", got=(done.stderr or done.stdout).strip()[-2000:],
             expected=f"`python {' '.join(command[1:])}` to succeed",
             fix="Check the network and pip's settings, or run xsake in an environment that has it.",
-        )
+        )  # fmt: skip
 
 
 def _remove(path: Path) -> None:

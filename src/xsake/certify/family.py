@@ -21,42 +21,25 @@ FAMILIES: dict[str, str] = {
 
 @dataclass(frozen=True)
 class PeakFigures:
-    """Public peak figures of one JAX device, used for lower bounds only.
+    """Public peak figures of one JAX device, used for lower bounds only."""
 
-    Args:
-        bf16_flops_per_second: of dense bf16 matrix products.
-        hbm_bytes_per_second: of the memory behind the device.
-        hbm_bytes: size of that memory.
-        vmem_bytes: fast memory of one core; None if unknown or absent.
-        source: publication of the figures.
-    """
-
-    bf16_flops_per_second: float
-    hbm_bytes_per_second: float
-    hbm_bytes: int
-    vmem_bytes: int | None
-    source: str
+    bf16_flops_per_second: float  # of dense bf16 matrix products
+    hbm_bytes_per_second: float  # of the memory behind the device
+    hbm_bytes: int  # size of that memory
+    vmem_bytes: int | None  # fast memory of one core; None if unknown or absent
+    source: str  # publication of the figures
 
 
 @dataclass(frozen=True)
 class Target:
-    """Device type that code can be compiled for.
+    """Device type that code can be compiled for."""
 
-    Args:
-        name: such as "v5e"; unique over all families.
-        family: the `NAME` of its family.
-        topology: the compiler's name of a set of such devices; one of them is used.
-        description: for display.
-        cores_per_device: cores that share the work of one JAX device.
-        peak: public figures.
-    """
-
-    name: str
-    family: str
-    topology: str
-    description: str
-    cores_per_device: int
-    peak: PeakFigures
+    name: str  # such as "v5e"; unique over all families
+    family: str  # the `NAME` of its family
+    topology: str  # the compiler's name of a set of such devices; one of them is used
+    description: str  # for display
+    cores_per_device: int  # cores that share the work of one JAX device
+    peak: PeakFigures  # public figures
 
 
 @runtime_checkable

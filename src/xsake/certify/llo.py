@@ -102,15 +102,10 @@ def _read_kernel(file: Path) -> LloKernel | None:
         slots = []
     vmem, smem = _read_memory(_find_sibling(file, _ALLOCATIONS))
     return LloKernel(
-        entry[1],
-        len(bundles),
-        *_find_loops(bundles, slots),
-        vmem,
-        smem,
-        _sum_slots(slots),
+        entry[1], len(bundles), *_find_loops(bundles, slots), vmem, smem, _sum_slots(slots),
         len(re.findall(r"= (?:sst|sld) \[smem:\[#allocation\w+_spill\]\]", text)),
         text.count("= inlined_call_operand.vmem "),
-    )
+    )  # fmt: skip
 
 
 def _find_sibling(file: Path, ending: str) -> Path | None:

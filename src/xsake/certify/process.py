@@ -8,10 +8,9 @@ import select
 import signal
 import subprocess
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 
-from xsake.certify.family import Target, TargetFamily
+from xsake.certify.family import Target, load_family
 from xsake.certify.record import CertifyError, CompileCase, CompileResult, sanitize
 
 TAIL_LINES = 12  # of the log, in messages
@@ -20,23 +19,15 @@ START_SECONDS, END_SECONDS = 180.0, 5.0
 _CLEARED_PREFIXES = ("JAX_", "LIBTPU_", "MOSAIC_", "PYTHON", "TPU_", "XLA_")
 
 
-@dataclass(frozen=True)
-class WorkerConfig:
-    """Configuration of a worker."""
-
-    python: Path  # interpreter
-    module: str  # of the family, for `load_family`
-    family: TargetFamily
-    target: Target
-    time_limit: float  # timeout per case in seconds
-    figures: bool = True  # enable compiler dumps, which is slower
-
-
 class Worker:
     """Worker process of one target, a context manager; restarted after a crash."""
 
-    def __init__(self, config: WorkerConfig):
-        self.config = config
+    def __init__(
+        self, python: Path, module: str, target: Target, *, time_limit: float, figures: bool
+    ):
+        """`module` is that of the family; `figures` enables compiler dumps, which is slower."""
+        self._python, self._module, self._target = python, module, target
+        self._time_limit, self._figures = time_limit, figures
         self.device_kind, self.versions = "", {}
         self._process: subprocess.Popen[str] | None = None
 
@@ -46,7 +37,7 @@ class Worker:
         self._dump, self._packages, self._cwd = root / "dump", root / "packages", root / "cwd"
         for folder in (self._dump, self._packages, self._cwd):
             folder.mkdir()
-        _link_packages(("xsake", self.config.module), self._packages)
+        _link_packages(("xsake", self._module), self._packages)
         self._log = (root / "stderr").open("w+", encoding="utf-8", errors="replace")
         try:
             self._start()
@@ -66,7 +57,7 @@ class Worker:
             self._start()
         self._log.truncate(0)
         self._log.seek(0)
-        line, error = self._exchange(case.model_dump_json(), self.config.time_limit)
+        line, error = self._exchange(case.model_dump_json(), self._time_limit)
         if line is None:
             self._stop()
             return CompileResult(verdict="crashed", message=self._sanitize(self._add_log(error)))
@@ -76,14 +67,14 @@ class Worker:
         return result.model_copy(update={"message": self._sanitize(result.message)})
 
     def _start(self) -> None:
-        config = self.config
         inherited = os.environ.items()
         variables = {name: x for name, x in inherited if not name.startswith(_CLEARED_PREFIXES)}
-        variables |= config.family.process_variables(self._dump if config.figures else None)
+        dump = self._dump if self._figures else None
+        variables |= load_family(self._module).process_variables(dump)
         variables |= {"PYTHONPATH": str(self._packages), "PYTHONNOUSERSITE": "1"}
-        command = [str(config.python), "-m", "xsake.certify.worker", config.module]
+        command = [str(self._python), "-m", "xsake.certify.worker", self._module]
         self._process = subprocess.Popen(
-            [*command, config.target.name, str(self._dump)],
+            [*command, self._target.name, str(self._dump)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log,
             cwd=self._cwd, env=variables, text=True, bufsize=1,
             start_new_session=True,  # to kill subprocesses of the compiler with it
@@ -92,11 +83,10 @@ class Worker:
         if line is None:
             self._stop()
             raise CertifyError(
-                f"The worker for {config.target.name} does not start.",
-                got=self._add_log(error),
+                f"The worker for {self._target.name} does not start.", got=self._add_log(error),
                 expected="a process that reports its device",
-                fix=f"Run `{config.python} -c 'import jax'`; remove the environment if it fails.",
-            )
+                fix=f"Run `{self._python} -c 'import jax'`; remove the environment if it fails.",
+            )  # fmt: skip
         hello = json.loads(line)
         self.device_kind, self.versions = hello["device_kind"], hello["versions"]
 
@@ -143,7 +133,7 @@ class Worker:
         return "\n".join([error, *lines])
 
     def _sanitize(self, message: str) -> str:
-        home = str(self.config.python.parent.parent)
+        home = str(self._python.parent.parent)
         names = {str(self._packages): "", self._folder.name: "<scratch>", home: "<environment>"}
         return sanitize(message, names)
 

@@ -64,7 +64,7 @@ class CompileCase(Frozen):
 
 @dataclass(frozen=True)
 class CompileFacts:
-    """Figures of one compile; None if the compiler does not report them.
+    """Figures of one compile as JSON types; None if the compiler does not report them.
 
     Args:
         compile_seconds: time of lowering and compiling on the host.

@@ -14,7 +14,7 @@ import xsake
 from xsake._provenance import checkout_root, cpu_model, environment
 from xsake.certify import bound, cases, environments, record
 from xsake.certify.family import FAMILIES, Target, TargetFamily, load_family
-from xsake.certify.process import Worker, WorkerConfig
+from xsake.certify.process import Worker
 from xsake.certify.record import Certificate, CompileCase, CompileResult, Outcome
 
 PACKAGE = Path(xsake.__file__).parent
@@ -25,25 +25,15 @@ CASE_SECONDS = 300.0
 
 @dataclass(frozen=True)
 class CertifyOptions:
-    """Options of a certification.
+    """Options of a certification."""
 
-    Args:
-        selection: "smoke", "all", or a pattern on case names.
-        out: folder of certificates.
-        environments: folder of environments.
-        overwrite: recompile cases that are already certified.
-        figures: record memory, spills and schedule, which is slower.
-        command: command line, for the record.
-        time_limit: timeout per case in seconds.
-    """
-
-    selection: str
-    out: Path
-    environments: Path
-    overwrite: bool = False
-    figures: bool = True
-    command: str = "xsake certify"
-    time_limit: float = CASE_SECONDS
+    selection: str  # "smoke", "all", or a pattern on case names
+    out: Path  # folder of certificates
+    environments: Path  # folder of environments
+    overwrite: bool = False  # recompile cases that are already certified
+    figures: bool = True  # record memory, spills and schedule, which is slower
+    command: str = "xsake certify"  # command line, for the record
+    time_limit: float = CASE_SECONDS  # timeout per case in seconds
 
 
 @dataclass(frozen=True)
@@ -90,8 +80,8 @@ def certify(
     family = load_family(module)
     selected_cases = cases.select_cases(options.selection, family)
     python = environments.find_interpreter(family, options.environments, callbacks.announce)
-    config = WorkerConfig(python, module, family, target, options.time_limit, options.figures)
-    with Worker(config) as worker:
+    limits: dict[str, Any] = {"time_limit": options.time_limit, "figures": options.figures}
+    with Worker(python, module, target, **limits) as worker:
         here, source = environment(checkout_root()), source_digest(module)
         origin = {"commit": here.commit, "dirty": here.dirty, "source": source}
         certificate = _new_certificate(target, worker, options)

@@ -16,23 +16,8 @@ from xsake.distributed.sharding_rules import (
 )
 
 __all__ = [
-    "AXES",
-    "DEFAULT_RULES",
-    "BatchShare",
-    "ContextParallel",
-    "ContextWork",
-    "MeshShape",
-    "NamedShape",
-    "HeadPlacement",
-    "ShardingRules",
-    "batch_share",
-    "batch_sharding",
-    "context_work",
-    "make_mesh",
-    "named_shapes",
-    "place_heads",
-    "reorder_heads",
-    "logical_sharding",
-    "shardings_by_path",
-    "tree_shardings",
-]
+    "AXES", "DEFAULT_RULES", "BatchShare", "ContextParallel", "ContextWork", "HeadPlacement",
+    "MeshShape", "NamedShape", "ShardingRules", "batch_share", "batch_sharding", "context_work",
+    "logical_sharding", "make_mesh", "named_shapes", "place_heads", "reorder_heads",
+    "shardings_by_path", "tree_shardings",
+]  # fmt: skip

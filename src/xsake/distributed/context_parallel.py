@@ -75,10 +75,9 @@ class ContextParallel(BlockSparseAttention):
         for name, options in (("exchange", ("gather", "ring")), ("assignment", ("work", "zigzag"))):
             if getattr(self, name) not in options:
                 raise ArgumentError(
-                    f"unknown {name}",
-                    got=repr(getattr(self, name)),
+                    f"unknown {name}", got=repr(getattr(self, name)),
                     expected=" or ".join(map(repr, options)),
-                )
+                )  # fmt: skip
         if self.mesh is None or CONTEXT_AXIS not in self.mesh.shape:
             raise ArgumentError(
                 "context parallelism needs a mesh with the axis 'context'",
@@ -100,10 +99,9 @@ def _check_self_attention(inputs: BlockSparseInputs) -> None:
     if q_tokens != kv_tokens:
         raise UnsupportedError(
             "context parallelism supports only self-attention",
-            got=f"{q_tokens} queries, {kv_tokens} keys",
-            expected="as many queries as keys",
+            got=f"{q_tokens} queries, {kv_tokens} keys", expected="as many queries as keys",
             fix="use BlockSparseAttention for decoding",
-        )
+        )  # fmt: skip
     if inputs.bias is not None:
         raise UnsupportedError(
             "context parallelism does not support a bias",
@@ -186,16 +184,12 @@ def _attention(
         )
     whole = PartitionSpec(split.batch_axes, CONTEXT_AXIS, split.head_axis)
     program = _ContextProgram(
-        attend=attend,
-        mesh=mesh,
-        split=split,
-        problem=problem,
+        attend=attend, mesh=mesh, split=split, problem=problem,
         grid=layout.grid.replace(batch=layout.batch // parts[0], heads=layout.heads // parts[1]),
-        mask=layout.mask,
-        has_static_schedule=has_static_schedule,
+        mask=layout.mask, has_static_schedule=has_static_schedule,
         specs=tuple((partition_specs(arrays, split) | dict.fromkeys("qkv", whole)).items()),
         data_spec=data_spec,
-    )
+    )  # fmt: skip
     return _run(program, arrays, data)
 
 

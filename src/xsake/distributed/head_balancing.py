@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
-from xsake.distributed.bin_packing import partition_equal
+from xsake.distributed.load_balancing import partition_equal
 from xsake.errors import ArgumentError, UnsupportedError
 from xsake.layout import BlockLayout
 from xsake.layout.csr import Items, gather_rows, namespace
@@ -73,10 +73,9 @@ class HeadPlacement:
             if name in orders:
                 if names[0] != LAYER:
                     raise ArgumentError(
-                        "layers must be stacked: heads are permuted per layer",
-                        got=f"axes {names}",
+                        "layers must be stacked: heads are permuted per layer", got=f"axes {names}",
                         expected=f"{LAYER!r} as the first axis",
-                    )
+                    )  # fmt: skip
                 x = reorder_heads(x, orders[name], axis=axis)
         return x
 
@@ -86,11 +85,10 @@ class HeadPlacement:
             return layout
         if layout.mask is not None and layout.mask.heads is not None:
             raise UnsupportedError(
-                "a mask with per-head rules cannot be permuted",
-                got=repr(layout.mask),
+                "a mask with per-head rules cannot be permuted", got=repr(layout.mask),
                 expected="one rule for all heads; block lists may differ between heads",
                 fix="use from_block_mask with per-head grids and one mask",
-            )
+            )  # fmt: skip
         order = self.kv_order[layer] if layout.heads == self.kv_order.shape[1] else None
         order = self.q_order[layer] if layout.heads == self.q_order.shape[1] else order
         if order is None:
@@ -133,17 +131,15 @@ def place_heads(
     layers, q_heads = work.shape
     if kv_heads < 1 or q_heads % kv_heads:
         raise ArgumentError(
-            "query heads must be a multiple of kv heads",
-            got=f"{q_heads} query heads, {kv_heads=}",
+            "query heads must be a multiple of kv heads", got=f"{q_heads} query heads, {kv_heads=}",
             expected=f"a divisor of {q_heads}",
-        )
+        )  # fmt: skip
     if shards < 1 or kv_heads % shards:
         raise ArgumentError(
             "kv heads are not a multiple of the tensor shards",
-            got=f"{kv_heads} kv heads, {shards} shards",
-            expected=f"a divisor of {kv_heads}",
+            got=f"{kv_heads} kv heads, {shards} shards", expected=f"a divisor of {kv_heads}",
             fix="use fewer tensor shards",
-        )
+        )  # fmt: skip
     groups = work.reshape(layers, kv_heads, -1).sum(-1).astype(np.float64)
     before = groups.reshape(layers, shards, -1).sum(-1)
     order, after = np.tile(np.arange(kv_heads), (layers, 1)), before.copy()
@@ -199,7 +195,6 @@ def reorder_heads(
 
 def _heads_error(heads: int, placement: HeadPlacement) -> ArgumentError:
     return ArgumentError(
-        "layout and placement have different numbers of heads",
-        got=f"{heads} heads",
+        "layout and placement have different numbers of heads", got=f"{heads} heads",
         expected=f"1, {placement.kv_order.shape[1]} or {placement.q_order.shape[1]}",
-    )
+    )  # fmt: skip

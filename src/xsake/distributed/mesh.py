@@ -42,11 +42,9 @@ class MeshShape:
         for axis, size in zip(AXES, self.sizes, strict=True):
             if type(size) is not int or size < 1:
                 raise ArgumentError(
-                    f"the mesh axis {axis!r} needs a positive integer size",
-                    got=repr(size),
-                    expected="1 or more",
-                    fix="use 1 for an unused axis",
-                )
+                    f"the mesh axis {axis!r} needs a positive integer size", got=repr(size),
+                    expected="1 or more", fix="use 1 for an unused axis",
+                )  # fmt: skip
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
@@ -118,9 +116,8 @@ def _split_slices(shape: MeshShape, slices: dict[int, int]) -> tuple[int, int, i
         raise ArgumentError(
             "the slices have different numbers of devices",
             got=", ".join(f"slice {number}: {size}" for number, size in sorted(slices.items())),
-            expected="equal slices",
-            fix="pass the devices to use",
-        )
+            expected="equal slices", fix="pass the devices to use",
+        )  # fmt: skip
     data_slices = math.gcd(shape.data, len(slices))
     fsdp_slices = len(slices) // data_slices
     if shape.fsdp % fsdp_slices:
@@ -158,10 +155,9 @@ def batch_share(mesh: Mesh, process: int | None = None) -> BatchShare:
         rows[device.process_index].add(tuple(coordinates))
     if process not in rows:
         raise ArgumentError(
-            "the process has no device in the mesh",
-            got=f"process {process}",
+            "the process has no device in the mesh", got=f"process {process}",
             expected=f"one of {sorted(rows)}",
-        )
+        )  # fmt: skip
     shares = sorted({tuple(sorted(share)) for share in rows.values()})
     total = math.prod(mesh.shape[axis] for axis in axes)
     if sum(len(share) for share in shares) != total or len({len(x) for x in shares}) > 1:

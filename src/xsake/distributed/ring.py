@@ -25,23 +25,14 @@ from xsake.masks import AbstractMask
 
 @dataclasses.dataclass(frozen=True)
 class Ring:
-    """Static arguments of ring attention.
+    """Static arguments of ring attention."""
 
-    Args:
-        axis: mesh axis of the ring.
-        shards: size of that axis.
-        problem: scale and softcap.
-        implementation: requested implementation, or None.
-        grid: query blocks of this shard and kv blocks of one chunk.
-        mask: element mask of partial blocks.
-    """
-
-    axis: str
-    shards: int
-    problem: BlockSparseConfig
-    implementation: Implementation
-    grid: BlockGrid
-    mask: AbstractMask | None
+    axis: str  # mesh axis of the ring
+    shards: int  # size of that axis
+    problem: BlockSparseConfig  # scale and softcap
+    implementation: Implementation  # requested implementation, or None
+    grid: BlockGrid  # query blocks of this shard and kv blocks of one chunk
+    mask: AbstractMask | None  # element mask of partial blocks
 
 
 class RingInputs(NamedTuple):

@@ -68,17 +68,15 @@ def logical_sharding(
     if len(array.names) != len(array.shape):
         raise ArgumentError(
             f"{array.path} has a different number of axes and names",
-            got=f"shape {array.shape}, names {array.names}",
-            expected="one name per axis",
-        )
+            got=f"shape {array.shape}, names {array.names}", expected="one name per axis",
+        )  # fmt: skip
     for name in array.names:
         if name not in rules:
             raise ArgumentError(
                 f"no rule for the axis {name!r} of {array.path}",
-                got="rules for " + ", ".join(rules),
-                expected=f"a rule for {name!r}",
+                got="rules for " + ", ".join(rules), expected=f"a rule for {name!r}",
                 fix=f"add {name!r}: None to replicate it",
-            )
+            )  # fmt: skip
         sharding.check_mesh_axes(name, rules, mesh)
     return sharding.named_sharding(*array, mesh, rules)
 
@@ -133,11 +131,10 @@ def tree_shardings(
         shape = tuple(getattr(leaf, "shape", ()))
         if shape and unnamed is None:
             raise ArgumentError(
-                f"{_path_string(path)} has axes without names",
-                got=f"shape {shape}",
+                f"{_path_string(path)} has axes without names", got=f"shape {shape}",
                 expected="logical names in the variable's metadata, or no axes",
                 fix="pass unnamed=PartitionSpec() to replicate such arrays",
-            )
+            )  # fmt: skip
         return NamedSharding(mesh, unnamed if shape and unnamed is not None else PartitionSpec())
 
     return jax.tree_util.tree_map_with_path(to_sharding, tree, is_leaf=_is_variable)
@@ -180,10 +177,9 @@ def _named_shape(path: tuple, variable: Any) -> NamedShape:
         if shape:
             raise ArgumentError(
                 f"{_path_string(path)} is a variable whose axes have no names",
-                got=f"shape {shape}",
-                expected='metadata such as out_sharding=("embed", "mlp")',
+                got=f"shape {shape}", expected='metadata such as out_sharding=("embed", "mlp")',
                 fix="name its axes where it is created",
-            )
+            )  # fmt: skip
     return NamedShape(_path_string(path), tuple(names), shape)
 
 

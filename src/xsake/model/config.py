@@ -1,7 +1,7 @@
 """Configuration of a decoder: sizes, norms, positions and layer kinds."""
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -50,6 +50,13 @@ class YarnScaling(Frozen):
     is_truncated: bool = Field(
         default=True, description="round the ends of the ramp to whole dimensions"
     )
+
+
+SCALINGS: dict[str, Any] = {
+    "linear": LinearScaling,
+    "llama3": Llama3Scaling,
+    "yarn": YarnScaling,
+}
 
 
 class Rope(Frozen):

@@ -135,16 +135,15 @@ def check_error(
     absolute = limits.gradient_backstop if name.startswith("d_") else limits.out_backstop
     limit = absolute * max(1.0, size)
     failure = None
-    if max_error > max_allowed:
-        failure = (
-            f"{name}: max error {max_error:.3g} > allowed {max_allowed:.3g} (naive {naive_max:.3g})"
-        )
-    elif rms_error > rms_allowed:
-        failure = (
-            f"{name}: rms error {rms_error:.3g} > allowed {rms_allowed:.3g} (naive {naive_rms:.3g})"
-        )
-    elif backstop and max_error > limit:
-        failure = f"{name}: max error {max_error:.3g} > backstop {limit:.3g}"
+    for kind, error, allowed, naive_error in (
+        ("max", max_error, max_allowed, naive_max),
+        ("rms", rms_error, rms_allowed, naive_rms),
+    ):
+        if failure is None and error > allowed:
+            failure = f"{kind} error {error:.3g} > allowed {allowed:.3g} (naive {naive_error:.3g})"
+    if failure is None and backstop and max_error > limit:
+        failure = f"max error {max_error:.3g} > backstop {limit:.3g}"
+    failure = None if failure is None else f"{name}: {failure}"
     return ErrorReport(
         name, dtype, max_error, naive_max, max_allowed, rms_error, naive_rms, rms_allowed, failure
     )

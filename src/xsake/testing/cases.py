@@ -67,12 +67,9 @@ class ConformanceCase:
         if self.block is None:
             return None
         return BlockLayout.from_mask(
-            self.rule,
-            q_tokens=self.q_tokens,
-            kv_tokens=self.kv_tokens,
-            block_q=self.block[0],
+            self.rule, q_tokens=self.q_tokens, kv_tokens=self.kv_tokens, block_q=self.block[0],
             block_kv=self.block[1],
-        )
+        )  # fmt: skip
 
     @property
     def static(self) -> dict[str, Any]:
@@ -158,15 +155,9 @@ class ConformanceCase:
         """Return the inputs of the oracle and of naive attention."""
         x = inputs.operands
         return oracle.DenseInputs(
-            x["q"],
-            x["k"],
-            x["v"],
-            self.allowed,
-            x.get("bias"),
-            x.get("sinks"),
-            self.softcap,
+            x["q"], x["k"], x["v"], self.allowed, x.get("bias"), x.get("sinks"), self.softcap,
             self.scale,
-        )
+        )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,15 +18,7 @@ def attend(
 ) -> tuple[Float[Array, "B Tq Hq Dv"], Float[Array, "B Tq Hq"]]:
     """Compute dense masked attention; return `(out, lse)`.
 
-    Args:
-        q: [B, Tq, Hq, D].
-        k: [B, Tk, Hk, D].
-        v: [B, Tk, Hk, Dv].
-        bias: broadcastable to [B, Hq, Tq, Tk].
-        sinks: [Hq] or [Hq, S].
-        allowed: [B, Hq, Tq, Tk].
-        softcap: cap on the logits, or None.
-        scale: default 1 / sqrt(D).
+    The bias is broadcastable to [B, Hq, Tq, Tk], sinks are [Hq] or [Hq, S].
     """
     dtype, group = q.dtype, q.shape[2] // k.shape[2]
     k, v = (jnp.repeat(a, group, axis=2) for a in (k, v))

@@ -5,22 +5,21 @@ float32. It uses NumPy because XLA may keep intermediate results in a wider dtyp
 """
 
 import dataclasses
+from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
 
-from xsake.testing.oracle import DenseInputs, Truth
+from xsake.testing.oracle import DenseInputs, Truth, sum_to
 
 
-@dataclasses.dataclass(frozen=True)
-class _Rounding:
+class _Rounding(NamedTuple):
     """Rounding to `narrow` with arithmetic in `wide`."""
 
     narrow: np.dtype
     wide: np.dtype
 
     def __call__(self, x: np.ndarray) -> np.ndarray:
-        """Round `x` to `narrow` and return it in `wide`."""
         return x.astype(self.narrow).astype(self.wide)
 
 
@@ -67,27 +66,19 @@ def run_three_orders(
             a if a is None or a.shape[axis] == 1 else a.take(order, axis)
         )
         permuted = dataclasses.replace(
-            x,
-            q=x.q[:, rows][..., dims],
-            k=x.k[:, keys][..., dims],
-            v=x.v[:, keys],
+            x, q=x.q[:, rows][..., dims], k=x.k[:, keys][..., dims], v=x.v[:, keys],
             allowed=x.allowed[:, :, rows][..., keys],
-            bias=permute(permute(x.bias, 2, rows), 3, keys),
-            scale=x.resolved_scale,
-        )
+            bias=permute(permute(x.bias, 2, rows), 3, keys), scale=x.resolved_scale,
+        )  # fmt: skip
         result = attend(permuted, d_out[:, rows], d_lse[:, rows], dtype, recompute=True)
         row, key, dim = (np.argsort(order) for order in (rows, keys, dims))
         runs.append(
             Truth(
-                result.out[:, row],
-                result.lse[:, row],
-                result.d_q[:, row][..., dim],
-                result.d_k[:, key][..., dim],
-                result.d_v[:, key],
-                permute(permute(result.d_bias, 2, row), 3, key),
-                result.d_sinks,
+                result.out[:, row], result.lse[:, row], result.d_q[:, row][..., dim],
+                result.d_k[:, key][..., dim], result.d_v[:, key],
+                permute(permute(result.d_bias, 2, row), 3, key), result.d_sinks,
             )
-        )
+        )  # fmt: skip
     return runs
 
 
@@ -128,15 +119,6 @@ def attend(
         d_v[b, :, g] = rounded(d_v[b, :, g] + rounded(rounded(p).T @ do))
         d_sinks[h] += (p_sinks * (dl - delta)).sum(axis=0)
         d_bias[b, h] = dx
-    if x.bias is not None:
-        axes = tuple(a for a, n in enumerate(x.bias.shape) if n == 1 and d_bias.shape[a] != 1)
-        d_bias = rounded(d_bias.sum(axis=axes, keepdims=True))
-    return Truth(
-        out,
-        lse,
-        d_q,
-        d_k,
-        d_v,
-        None if x.bias is None else d_bias,
-        None if x.sinks is None else d_sinks.reshape(x.sinks.shape),
-    )
+    d_bias = None if x.bias is None else rounded(sum_to(d_bias, x.bias.shape))
+    d_sinks = None if x.sinks is None else d_sinks.reshape(x.sinks.shape)
+    return Truth(out, lse, d_q, d_k, d_v, d_bias, d_sinks)

@@ -34,27 +34,16 @@ class Truth:
 
 @dataclasses.dataclass(frozen=True)
 class DenseInputs:
-    """Inputs of one dense attention call.
+    """Inputs of one dense attention call."""
 
-    Args:
-        q: [B, Tq, Hq, D].
-        k: [B, Tk, Hk, D].
-        v: [B, Tk, Hk, Dv].
-        allowed: [B, Hq, Tq, Tk], True for allowed pairs.
-        bias: broadcastable to [B, Hq, Tq, Tk], or None.
-        sinks: [Hq] or [Hq, S], or None.
-        softcap: the cap c, or None.
-        scale: default 1 / sqrt(D).
-    """
-
-    q: np.ndarray
-    k: np.ndarray
-    v: np.ndarray
+    q: np.ndarray  # [B, Tq, Hq, D]
+    k: np.ndarray  # [B, Tk, Hk, D]
+    v: np.ndarray  # [B, Tk, Hk, Dv]
     allowed: Bool[np.ndarray, "B Hq Tq Tk"]
-    bias: np.ndarray | None = None
-    sinks: np.ndarray | None = None
-    softcap: float | None = None
-    scale: float | None = None
+    bias: np.ndarray | None = None  # broadcastable to [B, Hq, Tq, Tk]
+    sinks: np.ndarray | None = None  # [Hq] or [Hq, S]
+    softcap: float | None = None  # the cap c
+    scale: float | None = None  # default 1 / sqrt(D)
 
     @property
     def resolved_scale(self) -> float:
@@ -151,18 +140,13 @@ def attend(
         d_sinks[h] += row.p_sinks * (dl - delta)
         if d_bias is not None:
             d_bias[b, h, i, row.visible] = dx
-    return Truth(
-        out,
-        lse,
-        d_q,
-        d_k,
-        d_v,
-        None if d_bias is None or x.bias is None else _sum_to(d_bias, x.bias.shape),
-        None if x.sinks is None else d_sinks.reshape(x.sinks.shape),
-    )
+    if d_bias is not None and x.bias is not None:
+        d_bias = sum_to(d_bias, x.bias.shape)
+    d_sinks = None if x.sinks is None else d_sinks.reshape(x.sinks.shape)
+    return Truth(out, lse, d_q, d_k, d_v, d_bias, d_sinks)
 
 
-def _sum_to(full: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+def sum_to(full: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     """Sum `full` over the axes that have size 1 in `shape`."""
     axes = tuple(a for a, n in enumerate(shape) if n == 1 and full.shape[a] != 1)
     return full.sum(axis=axes, keepdims=True)

@@ -47,12 +47,10 @@ def leaf_masks() -> st.SearchStrategy[AbstractMask]:
         ),
         st.builds(Longformer, window=st.integers(0, 9), global_tokens=st.integers(0, 5)),
         st.builds(
-            Random,
-            keep=st.floats(0.0, 1.0),
-            seed=st.integers(0, 99),
+            Random, keep=st.floats(0.0, 1.0), seed=st.integers(0, 99),
             cell=st.sampled_from([1, 4, 16]),
         ),
-    )
+    )  # fmt: skip
 
 
 def masks() -> st.SearchStrategy[AbstractMask]:
@@ -98,18 +96,14 @@ def cases(draw: Draw) -> ConformanceCase:
     tq, tk = draw(st.sampled_from(TOKENS)), draw(st.sampled_from(TOKENS))
     kv_heads, group = draw(st.sampled_from([(1, 1), (2, 1), (1, 3), (2, 2)]))
     base = ConformanceCase(
-        "drawn",
-        batch=draw(st.sampled_from([1, 2])),
-        q_tokens=tq,
-        kv_tokens=tk,
-        q_heads=kv_heads * group,
-        kv_heads=kv_heads,
+        "drawn", batch=draw(st.sampled_from([1, 2])), q_tokens=tq, kv_tokens=tk,
+        q_heads=kv_heads * group, kv_heads=kv_heads,
         head_dim=draw(st.sampled_from([4, 16])),
         value_dim=draw(st.sampled_from([4, 12])),
         softcap=draw(st.sampled_from([None, 2.0])),
         sinks=draw(st.sampled_from([None, 0, 2])),
         bias=draw(st.sampled_from([None, (False, True), (True, False)])),
-    )
+    )  # fmt: skip
     block = draw(st.sampled_from(BLOCKS))
     if draw(st.booleans()):
         rule = draw(per_head_masks(base.q_heads) | token_tables(tq, tk))
@@ -127,13 +121,9 @@ class _GridLayout:
 
     def __call__(self, case: ConformanceCase) -> BlockLayout:
         return BlockLayout.from_block_mask(
-            self.grid,
-            q_tokens=case.q_tokens,
-            kv_tokens=case.kv_tokens,
-            block_q=self.block[0],
-            block_kv=self.block[1],
-            mask=case.mask,
-        )
+            self.grid, q_tokens=case.q_tokens, kv_tokens=case.kv_tokens, block_q=self.block[0],
+            block_kv=self.block[1], mask=case.mask,
+        )  # fmt: skip
 
     def __repr__(self) -> str:
         return f"listed blocks {self.block} of {self.grid.astype(int).tolist()}"

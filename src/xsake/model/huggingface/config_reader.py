@@ -68,17 +68,12 @@ def as_list(value: Any) -> list[Any]:
 
 @dataclasses.dataclass(frozen=True)
 class ConfigReader:
-    """JSON object whose null values count as absent.
+    """JSON object whose null values count as absent."""
 
-    Args:
-        values: content of the file.
-        defaults: of the family, for absent keys.
-        path: prefix of keys in messages: "" or "rope_parameters."
-    """
-
-    values: Mapping[str, Any]
+    values: Mapping[str, Any]  # content of the file
+    # of the family, for absent keys
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    path: str = ""
+    path: str = ""  # prefix of keys in messages: "" or "rope_parameters."
 
     def has(self, key: str) -> bool:
         """Whether the file has a non-null value."""

@@ -7,35 +7,10 @@ from pydantic import ValidationError
 
 from xsake._schema import describe_first
 from xsake.errors import CheckpointError
-from xsake.model.config import (
-    DecoderConfig,
-    LayerKind,
-    LinearScaling,
-    Llama3Scaling,
-    Rope,
-    YarnScaling,
-)
-from xsake.model.huggingface.config_reader import (
-    FLAG,
-    NUMBER,
-    REQUIRED,
-    SIZE,
-    TOKEN_IDS,
-    ConfigReader,
-    as_list,
-    numbers,
-    one_of,
-    one_per_layer,
-    sizes,
-)
-from xsake.model.huggingface.families import (
-    ACTIVATIONS,
-    DERIVED,
-    FAMILIES,
-    FULL,
-    SLIDING,
-    ModelFamily,
-)
+from xsake.model.config import SCALINGS, DecoderConfig, LayerKind, Rope, YarnScaling
+from xsake.model.huggingface import config_reader as kinds
+from xsake.model.huggingface.config_reader import FLAG, NUMBER, SIZE, ConfigReader
+from xsake.model.huggingface.families import DERIVED, FAMILIES, FULL, SLIDING, ModelFamily
 from xsake.model.rope import yarn_attention_factor
 
 MAX_PARAMETERS = 2**40
@@ -64,7 +39,6 @@ _WINDOW_KEYS = {
     "some": ("sliding_window", "use_sliding_window"),
     "pattern": ("sliding_window", "sliding_window_pattern"),
 }
-_SCALINGS: dict[str, Any] = {"linear": LinearScaling, "llama3": Llama3Scaling, "yarn": YarnScaling}
 # Fields of a scaling by key of `rope_parameters`.
 _FACTOR = {"factor": "factor"}
 _ORIGINAL = {"original_max_position_embeddings": "original_context"}
@@ -116,7 +90,7 @@ def read_config(values: dict[str, Any]) -> ModelDescription:
             "auto_map", custom_code.values, "a model of transformers itself, without custom code",
             fix="remove the key if the model is identical to its model_type",
         )  # fmt: skip
-    model_type = outer.read("model_type", one_of((*FAMILIES, "gemma3")))
+    model_type = outer.read("model_type", kinds.one_of((*FAMILIES, "gemma3")))
     family = FAMILIES["gemma3_text" if model_type == "gemma3" else model_type]
     text = _text_config(outer) if model_type == "gemma3" else outer
     for reader in (outer, text):
@@ -124,7 +98,8 @@ def read_config(values: dict[str, Any]) -> ModelDescription:
     config = _read_decoder(dataclasses.replace(text, defaults=family.defaults), family)
 
     def token_ids(key: str) -> tuple[int, ...]:
-        return tuple(as_list((outer if outer.has(key) else text).read(key, TOKEN_IDS, [])))
+        reader = outer if outer.has(key) else text
+        return tuple(kinds.as_list(reader.read(key, kinds.TOKEN_IDS, [])))
 
     bos, eos, pad = map(token_ids, ("bos_token_id", "eos_token_id", "pad_token_id"))
     return ModelDescription(
@@ -136,7 +111,7 @@ def _text_config(outer: ConfigReader) -> ConfigReader:
     text = outer.section("text_config")
     if text is None:
         raise outer.error("text_config", None, "the text config of a gemma3 model")
-    text.read("model_type", one_of(["gemma3_text"]), None)
+    text.read("model_type", kinds.one_of(["gemma3_text"]), None)
     tied = outer.read("tie_word_embeddings", FLAG, None)
     if tied is None:
         return text
@@ -166,10 +141,14 @@ def _is_neutral(value: Any, neutral: Any) -> bool:
 def _read_decoder(reader: ConfigReader, family: ModelFamily) -> DecoderConfig:
     fields: dict[str, Any] = {}
     for key, entry in family.keys.items():
-        value = reader.read(key, entry.kind, DERIVED[key](fields) if key in DERIVED else REQUIRED)
+        default = DERIVED[key](fields) if key in DERIVED else kinds.REQUIRED
+        value = reader.read(key, entry.kind, default)
         fields[entry.field] = None if value is None else entry.read(value)
-        if entry.field == "activation":
-            _check_hidden_act(reader, key, fields["activation"])
+        if entry.field == "activation" and reader.has("hidden_act"):
+            # Older Gemma files have two keys, of which only one has an effect.
+            other, own = entry.read(reader.read("hidden_act", entry.kind)), fields["activation"]
+            if other != own:
+                raise reader.error("hidden_act", other, f"the same as {key}, {own}, or absent")
     if "n_head" in family.keys and fields["width"] % fields["q_heads"]:
         divisor = f"a divisor of n_embd, which is {fields['width']}"
         raise reader.error("n_head", fields["q_heads"], divisor)
@@ -187,15 +166,6 @@ def _read_decoder(reader: ConfigReader, family: ModelFamily) -> DecoderConfig:
         ) from wrong  # fmt: skip
     _check_parameter_count(config)
     return config
-
-
-def _check_hidden_act(reader: ConfigReader, key: str, activation: str) -> None:
-    """Older Gemma files have two keys, of which only one has an effect."""
-    other = reader.values.get("hidden_act")
-    if other is not None:
-        other = ACTIVATIONS[reader.read("hidden_act", one_of(ACTIVATIONS))]
-        if other != activation:
-            raise reader.error("hidden_act", other, f"the same as {key}, {activation}, or absent")
 
 
 def _check_parameter_count(config: DecoderConfig) -> None:
@@ -221,12 +191,12 @@ def _read_layer_kinds(reader: ConfigReader, family: ModelFamily, layers: int) ->
         raise reader.error("sliding_window", None, expected)
     ropes = _read_ropes(reader, family)
     order = tuple(dict.fromkeys(types))
-    kinds = [
+    layer_kinds = tuple(
         LayerKind(window=window if each == SLIDING else None, rope=ropes.get(each, ropes.get(FULL)))
         for each in order
-    ]
-    numbers = tuple(order.index(each) for each in types)
-    return {"kinds": tuple(kinds), "kind_of_layer": numbers if len(kinds) > 1 else None}
+    )
+    numbers = tuple(order.index(each) for each in types) if len(order) > 1 else None
+    return {"kinds": layer_kinds, "kind_of_layer": numbers}
 
 
 def _read_window(reader: ConfigReader, style: str) -> int | None:
@@ -244,13 +214,13 @@ def _read_layer_types(
     """Return `layer_types`, or the equivalent of older files."""
     only = SLIDING if has_window else FULL
     allowed = (only,) if style in ("none", "all") else (FULL, SLIDING)
-    types = reader.read("layer_types", one_per_layer(allowed, layers), None)
+    types = reader.read("layer_types", kinds.one_per_layer(allowed, layers), None)
     if types is not None:
         return tuple(types)
     if style == "pattern":
         pattern = reader.read("sliding_window_pattern", SIZE)
         return tuple(SLIDING if (i + 1) % pattern else FULL for i in range(layers))
-    first = reader.read("max_window_layers", sizes(minimum=0)) if style == "some" else 0
+    first = reader.read("max_window_layers", kinds.sizes(minimum=0)) if style == "some" else 0
     return tuple(FULL if i < first else only for i in range(layers))
 
 
@@ -267,7 +237,7 @@ def _read_ropes(reader: ConfigReader, family: ModelFamily) -> dict[str, Rope]:
         )  # fmt: skip
     ropes = {}
     for layer_type, key in family.rope_bases.items():
-        base = reader.read(key, numbers(above=1.0))
+        base = reader.read(key, kinds.numbers(above=1.0))
         if newer is None:
             ropes[layer_type] = _read_rope(older if layer_type == FULL else None, base, reader)
             continue
@@ -298,7 +268,7 @@ def _read_rope(section: ConfigReader | None, base: float | int, reader: ConfigRe
         if key not in known and value is not None:
             expected = f"only keys of rope_type {rope_type!r}: {', '.join(sorted(known))}"
             raise section.error(key, value, expected)
-    base = section.read("rope_theta", numbers(above=1.0), base)
+    base = section.read("rope_theta", kinds.numbers(above=1.0), base)
     if rope_type == "default":
         return Rope(base=base)
     fields = {}
@@ -317,11 +287,11 @@ def _read_rope(section: ConfigReader | None, base: float | int, reader: ConfigRe
     if rope_type == "llama3" and fields["low_factor"] >= fields["high_factor"]:
         expected = f"less than high_freq_factor, which is {fields['high_factor']}"
         raise section.error("low_freq_factor", fields["low_factor"], expected)
-    return Rope(base=base, scaling=_SCALINGS[rope_type](**fields))
+    return Rope(base=base, scaling=SCALINGS[rope_type](**fields))
 
 
 def _read_rope_type(section: ConfigReader) -> str:
-    types = [section.read(key, one_of(_SCALING_KEYS), None) for key in ("rope_type", "type")]
+    types = [section.read(key, kinds.one_of(_SCALING_KEYS), None) for key in ("rope_type", "type")]
     given = {each for each in types if each is not None}
     if len(given) > 1:
         raise section.error("type", types[1], f"the same as rope_type: {types[0]}")
@@ -395,11 +365,11 @@ def write_config(
 
 def _canonical_fields(config: DecoderConfig) -> dict[str, Any]:
     """Return the fields of a config in a canonical form, for comparison."""
-    kinds = [config.kinds[number] for number in config.layer_kinds]
+    layer_kinds = [config.kinds[number] for number in config.layer_kinds]
     fields = {name: getattr(config, name) for name in type(config).model_fields}
     del fields["kind_of_layer"]
     # 1 / sqrt(n) and n ** -0.5 are not always the same float.
-    return fields | {"kinds": kinds, "query_scale": float(f"{config.scale:.14g}")}
+    return fields | {"kinds": layer_kinds, "query_scale": float(f"{config.scale:.14g}")}
 
 
 def _unsupported_error(family: ModelFamily, got: str) -> CheckpointError:

@@ -25,19 +25,12 @@ MAX_LAYERS = 1024
 
 
 class TensorSpec(NamedTuple):
-    """Mapping of a tensor to a parameter.
+    """Mapping of a tensor to a parameter."""
 
-    Args:
-        name: of the tensor; {layer} is the layer number, {body} and {head} the file's prefixes.
-        parameter: path in the decoder.
-        axes: logical axes of the tensor, outermost first; "a*b" is a merged axis, b fastest.
-        part: (index, count) of a split of the tensor's last axis.
-    """
-
-    name: str
-    parameter: str
-    axes: str
-    part: tuple[int, int] = (0, 1)
+    name: str  # of the tensor; {layer} is the layer number, {body} and {head} the file's prefixes
+    parameter: str  # path in the decoder
+    axes: str  # logical axes of the tensor, outermost first; "a*b" is a merged axis, b fastest
+    part: tuple[int, int] = (0, 1)  # (index, count) of a split of the tensor's last axis
 
 
 class Prefixes(NamedTuple):
@@ -58,31 +51,20 @@ class Key(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ModelFamily:
-    """Hugging Face model type.
+    """Hugging Face model type."""
 
-    Args:
-        name: `model_type`.
-        architecture: class of transformers.
-        tensors: of parameters; those of absent parameters are ignored.
-        prefixes: of tensor names; the first one is written.
-        keys: of config.json that set one field each.
-        fixed: fields that no key sets; functions compute them from the other fields.
-        defaults: of transformers for absent config keys.
-        window: layers with a sliding window: "none", "all", "some" or "pattern".
-        rope_bases: key of the RoPE base by layer type; one for all layers if there is one entry.
-        harmless: patterns of tensors without effect, with the reason.
-    """
-
-    name: str
-    architecture: str
-    tensors: tuple[TensorSpec, ...]
-    prefixes: tuple[Prefixes, ...]
-    keys: Mapping[str, Key]
+    name: str  # `model_type`
+    architecture: str  # class of transformers
+    tensors: tuple[TensorSpec, ...]  # of parameters; those of absent parameters are ignored
+    prefixes: tuple[Prefixes, ...]  # of tensor names; the first one is written
+    keys: Mapping[str, Key]  # of config.json that set one field each
+    # fields that no key sets; functions compute them from the other fields
     fixed: Mapping[str, Any]
-    defaults: Mapping[str, Any]
-    window: str
+    defaults: Mapping[str, Any]  # of transformers for absent config keys
+    window: str  # layers with a sliding window: "none", "all", "some" or "pattern"
+    # key of the RoPE base by layer type; one for all layers if there is one entry
     rope_bases: Mapping[str, str]
-    harmless: Mapping[str, str]
+    harmless: Mapping[str, str]  # patterns of tensors without effect, with the reason
 
 
 def _tensors(prefix: str, rows: Mapping[str, tuple[str, str]]) -> tuple[TensorSpec, ...]:

@@ -70,13 +70,9 @@ class StoredTensor:
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointFolder:
-    """Checkpoint directory; only regular files inside it are read.
+    """Checkpoint directory; only regular files inside it are read."""
 
-    Args:
-        path: resolved path.
-    """
-
-    path: Path
+    path: Path  # resolved path
 
     @classmethod
     def open(cls, directory: str | Path) -> "CheckpointFolder":

@@ -14,17 +14,11 @@ from xsake.model.huggingface.families import ModelFamily, Prefixes, TensorSpec
 
 @dataclasses.dataclass(frozen=True)
 class ParamMapping:
-    """Parameter of the decoder and its tensors in the file, one per layer.
+    """Parameter of the decoder and its tensors in the file, one per layer."""
 
-    Args:
-        spec: of the tensor.
-        axes: logical axes of the parameter.
-        shape: of the parameter.
-    """
-
-    spec: TensorSpec
-    axes: tuple[str, ...]
-    shape: tuple[int, ...]
+    spec: TensorSpec  # of the tensor
+    axes: tuple[str, ...]  # logical axes of the parameter
+    shape: tuple[int, ...]  # of the parameter
 
     @property
     def path(self) -> str:

@@ -76,11 +76,10 @@ class LoadReport:
         outcomes = dict.fromkeys(line.outcome for line in wrong)
         raise CheckpointError(
             f"tensors of the checkpoint do not match its config.json: {len(wrong)} of "
-            f"{len(self.lines)}",
-            got="\n            ".join(listed),
+            f"{len(self.lines)}", got="\n            ".join(listed),
             expected=f"exactly the tensors and shapes of this {self.family} model",
             fix="; ".join(_FIXES[outcome] for outcome in outcomes),
-        )
+        )  # fmt: skip
 
     def __str__(self) -> str:
         counts = ", ".join(
