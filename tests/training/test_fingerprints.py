@@ -1,19 +1,18 @@
-"""A flipped bit in one copy is found, and the copy is named.
+"""Names and fingerprints of the arrays of a checkpoint, and replicas with a flipped bit.
 
 Copies in several processes are in test_processes.py.
 """
-
-import os
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests import processes
+from tests.training.checkpoint_processes import find_broken_replicas
 from xsake.errors import ArgumentError
 from xsake.training import fingerprints
 from xsake.training.fingerprints import (
@@ -22,47 +21,73 @@ from xsake.training.fingerprints import (
     bit_sums,
     find_minority,
     find_mismatches,
+    leaves_by_name,
+    named_arrays,
 )
 
 TYPES = ["bool", "uint8", "int16", "bfloat16", "float16", "float32", "int32", "complex64", "int4"]
 
 
-@given(data=st.data(), dtype=st.sampled_from(["uint8", "uint16", "uint32"]), size=st.integers(1, 8))
-def test_any_flipped_bit_changes_the_sum(data, dtype, size):
-    bits = np.iinfo(dtype).bits
-    words = st.lists(st.integers(0, 2**bits - 1), min_size=size, max_size=size)
-    values = np.array(data.draw(words), dtype)
-    flipped = values.copy()
-    place, bit = data.draw(st.integers(0, size - 1)), data.draw(st.integers(0, bits - 1))
-    flipped[place] ^= values.dtype.type(1 << bit)
-    assert _sum(values) != _sum(flipped)
+def fingerprint(array) -> int:
+    return fingerprints.fingerprints({"x": array})["x"]
 
 
-def _sum(values):
-    """Always of eight, so that one compiled program is enough."""
-    padded = np.zeros(8, values.dtype)
-    padded[: len(values)] = values
-    return int(bit_sums((padded,))[0])
+def test_names_are_paths_and_a_variable_adds_nothing_to_them():
+    plain = {"a": {"b": jnp.zeros(2)}, "c": (jnp.zeros(1), None, jnp.zeros(1))}
+    assert list(leaves_by_name(plain)) == ["a/b", "c/0", "c/2"]
+    state = nnx.State({"a": nnx.State({"b": nnx.Param(jnp.zeros(2))})})
+    assert list(leaves_by_name(state)) == ["a/b"]
 
 
-def test_sums_are_those_of_the_words():
-    values = np.array([1.5, -2.25, np.nan, -0.0], np.float32)
-    expected = int(values.view(np.uint32).astype(np.uint64).sum() % 2**32)
-    assert int(bit_sums((values,))[0]) == expected
-    assert int(bit_sums((np.full(2, 2**31, np.uint32),))[0]) == 0  # the sum wraps
+@pytest.mark.parametrize(
+    "tree",
+    [{"a/b": 1, "a": {"b": 2}}, {"a": 1, "a/b": 2}, {"": 1}, {"a": {"..": 1}}, {"a\n": 1}, 5],
+)
+def test_names_that_would_clash_or_cannot_be_kept_are_refused(tree):
+    with pytest.raises(ArgumentError, match="name"):
+        leaves_by_name(tree)
 
 
-def test_zero_and_minus_zero_are_not_the_same():
-    zeros = bit_sums((jnp.zeros(3), -jnp.zeros(3)))
-    assert int(zeros[0]) != int(zeros[1])
+@pytest.mark.parametrize("leaf", [1, 2.5, "text", np.zeros(2, np.float64), np.zeros(2, object)])
+def test_a_leaf_that_would_come_back_as_something_else_is_refused(leaf):
+    with pytest.raises(ArgumentError, match="'a' cannot be saved"):
+        named_arrays({"a": leaf})
+    with pytest.raises(ArgumentError, match="no arrays to save"):
+        named_arrays({"a": None, "b": {}})
+
+
+@given(
+    # One shape each, or most of the time would go into compiling.
+    words=st.lists(st.integers(0, 2**32 - 1), min_size=6, max_size=6),
+    place=st.integers(0, 5),
+    bit=st.integers(0, 31),
+)
+def test_every_flipped_bit_changes_both_sums(words, place, bit):
+    array = np.array(words, np.uint32)
+    flipped = array.copy()
+    flipped[place] ^= np.uint32(1 << bit)
+    expected = sum((2 * i + 1) * word for i, word in enumerate(words)) % 2**32
+    assert fingerprint(array) == expected == fingerprint(array.view(np.float32))
+    assert fingerprint(flipped) != expected
+    sums = [int(bit_sums((each,))[0]) for each in (array, flipped)]
+    assert sums[0] == sum(words) % 2**32 != sums[1]
+
+
+@pytest.mark.parametrize("dtype", [*TYPES, "float8_e4m3fn", "key"])
+def test_a_fingerprint_of_any_dtype_notices_elements_that_change_places(dtype):
+    if dtype == "key":
+        array = jax.random.split(jax.random.key(1), 6)
+    else:
+        array = jnp.array([1, 0, 1, 1, 0, 0]).astype(dtype)
+    assert fingerprint(array) != fingerprint(array[::-1])
 
 
 def test_every_type_of_leaf_has_a_sum():
     leaves = {name: jnp.ones((2, 3), name) for name in TYPES}
     leaves |= {"key": jax.random.key(1), "numpy": np.ones(3), "scalar": np.float64(2.0)}
     leaves |= {"empty": jnp.zeros((0, 4)), "complex": np.ones(2, np.complex128)}
-    assert find_mismatches(leaves) == ()
-    assert find_mismatches({}) == ()
+    assert find_mismatches(leaves) == find_mismatches({}) == ()
+    assert fingerprint(np.zeros((0, 3), np.float32)) == 0
 
 
 @given(
@@ -105,45 +130,5 @@ def test_what_is_no_array_is_refused():
     assert "a.b: str" in str(caught.value)
 
 
-EIGHT_DEVICES = """
-import jax, numpy as np
-from jax.sharding import NamedSharding, PartitionSpec as P
-from xsake.training.fingerprints import find_mismatches
-
-mesh = jax.make_mesh((4, 2), ("data", "model"))
-values = np.arange(24, dtype=np.float32).reshape(4, 6)
-
-def placed(spec, broken=()):
-    sharding, parts = NamedSharding(mesh, spec), []
-    for device, index in sharding.addressable_devices_indices_map(values.shape).items():
-        part = values[index].copy()
-        if device.id in broken:
-            part.reshape(-1).view(np.uint32)[1] ^= 1 << 30
-        parts.append(jax.device_put(part, device))
-    return jax.make_array_from_single_device_arrays(values.shape, sharding, parts)
-
-def show(**tree):
-    return [(found.leaf, [copy.device for copy in found.suspects], found.copies, found.is_decided)
-            for found in find_mismatches(tree)]
-
-position = {device.id: row for row, device in enumerate(mesh.devices.flat)}
-assert list(position) == [device.id for device in mesh.devices.flat]
-ids = list(position)
-everywhere, by_model, by_all = P(), P(None, "model"), P("data", "model")
-assert show(a=placed(everywhere), b=placed(by_model), c=placed(by_all)) == []
-assert show(a=placed(everywhere), b=placed(everywhere, {ids[5]})) == [("b", [ids[5]], 8, True)]
-# Column halves: devices of even and odd position hold different ones, four copies each.
-assert show(b=placed(by_model, {ids[3]})) == [("b", [ids[3]], 4, True)]
-assert show(b=placed(by_model, {ids[1], ids[3]})) == [("b", ids[1::2], 4, False)]
-assert show(c=placed(by_all, {ids[2]})) == []  # exists once
-assert show(k=jax.device_put(jax.random.key(3), NamedSharding(mesh, P()))) == []
-print("all found")
-"""
-
-
 def test_a_copy_that_went_wrong_is_found_among_eight_devices():
-    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
-    command = [sys.executable, "-W", "error", "-c", EIGHT_DEVICES]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "all found\n"
+    processes.run(find_broken_replicas, devices=8)

@@ -82,11 +82,10 @@ class PlanRecipe(NamedTuple):
         """Make a plan for each budget; None for dense attention."""
         if profile.block != self.block:
             raise ArgumentError(
-                "the profile has another block size",
-                got=f"{profile.block} tokens",
+                "the profile has another block size", got=f"{profile.block} tokens",
                 expected=f"{self.block} tokens",
                 fix="set attention.block to that of the profile, or recalibrate",
-            )
+            )  # fmt: skip
         make = lambda budget: hads.make_plan(profile, self.policy, budget, self.selector)
         return tuple(None if budget == 1.0 else make(budget) for budget in self.budgets)
 
@@ -179,15 +178,7 @@ def make_attention(
     operator: BlockSparseAttention = BlockSparseAttention(),  # noqa: B008 (frozen)
     kv_order: KvOrder | None = None,
 ) -> TrainingAttention:
-    """Build the attention of a run.
-
-    Args:
-        section: the settings.
-        decoder: the model.
-        profile: source of the plans, instead of the one in the settings.
-        operator: implementation and mesh; its block sizes are used by dense attention and masks.
-        kv_order: order of the profile's heads in the plans; None: unchanged.
-    """
+    """Build the attention of a run, with plans from `profile` or from the one in the settings."""
     if section.kind != "plan":
         attend = DenseAttention(operator)
         if section.mask is not None:
@@ -203,9 +194,8 @@ def make_attention(
         raise ArgumentError(
             "a plan needs a profile",
             got="neither attention.plan nor attention.profile, and no calibration",
-            expected="a profile",
-            fix="calibrate the initial weights with `calibrate_model`",
-        )
+            expected="a profile", fix="calibrate the initial weights with `calibrate_model`",
+        )  # fmt: skip
     if kv_order is not None:
         plans = tuple(None if plan is None else plan.reorder_heads(kv_order) for plan in plans)
     return TrainingAttention(
@@ -219,12 +209,7 @@ def make_attention(
 
 
 def choose_placement(attention: TrainingAttention, *, shards: int) -> HeadPlacement | None:
-    """Choose the order of heads with equal work per tensor shard; None if none is better.
-
-    Args:
-        attention: at the start of the run, with the heads in calibration order.
-        shards: size of the tensor axis.
-    """
+    """Choose the order of heads with equal work per tensor shard; None if none is better."""
     plan = attention.plans[-1]
     if plan is None or shards == 1 or not attention.section.balance_heads:
         return None
@@ -256,16 +241,7 @@ def calibrate_model(
     digest: str,
     attend: AttentionFn = DenseAttention(),  # noqa: B008 (frozen)
 ) -> hads.Profile:
-    """Measure the dense attention of a model on some sequences.
-
-    Args:
-        section: the settings.
-        model: with the current weights.
-        windows: sequences to read; duplicates count once.
-        name: of the run.
-        digest: identifies the weights, such as the run's digest and the step.
-        attend: attention function of the forward pass, usually that of the step.
-    """
+    """Measure the dense attention of a model on some sequences; `digest` identifies its weights."""
     recipe, config = PlanRecipe.from_section(section), model.config
     identity = hads.CalibratedModel(
         name=name, digest=digest, layers=config.layers, q_heads=config.q_heads,
@@ -290,17 +266,7 @@ def restore_attention(
     operator: BlockSparseAttention = BlockSparseAttention(),  # noqa: B008 (frozen)
     profile: hads.Profile | None = None,
 ) -> TrainingAttention:
-    """Rebuild the attention of a checkpoint; raise if it differs from the record.
-
-    Args:
-        section: the settings.
-        decoder: the model.
-        record: from `TrainingAttention.record`.
-        folder: of the saved profiles.
-        step: of the checkpoint.
-        operator: implementation and mesh.
-        profile: replaces the saved one.
-    """
+    """Rebuild the attention of a checkpoint; raise if it differs from the record."""
     profile_digest, order = record.get("profile"), record.get("kv_order")
     if profile is None and profile_digest is not None:
         profile = hads.Profile.load(_profile_path(folder, profile_digest))
@@ -309,10 +275,9 @@ def restore_attention(
     if attention.record(step) != record:
         raise ArgumentError(
             "the attention differs from that of the checkpoint",
-            got=json.dumps(attention.record(step)),
-            expected=json.dumps(record),
+            got=json.dumps(attention.record(step)), expected=json.dumps(record),
             fix="use the plan and the settings of the interrupted run, or start a new run",
-        )
+        )  # fmt: skip
     return attention
 
 

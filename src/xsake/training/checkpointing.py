@@ -47,15 +47,10 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class CheckpointEvent:
-    """Event about one step.
+    """Event about one step; `reason` is None for an undamaged step, `path` its current path.
 
-    Attributes:
-        kind: `quarantined`: renamed, nothing is deleted; `skipped`: invalid, not renamed;
-            `repaired`: valid but without a manifest, because its run died; the manifest was added.
-        step: its number.
-        reason: kind of damage; None if undamaged.
-        detail: one line with the file or the leaf.
-        path: current path of the step.
+    `quarantined`: renamed, nothing is deleted; `skipped`: invalid, not renamed; `repaired`: valid
+    but without a manifest, because its run died; the manifest was added.
     """
 
     kind: Literal["quarantined", "skipped", "repaired"]
@@ -72,12 +67,7 @@ class CheckpointEvent:
 class SaveFailure:
     """A save that failed; older steps are unchanged.
 
-    Attributes:
-        step: its number.
-        what: the problem in one line.
-        error: as raised.
-        is_committed: whether the arrays were committed; then the manifest or the deletion of old
-            steps failed.
+    `is_committed`: the arrays were committed; the manifest or the deletion of old steps failed.
     """
 
     step: int
@@ -424,16 +414,11 @@ def start_save(
 ) -> Callable[[], object]:
     """Copy the arrays to the host and start to write them; return a function that waits for it.
 
-    Processes do not wait for each other inside Orbax: its barriers do not propagate failures, and
-    the others would wait 20 minutes for a process that cannot write. Afterwards the primary process
-    has committed the step; the others have written their arrays.
-
-    Args:
-        path: of the step; must not exist.
-        arrays: by name, none of them empty.
-        record: text that is committed with the arrays.
-        wait_for_others: called in a thread of the primary process before it merges all parts and
-            commits; raises if another process has failed.
+    Afterwards the primary process has committed the step with the text of its record; the others
+    have written their arrays. Processes do not wait for each other inside Orbax: its barriers do
+    not propagate failures, and the others would wait 20 minutes for a process that cannot write.
+    `wait_for_others` is called in a thread of the primary process before it merges all parts and
+    commits; it raises if another process has failed.
     """
     state: Any = arrays
     metadata: Any = {_RECORD: record}

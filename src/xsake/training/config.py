@@ -107,10 +107,9 @@ class TrainingConfig(Frozen):
         """Parse the output of `to_json`, also that of earlier versions, at most 1 MB."""
         if len(text) > MAX_BYTES:
             raise ArgumentError(
-                "the saved configuration is too large",
-                got=f"{len(text):,} characters",
+                "the saved configuration is too large", got=f"{len(text):,} characters",
                 expected=f"at most {MAX_BYTES:,}",
-            )
+            )  # fmt: skip
         try:
             return cls.model_validate_json(text)
         except ValidationError as error:

@@ -314,12 +314,11 @@ def _held_error(holder: LockHolder | None, path: Path) -> ArgumentError:
     host = "this host" if holder.is_comparable else holder.host
     return ArgumentError(
         "this process already holds the folder" if is_own else "another run holds this folder",
-        got=f"process {holder.pid} on {host}, since {holder.utc}",
-        expected="one run per folder",
+        got=f"process {holder.pid} on {host}, since {holder.utc}", expected="one run per folder",
         fix="call run_lock once"
         if is_own
         else f"wait for it, stop it, use another folder, or {_FORCE}",
-    )
+    )  # fmt: skip
 
 
 def _unreadable_error(path: Path) -> ArgumentError:

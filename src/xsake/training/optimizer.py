@@ -42,13 +42,7 @@ class Optimizer:
 
 
 def make_optimizer(section: OptimizerSection, names: Names, *, total_steps: int) -> Optimizer:
-    """Build the optimizer of a run.
-
-    Args:
-        section: the settings.
-        names: of all parameters.
-        total_steps: length of the learning rate schedule in updates.
-    """
+    """Build the optimizer of a run."""
     rate = make_schedule(section, total_steps)
     clip = optax.clip_by_global_norm(section.clip_norm) if section.clip_norm else optax.identity()
     transform = optax.chain(
@@ -84,10 +78,6 @@ def make_schedule(section: OptimizerSection, total_steps: int) -> Callable[[Any]
 def make_decay_mask(section: OptimizerSection, names: Names) -> dict[str, bool]:
     """Return whether weight decay applies to a parameter, by path.
 
-    Args:
-        section: the exclusions.
-        names: of all parameters.
-
     Example:
         >>> section = OptimizerSection(peak_learning_rate=1.0)
         >>> make_decay_mask(section, {"head": ("embed", "vocab"), "final_norm.weight": ("embed",)})
@@ -96,10 +86,9 @@ def make_decay_mask(section: OptimizerSection, names: Names) -> dict[str, bool]:
     for pattern in section.no_decay_paths:
         if not fnmatch.filter(names, pattern):
             raise ArgumentError(
-                "optimizer.no_decay_paths matches no parameter",
-                got=repr(pattern),
+                "optimizer.no_decay_paths matches no parameter", got=repr(pattern),
                 expected="a path or a pattern of one of " + ", ".join(names),
-            )
+            )  # fmt: skip
 
     def is_excluded(path: str) -> bool:
         by_group = any(_PARAMETER_GROUPS[group](path) for group in section.no_decay)

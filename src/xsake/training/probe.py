@@ -70,14 +70,7 @@ class Probes:
     def run(
         self, number: int, attention: TrainingAttention, state: TrainState, tokens: np.ndarray
     ) -> dict[str, Any]:
-        """Return the probe metrics after a step, by name.
-
-        Args:
-            number: of the step.
-            attention: of the step.
-            state: after the step.
-            tokens: this process's part of the batch.
-        """
+        """Return the probe metrics after a step, by name."""
         level = attention.level(number)
         jax.block_until_ready(state.parameters)  # do not count the step itself
         started = time.monotonic()
@@ -120,24 +113,16 @@ def make_probe(
     sequences: int = 1,
     out_sharding: NamedSharding | None = None,
 ) -> Callable[[Parameters, Int[Array, "B T1"], Array], ProbeStatistics]:
-    """Build a jitted probe.
+    """Build a jitted probe of `rows` query blocks, drawn from those that are not fully computed.
 
-    Args:
-        definition: of the model.
-        attend: attention function of the forward pass.
-        target: attention to measure: dense, by a plan or by a mask.
-        rows: number of query blocks, drawn from those that are not computed completely.
-        block: tokens of a query block; a plan's block size takes precedence.
-        sequences: number of sequences to read, one per shard of the batch.
-        out_sharding: replicates the result to every process; None: one device.
+    A plan's block size takes precedence. `sequences`: to read, one per shard of the batch.
     """
     if not isinstance(target, ProbedAttention):
         raise ArgumentError(
-            "probes do not support this attention",
-            got=type(target).__name__,
+            "probes do not support this attention", got=type(target).__name__,
             expected="dense attention, or attention by a plan or by a mask",
             fix="set attention.probe_interval to 0",
-        )
+        )  # fmt: skip
     plan = _get_plan(target)
     block, first = (block, 0) if plan is None else (plan.block, plan.forced.blocks_per_row)
 
@@ -166,16 +151,7 @@ def probe_layer(
     rows: Int[Array, " R"],
     block: int,
 ) -> ProbeStatistics:
-    """Measure one layer for the queries of some rows; arrays of [Hq].
-
-    Args:
-        target: attention to measure: dense, by a plan or by a mask.
-        q: queries of the layer.
-        k: keys of the layer.
-        call: mask, scale and softcap of the layer.
-        rows: indices of query blocks.
-        block: tokens of a query block.
-    """
+    """Measure one layer for the queries of some rows; arrays of [Hq]."""
     position = (rows[:, None] * block + np.arange(block, dtype=np.int32)[None]).reshape(-1)
     is_valid = (position < q.shape[1])[None, :, None]
     position = jnp.minimum(position, q.shape[1] - 1)
@@ -211,11 +187,6 @@ def expected_kl(
 
     None without a calibration of the plan's selector. Completely computed rows have no loss and are
     never probed, so the expected KL of the other rows is above the mean of all rows.
-
-    Args:
-        plan: of the run, with its heads in the order of the run.
-        attention: of the run, with the profile.
-        context: tokens of a sequence.
     """
     if attention.profile is None or attention.profile.context != context:
         return None

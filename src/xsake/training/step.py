@@ -53,13 +53,6 @@ def make_step(
 
     A step is one update, accumulated over the microbatches. Random numbers must come from
     `step_key(state)`, so that resuming changes nothing; the model itself draws none.
-
-    Args:
-        config: of the run.
-        definition: of the model.
-        optimizer: from `build_optimizer`.
-        attend: attention function.
-        shardings: of state and tokens; None: one device.
     """
     loss_of = make_loss(config, definition, attend)
     num_microbatches = config.optimizer.grad_accum_steps
@@ -102,11 +95,6 @@ def make_loss(config: TrainingConfig, definition: ModelDefinition, attend: Atten
 
     Negative tokens are padding at the end of a row and are not predicted. A token outside the
     vocabulary makes the loss NaN.
-
-    Args:
-        config: of the run.
-        definition: of the model.
-        attend: attention function.
     """
 
     def loss_of(parameters, tokens):
@@ -125,11 +113,7 @@ def next_token_loss(
 ) -> tuple[Float[Array, ""], Int[Array, ""]]:
     """Return the summed -log p of the targets and their number, computed in chunks of positions.
 
-    Args:
-        model: provides the logits.
-        hidden: final hidden states.
-        targets: next tokens; negative: not predicted.
-        chunk_size: positions per sequence whose logits are in memory at a time.
+    Negative targets are not predicted.
     """
     batch, tokens, width = hidden.shape
     chunks = -(-tokens // chunk_size)
@@ -162,13 +146,6 @@ def accumulate_gradients(
     """Return gradients, loss and number of tokens, summed over the microbatches in float32.
 
     Sums give every token the same weight, whatever its microbatch.
-
-    Args:
-        loss_of: from `make_loss`.
-        parameters: of the model.
-        tokens: of the whole batch.
-        num_microbatches: computed one after the other.
-        grad_shardings: shardings of the gradients, or None.
     """
     loss_and_grad = jax.value_and_grad(loss_of, has_aux=True)
 

@@ -1,9 +1,12 @@
-"""The store: what it gives back, what it refuses, keeps, deletes and sets aside."""
+"""Checkpoints: restored exactly or not at all; saves that fail leave the older steps."""
 
+import errno
 import gc
 import json
 import random
+import resource
 import shutil
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +15,9 @@ import pytest
 
 from tests.training import checkpoint_sample as sample
 from xsake.errors import ArgumentError, CheckpointError
-from xsake.training import verify
-from xsake.training.checkpointing import CheckpointStore
+from xsake.training import checkpointing, verify
+from xsake.training.checkpointing import CheckpointStore, SaveFailure
+from xsake.training.metrics_logger import SaveFailureCounter
 
 LIKE = sample.like()
 
@@ -229,14 +233,6 @@ def test_if_all_are_bad_the_error_says_what_was_tried_and_nothing_is_deleted(fol
         store.restore(LIKE)
 
 
-def test_an_empty_folder_says_so(tmp_path):
-    store = CheckpointStore(tmp_path / "none")
-    assert store.steps() == [] and verify.list_quarantined_steps(tmp_path / "none") == []
-    with pytest.raises(CheckpointError, match="no steps"):
-        store.restore(LIKE)
-    assert not (tmp_path / "none").exists()
-
-
 def test_a_named_step_is_that_step_or_an_error(folder, watcher):
     metadata_of(folder, 20).write_bytes(b"broken")
     store = CheckpointStore(folder, **watcher.options())
@@ -247,6 +243,11 @@ def test_a_named_step_is_that_step_or_an_error(folder, watcher):
     assert watcher.reasons[0] == ("quarantined", 20, "size")
     assert watcher.reasons[1][0] == "skipped"
     assert store.steps() == [10, 30]
+    empty = CheckpointStore(folder / "none")
+    assert empty.steps() == [] and verify.list_quarantined_steps(folder / "none") == []
+    with pytest.raises(CheckpointError, match="no steps"):
+        empty.restore(LIKE)
+    assert not (folder / "none").exists()
 
 
 def test_another_tree_is_an_error_and_no_reason_to_set_anything_aside(folder, watcher):
@@ -277,6 +278,7 @@ def test_a_reader_changes_nothing(folder, watcher):
 def test_the_newest_good_steps_are_kept_and_only_good_ones_count(folder):
     store = CheckpointStore(folder, max_to_keep=2)
     (folder / "30" / verify.MANIFEST).unlink()
+    assert verify.delete_old_steps(folder, 3) == []
     metadata_of(folder, 20).write_bytes(b"broken")
     store.save(40, sample.tree(40), sample.extra(40))
     store.wait()
@@ -288,15 +290,12 @@ def test_the_newest_good_steps_are_kept_and_only_good_ones_count(folder):
     store.close()
 
 
-def test_the_last_good_step_stays_whatever_comes_after_it(folder):
-    for step in (20, 30):
-        (folder / str(step) / verify.MANIFEST).unlink()
-    assert verify.delete_old_steps(folder, 1) == []
-    assert names(folder) == ["10", "20", "30"]
-
-
 def test_saving_an_earlier_step_sets_the_later_ones_aside(folder, watcher):
     store = CheckpointStore(folder, **watcher.options())
+    before = (folder / "30" / verify.MANIFEST).stat().st_mtime_ns
+    store.save(30, sample.tree(30), sample.extra(30))  # the same bits are not written again
+    store.wait()
+    assert (folder / "30" / verify.MANIFEST).stat().st_mtime_ns == before and not watcher.notices
     sample.assert_exact(store.restore(LIKE, 10), 10)
     store.save(20, sample.tree(20), {"another": "past"})
     store.wait()
@@ -306,15 +305,6 @@ def test_saving_an_earlier_step_sets_the_later_ones_aside(folder, watcher):
     ]
     assert store.steps() == [10, 20] and store.restore(LIKE).extra == {"another": "past"}
     store.close()
-
-
-def test_a_step_that_is_there_with_the_same_bits_is_not_written_again(folder, watcher):
-    store = CheckpointStore(folder, **watcher.options())
-    before = (folder / "30" / verify.MANIFEST).stat().st_mtime_ns
-    store.save(30, sample.tree(30), sample.extra(30))
-    store.close()
-    assert (folder / "30" / verify.MANIFEST).stat().st_mtime_ns == before
-    assert not watcher.notices
 
 
 def test_a_quarantined_name_that_is_taken_gets_a_number(folder):
@@ -335,35 +325,196 @@ def test_what_a_killed_run_left_unfinished_is_cleared_by_the_next_save(folder):
     assert names(folder) == ["20", "30", "40", "notes.txt"]
 
 
-def test_a_closed_store_saves_nothing_more(folder):
-    store = CheckpointStore(folder)
+def test_calls_that_could_not_be_undone_are_refused_at_once(tmp_path):
+    store = CheckpointStore(tmp_path)
+    deep = json.loads("[" * 20 + "]" * 20)
+    for step, extra, words in (
+        (-1, {}, "number of a step is out of range"),
+        (2**31, {}, "number of a step is out of range"),
+        (1, {"a": (1,)}, "`extra` is not plain JSON"),
+        (1, {str(i): i for i in range(100)}, "exceeds the limits of a manifest"),
+        (1, {"a": deep}, "exceeds the limits of a manifest"),
+    ):
+        with pytest.raises(ArgumentError, match=words):
+            store.save(step, sample.tree(1), extra)
+    assert store.steps() == []
     store.close()
     store.close()
     with pytest.raises(ArgumentError, match="a closed store"):
         store.save(40, sample.tree(40), {})
-    assert store.steps() == [10, 20, 30]
+    for options in ({"max_to_keep": 0}, {"max_to_keep": -1}):
+        with pytest.raises(ArgumentError, match="invalid settings of a checkpoint store"):
+            CheckpointStore(tmp_path, **options)
 
 
-@pytest.mark.parametrize("step", [-1, 2**31])
-def test_numbers_that_are_no_steps_are_refused(tmp_path, step):
-    with pytest.raises(ArgumentError, match="number of a step is out of range"):
-        CheckpointStore(tmp_path).save(step, sample.tree(1), {})
+# ---------- saves that fail ----------
 
 
-def test_extra_that_could_not_be_read_back_is_refused_at_once(tmp_path):
-    store = CheckpointStore(tmp_path)
-    deep = json.loads("[" * 20 + "]" * 20)
-    for extra, words in (
-        ({"a": (1,)}, "`extra` is not plain JSON"),
-        ({str(i): i for i in range(100)}, "exceeds the limits of a manifest"),
-        ({"a": deep}, "exceeds the limits of a manifest"),
-    ):
-        with pytest.raises(ArgumentError, match=words):
-            store.save(1, sample.tree(1), extra)
-    assert store.steps() == []
+@pytest.fixture
+def store(tmp_path, watcher):
+    sample.fill(tmp_path, (10,))
+    return CheckpointStore(tmp_path, **watcher.options())
 
 
-@pytest.mark.parametrize("options", [{"max_to_keep": 0}, {"max_to_keep": -1}])
-def test_options_that_keep_nothing_are_refused(tmp_path, options):
-    with pytest.raises(ArgumentError, match="invalid settings of a checkpoint store"):
-        CheckpointStore(tmp_path, **options)
+def full(*_):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def broken(*_):
+    raise OSError(errno.EIO, "Input/output error")
+
+
+def test_a_file_that_cannot_grow_fails_the_save_and_nothing_else(tmp_path, store, watcher):
+    """A real limit of the system: the write itself is refused, inside of Orbax."""
+    large = np.random.default_rng(0).integers(0, 2**32, 2**18, np.uint32)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**18, hard))
+    try:
+        store.save(20, sample.tree(20) | {"large": jnp.asarray(large)}, sample.extra(20))
+        with pytest.raises(CheckpointError, match="checkpoint 20 was not saved"):
+            store.wait()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [(f.step, f.is_committed) for f in watcher.failures] == [(20, False)]
+    assert [path.name for path in tmp_path.iterdir()] == ["10"]  # no rest that fills the disk
+    sample.assert_exact(store.restore(LIKE), 10)
+    # Later, with room again, the same store saves the same step.
+    store.save(20, sample.tree(20), sample.extra(20))
+    store.wait()
+    sample.assert_exact(store.restore(LIKE), 20)
+    store.close()
+
+
+@pytest.mark.parametrize("fail", [full, broken])
+@pytest.mark.parametrize("is_begun", [False, True])
+def test_a_save_that_fails_is_reported_and_does_not_raise(
+    store, watcher, fail, is_begun, monkeypatch
+):
+    monkeypatch.setattr(checkpointing, "start_save", (lambda *_: fail) if is_begun else fail)
+    store.save(20, sample.tree(20), sample.extra(20))
+    store.save(30, sample.tree(30), sample.extra(30))
+    with pytest.raises(CheckpointError, match="20 was not saved.*checkpoint 30 was") as raised:
+        store.wait()
+    assert raised.value.code == "XSK-601" and isinstance(raised.value.__cause__, OSError)
+    assert [failure.step for failure in watcher.failures] == [20, 30]
+    assert "OSError" in watcher.failures[0].what
+    store.wait()  # reported once
+    sample.assert_exact(store.restore(LIKE), 10)
+    store.close()
+
+
+def test_a_folder_that_cannot_be_made_is_reported_and_does_not_raise(tmp_path, watcher):
+    (tmp_path / "file").write_text("in the way")
+    store = CheckpointStore(tmp_path / "file" / "run", **watcher.options())
+    store.save(20, sample.tree(20), sample.extra(20))
+    assert [(f.step, type(f.error)) for f in watcher.failures] == [(20, NotADirectoryError)]
+    with pytest.raises(CheckpointError, match="checkpoint 20 was not saved"):
+        store.close()
+
+
+def test_a_folder_that_orbax_cannot_make_leaves_no_thread_that_waits_for_it(
+    tmp_path, watcher, monkeypatch
+):
+    """A thread that waits for minutes keeps the process alive for as long."""
+    folder, begin, before = tmp_path / "steps", checkpointing.start_save, set(threading.enumerate())
+
+    def begin_without_folder(*arguments):
+        folder.rmdir()
+        folder.write_text("in the way, after all checks")
+        return begin(*arguments)
+
+    monkeypatch.setattr(checkpointing, "start_save", begin_without_folder)
+    store = CheckpointStore(folder, **watcher.options())
+    store.save(20, sample.tree(20), sample.extra(20))
+    with pytest.raises(CheckpointError, match="checkpoint 20 was not saved.*Error"):
+        store.close()
+    new = [thread for thread in threading.enumerate() if thread not in before]
+    for thread in new:
+        thread.join(timeout=5)
+    assert not [thread for thread in new if thread.is_alive() and not thread.daemon]
+
+
+def test_an_error_of_the_callback_itself_is_not_lost(tmp_path, monkeypatch):
+    def complain(failure):
+        raise KeyError(failure.step)
+
+    monkeypatch.setattr(checkpointing, "start_save", lambda *_: full)
+    store = CheckpointStore(tmp_path, on_failure=complain)
+    store.save(20, sample.tree(20), sample.extra(20))
+    with pytest.raises(KeyError, match="20"):
+        store.wait()
+    with pytest.raises(CheckpointError, match="checkpoint 20 was not saved"):
+        store.close()
+
+
+def test_a_manifest_that_finds_no_room_leaves_a_step_that_is_used(store, watcher, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(verify, "seal", _after(1, verify.seal, full))
+        store.save(20, sample.tree(20), sample.extra(20))
+        with pytest.raises(CheckpointError, match="checkpoint 20 was committed but not finalized"):
+            store.wait()
+    assert watcher.failures[0].is_committed and store.steps() == [10, 20]
+    sample.assert_exact(store.restore(LIKE), 20)
+    assert watcher.reasons == [("repaired", 20, None)]
+    store.close()
+
+
+def test_a_manifest_that_cannot_be_written_later_does_not_stop_a_restore(
+    tmp_path, store, watcher, monkeypatch
+):
+    (tmp_path / "10" / verify.MANIFEST).unlink()
+    monkeypatch.setattr(verify, "write_manifest", full)
+    sample.assert_exact(store.restore(LIKE), 10)
+    assert [(f.step, f.is_committed) for f in watcher.failures] == [(10, True)]
+
+
+def test_a_step_that_cannot_be_renamed_is_passed_over(
+    tmp_path, store, watcher, monkeypatch, caplog
+):
+    sample.fill(tmp_path, (10, 20))
+    next((tmp_path / "20" / "state" / "d").iterdir()).write_bytes(b"")
+    with monkeypatch.context() as patched:
+        patched.setattr(verify, "quarantine", broken)
+        sample.assert_exact(store.restore(LIKE), 10)
+    assert watcher.reasons == [("skipped", 20, "size")]
+    assert "could not be renamed" in watcher.notices[0].detail
+    # Without callbacks, events and failures are logged.
+    plain = CheckpointStore(tmp_path)
+    plain.restore(LIKE)
+    monkeypatch.setattr(checkpointing, "start_save", full)
+    plain.save(30, sample.tree(30), {})
+    assert "checkpoint 20 was quarantined (size, state/d/" in caplog.text
+    assert "checkpoint 30 was not saved: OSError" in caplog.text
+
+
+def test_a_machine_without_memory_is_no_reason_to_set_steps_aside(store, watcher, monkeypatch):
+    def exhausted(*_):
+        raise MemoryError
+
+    monkeypatch.setattr(checkpointing, "load_arrays", exhausted)
+    with pytest.raises(MemoryError):
+        store.restore(LIKE)
+    assert store.steps() == [10] and not watcher.notices
+
+
+def _after(calls: int, first, then):
+    """`first` for so many calls, `then` from there on."""
+    made = []
+
+    def call(*arguments):
+        made.append(arguments)
+        return (first if len(made) <= calls else then)(*arguments)
+
+    return call
+
+
+def test_failed_saves_are_counted_until_a_later_step_is_saved(tmp_path):
+    store, counter = CheckpointStore(tmp_path), SaveFailureCounter()
+    (tmp_path / "10").mkdir()
+    assert counter.count(store) == 0
+    for step in (20, 30):
+        counter.record_failure(SaveFailure(step, "no room", OSError("no room"), is_committed=False))
+    assert counter.count(store) == 2
+    (tmp_path / "40").mkdir()
+    assert counter.count(store) == 0
+    store.close()
