@@ -7,19 +7,21 @@ import re
 import sys
 import traceback
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from typing import Annotated
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+from pydantic import Field, IPvAnyAddress, ValidationError, model_validator
 
+from xsake._schema import Frozen, describe_first
 from xsake.errors import ArgumentError, UnsupportedError, XsakeError
 
 COORDINATOR, PROCESSES, PROCESS = "XSAKE_COORDINATOR", "XSAKE_PROCESSES", "XSAKE_PROCESS"
 BIND = "XSAKE_BIND"
 EXIT_FATAL = 2  # a restart of the same command would fail again
 LOOPBACK = "127.0.0.1"
-_FIRST_PORT, _PORTS = 61440, 4096  # coordinator ports of SLURM jobs: above the ephemeral range
+_ADDRESS = r"^([^\s/@:]+|\[[^\s/@\]]+\]):[1-9][0-9]{0,4}$"
 
 
 class RendezvousError(UnsupportedError):
@@ -28,141 +30,119 @@ class RendezvousError(UnsupportedError):
     is_transient = True
 
 
-@dataclass(frozen=True)
-class ProcessSpec:
-    """Index of this process and address of the coordinator.
+class ProcessSpec(Frozen):
+    """Index of this process, number of processes, and addresses of process 0."""
 
-    Args:
-        process: index of this process, from 0.
-        processes: number of processes.
-        coordinator: `host:port` of process 0; None for a single process.
-        bind: address that process 0 listens on.
-    """
+    process: Annotated[int, Field(ge=0)] = 0
+    processes: Annotated[int, Field(ge=1)] = 1
+    coordinator: Annotated[str, Field(pattern=_ADDRESS)] | None = None
+    bind: IPvAnyAddress = ipaddress.ip_address(LOOPBACK)
 
-    process: int = 0
-    processes: int = 1
-    coordinator: str | None = None
-    bind: str = LOOPBACK
+    @model_validator(mode="after")
+    def _check(self) -> "ProcessSpec":
+        if self.process >= self.processes:
+            raise ValueError(f"process {self.process} of {self.processes} is out of range")
+        if self.processes == 1:
+            return self
+        if self.coordinator is None or int(self.coordinator.rpartition(":")[2]) >= 2**16:
+            raise ValueError(f"{self.coordinator} is not the address of a coordinator")
+        host = self.coordinator.rpartition(":")[0].strip("[]")
+        if self.process == 0 and self.bind.is_loopback and not _is_loopback(host):
+            raise ValueError(
+                f"process 0 listens on the loopback, but the coordinator is {host}: set {BIND} to "
+                "this host's address in a trusted network, or to 0.0.0.0 for every network"
+            )
+        return self
 
-    @property
-    def is_single(self) -> bool:
-        """Whether there is only one process."""
-        return self.processes == 1
 
-
-def start(
-    coordinator: str | None = None,
-    processes: int | None = None,
-    process: int | None = None,
-    *,
-    heartbeat_seconds: int = 10,
-    bind: str | None = None,
-    start_seconds: int = 300,
-) -> ProcessSpec:
+def start(*, heartbeat_seconds: int = 10) -> ProcessSpec:
     """Connect to the other processes of the run; a single process does nothing.
 
-    Call it before anything touches a device. Defaults come from XSAKE_COORDINATOR, XSAKE_PROCESSES,
-    XSAKE_PROCESS and XSAKE_BIND, or inside `srun` from SLURM's variables. The connection has no
-    password: bind it to a trusted network.
+    Call it before anything touches a device. The processes are described by XSAKE_COORDINATOR,
+    XSAKE_PROCESSES, XSAKE_PROCESS and XSAKE_BIND, or inside `srun` by SLURM's variables. The
+    connection has no password: bind it to a trusted network.
 
     Args:
-        coordinator: `host:port` of process 0.
-        processes: number of processes.
-        process: index of this process, from 0.
         heartbeat_seconds: without a heartbeat for this long a process counts as dead, and all end.
-        bind: address that process 0 listens on; default: the loopback, 127.0.0.1.
-        start_seconds: how long to wait for the others; then jaxlib aborts the process.
     """
-    if heartbeat_seconds < 1 or start_seconds < 1:
-        raise ArgumentError(
-            "timeouts must be positive",
-            got=f"{heartbeat_seconds=}, {start_seconds=}",
-            expected="at least 1",
-        )
-    spec = detect_process(os.environ, coordinator, processes, process, bind)
-    if spec.is_single:
+    if heartbeat_seconds < 1:
+        raise ArgumentError("heartbeat_seconds must be positive", got=heartbeat_seconds)
+    spec = detect_process(os.environ)
+    if spec.processes == 1:
         return spec
-    if jax.distributed.is_initialized():
-        raise ArgumentError(
-            "the processes are already connected", expected="one call of start per process"
-        )
     assert spec.coordinator is not None
     jax.config.update("jax_enable_preemption_service", True)
     if jax.config.jax_cpu_collectives_implementation is None:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    port = spec.coordinator.rpartition(":")[2]
-    host = f"[{spec.bind}]" if ":" in spec.bind else spec.bind
+    host = f"[{spec.bind}]" if spec.bind.version == 6 else f"{spec.bind}"
     try:
         jax.distributed.initialize(
             spec.coordinator,
             spec.processes,
             spec.process,
-            # Everything is given here; ignore other cluster variables.
+            # jax's own detection would listen on every network, and use one device per process.
             cluster_detection_method="deactivate",
-            coordinator_bind_address=f"{host}:{port}",
+            coordinator_bind_address=f"{host}:{spec.coordinator.rpartition(':')[2]}",
             heartbeat_timeout_seconds=heartbeat_seconds,
-            initialization_timeout=start_seconds,
         )
     except RuntimeError as error:
         raise RendezvousError(
-            f"process {spec.process} of {spec.processes} cannot connect to the others at "
-            f"{spec.coordinator}",
+            f"process {spec.process} of {spec.processes} cannot connect at {spec.coordinator}",
             got=str(error).partition("\n")[0][:300],
-            expected="all processes started, a free port, and no device used before",
+            expected="all processes started once, a free port, and no device used before",
             fix=f"start all processes with the same {COORDINATOR} and {PROCESSES}",
         ) from error
     return spec
 
 
-def detect_process(
-    variables: Mapping[str, str],
-    coordinator: str | None = None,
-    processes: int | None = None,
-    process: int | None = None,
-    bind: str | None = None,
-) -> ProcessSpec:
-    """Return index and coordinator of this process from arguments and environment.
-
-    Args:
-        variables: the environment.
-        coordinator: `host:port` of process 0; None: from the environment, like all below.
-        processes: number of processes.
-        process: index of this process.
-        bind: address that process 0 listens on.
+def detect_process(variables: Mapping[str, str]) -> ProcessSpec:
+    """Return index and coordinator of this process from its environment.
 
     Example:
-        >>> detect_process({"XSAKE_PROCESSES": "2", "XSAKE_PROCESS": "1"}, "127.0.0.1:5000")
-        ProcessSpec(process=1, processes=2, coordinator='127.0.0.1:5000', bind='127.0.0.1')
+        >>> spec = detect_process({
+        ...     "XSAKE_PROCESSES": "2", "XSAKE_PROCESS": "1", "XSAKE_COORDINATOR": "127.0.0.1:5000"
+        ... })
+        >>> spec.process, spec.processes
+        (1, 2)
     """
-    slurm = _read_slurm(variables)
-    address = coordinator or variables.get(COORDINATOR) or slurm.get(COORDINATOR)
-    num_processes = _number(PROCESSES, processes, variables, slurm)
-    index = _number(PROCESS, process, variables, slurm)
-    if num_processes is None and index is None and address is None:
+    names = {"processes": PROCESSES, "process": PROCESS, "coordinator": COORDINATOR, "bind": BIND}
+    given = {key: variables[name] for key, name in names.items() if variables.get(name)}
+    values = _read_slurm(variables) | given
+    if not values.keys() - {"bind"} or values == {"processes": "1"}:
         return ProcessSpec()
-    if num_processes is None:
+    try:
+        spec = ProcessSpec.model_validate({"processes": None, "process": None} | values)
+    except ValidationError as error:
         raise ArgumentError(
-            "the number of processes is missing",
-            got=f"coordinator {address}, process {index}",
-            expected=f"processes= or {PROCESSES}",
-        )
-    if num_processes == 1 and index in (None, 0):
-        return ProcessSpec()
-    if num_processes < 1 or index is None or not 0 <= index < num_processes:
-        raise ArgumentError(
-            "the index of the process is missing or out of range",
-            got=f"process {index} of {num_processes}",
-            expected=f"process= or {PROCESS}, from 0 to processes - 1",
-        )
-    if address is None or not _is_address(address):
-        raise ArgumentError(
-            "the address of the coordinator is missing or invalid",
-            got=address,
-            expected=f"coordinator= or {COORDINATOR}, such as 127.0.0.1:5000",
-        )
-    bind_address = bind or variables.get(BIND) or LOOPBACK
-    _check_bind(bind_address, address, index)
-    return ProcessSpec(index, num_processes, address, bind_address)
+            "the processes of the run are not described by their variables",
+            got=f"{describe_first(error)}; {values}",
+            expected=f"{PROCESSES} from 1, {PROCESS} from 0, {COORDINATOR} such as 127.0.0.1:5000",
+            fix="set them for every process, or start the processes with `xsake launch`",
+        ) from error
+    return spec if spec.processes > 1 else ProcessSpec()
+
+
+def _read_slurm(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return the description of a job step; only a step of `srun` has several tasks."""
+    names = ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_STEP_NODELIST", "SLURM_JOB_ID")
+    tasks, process, nodes, job = (variables.get(name, "") for name in names)
+    if not (tasks and process and nodes and job):
+        return {}
+    numbers = [int(text) for text in (job, variables.get("SLURM_STEP_ID", "")) if text.isdecimal()]
+    port = 61440 + sum(numbers) % 4096  # above the ephemeral range
+    # The first host of a list such as gpu[007,010-012]-a,login1 is gpu007-a.
+    first = re.split(r",(?![^\[]*\])", nodes)[0]
+    host = re.sub(r"\[([^,\]-]+)[^\]]*\]", r"\1", first)
+    is_one_host = variables.get("SLURM_STEP_NUM_NODES") == "1"
+    coordinator = f"{LOOPBACK if is_one_host else host}:{port}"
+    return {"processes": tasks, "process": process, "coordinator": coordinator}
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False  # a host name
 
 
 def is_primary() -> bool:
@@ -171,27 +151,16 @@ def is_primary() -> bool:
 
 
 def barrier(name: str) -> None:
-    """Wait until every process has called this.
-
-    Args:
-        name: of the barrier; processes at different barriers raise an error.
-    """
+    """Wait until every process has called this; other names elsewhere are an error."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(name)
 
 
 def gather(values: np.ndarray) -> np.ndarray:
-    """Return the values of all processes along a new leading axis.
-
-    Args:
-        values: of this process, at most 32 bits each; same shape and dtype on all processes.
-    """
+    """Return the values of all processes along a new leading axis, at most 32 bits each."""
     if values.dtype.itemsize > 4:
-        raise ArgumentError(
-            "values of 64 bits cannot be gathered without loss",
-            got=values.dtype,
-            expected="at most 32 bits each",
-        )
+        what = "values of 64 bits cannot be gathered without loss"
+        raise ArgumentError(what, got=values.dtype, expected="at most 32 bits each")
     return np.asarray(multihost_utils.process_allgather(values))
 
 
@@ -224,74 +193,3 @@ def exit_code(error: BaseException) -> int:
         return 130
     is_final = isinstance(error, XsakeError) and not error.is_transient
     return EXIT_FATAL if is_final else 1
-
-
-def _number(
-    name: str, given: int | None, variables: Mapping[str, str], slurm: Mapping[str, str]
-) -> int | None:
-    if given is not None:
-        return given
-    text = variables.get(name) or slurm.get(name)
-    if text is None:
-        return None
-    if not (text.isascii() and text.isdigit()):
-        raise ArgumentError(f"{name} is not a number", got=repr(text), expected="such as 2")
-    return int(text)
-
-
-def _is_address(text: str) -> bool:
-    host, colon, port = text.rpartition(":")
-    is_port = port.isascii() and port.isdigit() and 0 < int(port) < 2**16
-    return bool(host and colon) and is_port and not re.search(r"[\s/@]", host)
-
-
-def _check_bind(bind: str, coordinator: str, process: int) -> None:
-    try:
-        is_local = ipaddress.ip_address(bind).is_loopback
-    except ValueError as error:
-        raise ArgumentError(
-            "the bind address is not an IP address", got=bind, expected="such as 127.0.0.1"
-        ) from error
-    if process == 0 and is_local and not _is_loopback(coordinator.rpartition(":")[0]):
-        raise ArgumentError(
-            "process 0 listens on the loopback, but the coordinator is another host",
-            got=f"coordinator {coordinator}, bind {bind}",
-            expected="an address of a trusted network",
-            fix=f"set {BIND} to this host's address there, or to 0.0.0.0 for every network",
-        )
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False  # a host name
-
-
-def _read_slurm(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return XSAKE variables derived from SLURM's; only a job step of `srun` has several tasks."""
-    names = ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_STEP_NODELIST", "SLURM_JOB_ID")
-    if any(not variables.get(name) for name in names):
-        return {}
-    tasks, process, nodes, job = (variables[name] for name in names)
-    values = {PROCESSES: tasks, PROCESS: process}
-    if job.isdigit():
-        step = variables.get("SLURM_STEP_ID", "")
-        port = _FIRST_PORT + (int(job) + (int(step) if step.isdigit() else 0)) % _PORTS
-        is_one_machine = variables.get("SLURM_STEP_NUM_NODES") == "1"
-        values[COORDINATOR] = f"{LOOPBACK if is_one_machine else _first_node(nodes)}:{port}"
-    return values
-
-
-def _first_node(nodes: str) -> str:
-    """Return the first host of a SLURM node list.
-
-    Example:
-        >>> _first_node("gpu[007,010-012]-a,login1")
-        'gpu007-a'
-    """
-    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
-    assert first is not None  # it may be empty
-    return re.sub(r"\[([^,\]-]+)[^\]]*\]", r"\1", first.group())

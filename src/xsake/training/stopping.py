@@ -11,8 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
-from typing import TextIO
+from typing import IO
 
 import jax
 from jax.experimental import multihost_utils
@@ -43,29 +42,26 @@ class PreemptionHandler:
         step_timeout_s: float | None = None,
         stack_file: Path | None = None,
         is_fatal: bool = False,
-        on_signal: Callable[[str], None] | None = None,
+        on_signal: Callable[[str], None] = lambda name: None,
     ):
         if step_timeout_s is not None and not step_timeout_s > 0:
             raise ArgumentError("step_timeout_s must be positive", got=step_timeout_s)
         if step_timeout_s is not None and stack_file is None:
-            raise ArgumentError(
-                "a step timeout needs a file for stacks", got="stack_file=None", expected="a path"
-            )
+            what, expected = "a step timeout needs a file for stacks", "a path"
+            raise ArgumentError(what, got="stack_file=None", expected=expected)
         self._step_timeout_s, self._path, self._is_fatal = step_timeout_s, stack_file, is_fatal
-        self._on_signal = on_signal
-        self._is_requested = threading.Event()
+        self._on_signal, self._is_requested, self._num_interrupts = on_signal, threading.Event(), 0
         self._cleanup = contextlib.ExitStack()
-        self._file: TextIO | None = None
-        self._interrupts = 0
+        self._file: IO[str] | None = None
         self._step_began: float | None = None
 
     def __enter__(self) -> "PreemptionHandler":
         if threading.current_thread() is not threading.main_thread():
-            raise UnsupportedError(
-                "signal handlers need the main thread", fix="enter PreemptionHandler there"
-            )
+            fix = "enter PreemptionHandler there"
+            raise UnsupportedError("signal handlers need the main thread", fix=fix)
         with contextlib.ExitStack() as cleanup:
-            self._open_stack_file(cleanup)
+            if self._path is not None:
+                self._open_stack_file(self._path, cleanup)
             self._install_handlers(cleanup)
             self._cleanup = cleanup.pop_all()
         return self
@@ -101,16 +97,13 @@ class PreemptionHandler:
             if was_armed:
                 self._arm()
 
-    def _open_stack_file(self, cleanup: contextlib.ExitStack) -> None:
-        if self._path is None:
-            return
+    def _open_stack_file(self, path: Path, cleanup: contextlib.ExitStack) -> None:
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = cleanup.enter_context(self._path.open("a", encoding="utf-8"))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = cleanup.enter_context(path.open("a", encoding="utf-8"))
         except OSError as error:
-            raise ArgumentError(
-                "cannot write the file for stacks", got=f"{self._path}: {error.strerror}"
-            ) from error
+            got = f"{path}: {error.strerror}"
+            raise ArgumentError("cannot write the file for stacks", got=got) from error
         faulthandler.register(signal.SIGUSR1, file=self._file, all_threads=True)
         cleanup.callback(faulthandler.unregister, signal.SIGUSR1)
         cleanup.callback(self._disarm, None)
@@ -120,34 +113,31 @@ class PreemptionHandler:
         read_fd, write_fd = os.pipe()
         os.set_blocking(write_fd, False)
         before = signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
-        listener = threading.Thread(
-            target=self._read_signals, args=(read_fd,), name="signals", daemon=True
-        )
+        listener = threading.Thread(target=self._read_signals, args=(read_fd,), daemon=True)
         listener.start()
         cleanup.callback(listener.join)
         cleanup.callback(os.close, write_fd)  # ends the listener
         cleanup.callback(signal.set_wakeup_fd, before)
         # With several processes, the preemption service of jax handles SIGTERM.
         signals = () if jax.distributed.is_initialized() else (signal.SIGTERM,)
+        ignore = lambda number, frame: None  # Python writes the signal to the wakeup fd
         for name in (signal.SIGINT, *signals):
-            cleanup.callback(signal.signal, name, signal.signal(name, _do_nothing))
+            cleanup.callback(signal.signal, name, signal.signal(name, ignore))
 
     def _read_signals(self, read_fd: int) -> None:
         with open(read_fd, "rb", buffering=0) as file:
-            while numbers := file.read(64):
-                for number in numbers:
-                    if number in (signal.SIGINT, signal.SIGTERM):
-                        self._handle_signal(signal.Signals(number))
+            while number := file.read(1):
+                if (name := signal.Signals(number[0])) in (signal.SIGINT, signal.SIGTERM):
+                    self._handle_signal(name)
 
     def _handle_signal(self, name: signal.Signals) -> None:
-        self._interrupts += name == signal.SIGINT
-        if self._interrupts > 1:
+        self._num_interrupts += name == signal.SIGINT
+        if self._num_interrupts > 1:
             os._exit(EXIT_INTERRUPTED)
         self._is_requested.set()
         if jax.distributed.is_initialized():
             os.kill(os.getpid(), signal.SIGTERM)  # the service notifies the other processes
-        if self._on_signal is not None:
-            self._on_signal(name.name)
+        self._on_signal(name.name)
 
     def _arm(self) -> None:
         self._step_began = time.monotonic()
@@ -165,7 +155,3 @@ class PreemptionHandler:
         if step is not None and seconds > self._step_timeout_s:
             self._file.write(f"Stacks above: step {step}, which took {seconds:.1f} s.\n")
             self._file.flush()
-
-
-def _do_nothing(number: int, frame: FrameType | None) -> None:
-    """Handler that makes Python write the signal to the wakeup file descriptor."""
