@@ -79,7 +79,7 @@ def run_serve(
 def _require_server() -> None:
     """Raise MissingExtraError unless the server is installed."""
     try:
-        import xsake.server.connections  # noqa: F401 (import check)
+        import xsake.server.security  # noqa: F401 (import check)
     except ImportError as error:
         raise MissingExtraError(
             "the server is not installed", got=str(error), fix="pip install 'xsake[serve]'"
@@ -127,7 +127,7 @@ def _serve(settings, new_token: str | None) -> None:
     import uvicorn
 
     from xsake.server.app import Dashboard
-    from xsake.server.connections import make_config
+    from xsake.server.security import make_config
 
     config = make_config(Dashboard(settings), settings)
     os.nice(NICENESS)  # lower priority than the runs
