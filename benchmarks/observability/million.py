@@ -96,7 +96,7 @@ def _made(folder: Path, run: Path, steps: int) -> dict[str, Any]:
     with served(folder / "runs", patience=7200.0, options=_cache(folder)) as server:
         found["index_seconds"] = time.monotonic() - begin
         found["memory_while_indexing_megabytes"] = server.memory()["VmHWM"]
-    files = (folder / "cache").rglob("*.buckets")
+    files = (folder / "cache").rglob("*.sqlite")
     found["index_megabytes"] = sum(path.stat().st_size for path in files) / 1e6
     return found
 

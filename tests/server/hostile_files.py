@@ -54,37 +54,24 @@ LINES: dict[str, tuple[str | bytes, int, int]] = {
 }  # fmt: skip
 
 
-def _plant_index(folder, victim, about, *buckets):
-    (folder / "metrics.index").mkdir()
-    (folder / "metrics.index" / "index.json").write_text(json.dumps(about))
-    for name, content in buckets:
-        path = folder / "metrics.index" / name
-        path.symlink_to(victim) if content is None else path.write_bytes(content)
-
-
-def _link_lock(folder, victim):
-    (folder / "metrics.index.lock").symlink_to(victim)
-
-
 def _link_index(folder, victim):
+    """An index of 0.1.0, which is no longer used, somewhere else."""
     victim.mkdir()
     (victim / "precious.txt").write_text("x")
     (folder / "metrics.index").symlink_to(victim)
 
 
-def _link_buckets(folder, victim, name="fine-64.buckets"):
+def _link_buckets(folder, victim):
     victim.write_text("precious " * 1000)
-    _plant_index(folder, victim, {"version": 1, "names": ["loss"], "began": []}, (name, None))
-
-
-def _own_files(folder, victim):
     (folder / "metrics.index").mkdir()
-    (folder / "metrics.index" / "thesis.tex").write_text("x")
+    (folder / "metrics.index" / "index.json").write_text("[" * 200_000 + "]" * 200_000)
+    (folder / "metrics.index" / "fine-64.buckets").symlink_to(victim)
+    (folder / "metrics.index.lock").symlink_to(victim)
 
 
 def _pipes(folder, victim):
-    os.mkfifo(folder / "goodput.jsonl")
-    os.mkfifo(folder / "config.json")
+    for name in ("goodput.jsonl", "config.json", "metrics.index.lock"):
+        os.mkfifo(folder / name)
 
 
 def _overflow(folder, victim):
@@ -93,43 +80,16 @@ def _overflow(folder, victim):
     (folder / "goodput.jsonl").write_text(begins + more)
 
 
-ABOUTS = {
-    "names a word": {"names": "abc", "began": []},
-    "names a number": {"names": 5, "began": []},
-    "began of numbers": {"names": [], "began": [1]},
-    "began null": {"names": [], "began": None},
-    "names twice": {"names": ["loss"] * 5, "began": []},
-    "two million names": {"names": [f"n{i}" for i in range(2_000_000)], "began": []},
-}
-BUCKETS = {
-    "width not a number": ("fine-abc.buckets", b"x"),
-    "no width": ("fine-0.buckets", b"\xff" * 4800),
-    "steps below zero": ("fine-64.buckets", b"\xff" * 1048 * 3),
-}
+def _config(text):
+    return lambda folder, victim: (folder / "config.json").write_text(text)
+
+
 # name: plants something in the folder of a run, or next to it
 FOLDERS = {
-    "lock a link": _link_lock,
     "index a link": _link_index,
     "buckets a link": _link_buckets,
-    "wide buckets a link": lambda f, v: _link_buckets(f, v, "fine-99999.buckets"),
-    "index has other files": _own_files,
-    **{
-        f"index.json: {name}": lambda f, v, about=about: _plant_index(f, v, about)
-        for name, about in ABOUTS.items()
-    },
-    **{
-        f"buckets: {name}": lambda f, v, part=part: _plant_index(f, v, {"version": 1}, part)
-        for name, part in BUCKETS.items()
-    },
-    "index.json: deep": lambda f, v: (
-        (f / "metrics.index").mkdir(),
-        (f / "metrics.index" / "index.json").write_text("[" * 200_000 + "]" * 200_000),
-    ),
-    "lock a pipe": lambda f, v: os.mkfifo(f / "metrics.index.lock"),
     "pipes": _pipes,
     "goodput beyond all numbers": _overflow,
-    "config.json: deep": lambda f, v: (f / "config.json").write_text(
-        '{"a":' + "[" * 900 + "]" * 900 + "}"
-    ),
-    "config.json: huge integer": lambda f, v: (f / "config.json").write_text(f'{{"a":{BIG}}}'),
+    "config.json: deep": _config('{"a":' + "[" * 900 + "]" * 900 + "}"),
+    "config.json: huge integer": _config(f'{{"a":{BIG}}}'),
 }

@@ -8,7 +8,7 @@ import pytest
 
 from tests.server.sample import TOKEN, inside, served, write_run
 from xsake.errors import ArgumentError
-from xsake.server.guard import COOKIE, session_cookie
+from xsake.server.security import COOKIE, session_cookie
 from xsake.server.settings import ServerSettings
 
 HALF = b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nX-a: "

@@ -8,7 +8,7 @@ import pytest
 
 from tests.server.hostile_files import BIG
 from tests.server.sample import served, write_run
-from xsake.server.documents import MAX_BYTES
+from xsake.server.artifacts import MAX_BYTES
 
 PLANS = {
     "surrogate": '{"name": "\\ud800"}',

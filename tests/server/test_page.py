@@ -4,7 +4,6 @@ import importlib.util
 import json
 import os
 import pathlib
-import threading
 import time
 
 import pytest
@@ -12,7 +11,7 @@ import pytest
 from benchmarks.faults.runs import prepare
 from benchmarks.faults.watching import kill
 from benchmarks.observability.browser import NoBrowserError, chromium
-from tests.server.sample import probe, served, values, write_run
+from tests.server.sample import keep_writing, served, write_run
 
 
 @pytest.fixture
@@ -27,49 +26,27 @@ def page(tmp_path):
 @pytest.mark.timeout(600)
 def test_the_page_follows_a_run_by_itself_and_is_usable_by_keyboard(tmp_path, page):
     metrics = write_run(tmp_path / "work" / "smollm2-plan", 400, name="smollm2-plan")
-    stopped = threading.Event()
-
-    def go_on():
-        step = 400
-        while not stopped.wait(0.2):
-            metrics.add(step, **values(step))
-            if step % 10 == 0:
-                metrics.add(step, **probe(step))
-            step += 1
-
-    living = threading.Thread(target=go_on)
-    living.start()
-    try:
-        with served(tmp_path / "work") as server:
-            _log_in(page, server)
-            _follows(page, tmp_path)
-            _keys(page)
-            _axe(page)
-            stopped.set()
-            living.join()
-            old = time.time() - 3600
-            path = tmp_path / "work" / "smollm2-plan" / "metrics.jsonl"
-            os.utime(path, (old, old))
-            page.until("document.querySelector('#state').textContent === 'stale'")
-            _picture(page, tmp_path, "stale")
-            page.call(
-                "Emulation.setEmulatedMedia",
-                features=[{"name": "prefers-color-scheme", "value": "dark"}],
-            )
-            _axe(page)
-            _picture(page, tmp_path, "dark")
-            page.call(
-                "Emulation.setDeviceMetricsOverride",
-                width=390, height=1600, deviceScaleFactor=1, mobile=True,
-            )  # fmt: skip
-            _picture(page, tmp_path, "narrow")
-            wide = "document.documentElement.scrollWidth <= innerWidth"
-            assert page.run(wide), "a narrow screen has to scroll sideways"
-            refused = [problem for problem in page.problems if "401" not in problem]
-            assert not refused, refused
-    finally:
-        stopped.set()
-        living.join()
+    with keep_writing(metrics, 400) as stop, served(tmp_path / "work") as server:
+        _log_in(page, server)
+        _follows(page, tmp_path)
+        _keys(page)
+        _axe(page)
+        stop()
+        old = time.time() - 3600
+        os.utime(tmp_path / "work" / "smollm2-plan" / "metrics.jsonl", (old, old))
+        page.until("document.querySelector('#state').textContent === 'stale'")
+        _picture(page, tmp_path, "stale")
+        dark = {"name": "prefers-color-scheme", "value": "dark"}
+        page.call("Emulation.setEmulatedMedia", features=[dark])
+        _axe(page)
+        _picture(page, tmp_path, "dark")
+        size = {"width": 390, "height": 1600, "deviceScaleFactor": 1, "mobile": True}
+        page.call("Emulation.setDeviceMetricsOverride", **size)
+        _picture(page, tmp_path, "narrow")
+        wide = "document.documentElement.scrollWidth <= innerWidth"
+        assert page.run(wide), "a narrow screen has to scroll sideways"
+        refused = [problem for problem in page.problems if "401" not in problem]
+        assert not refused, refused
 
 
 def _log_in(page, server):

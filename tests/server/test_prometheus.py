@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from benchmarks.faults.runs import prepare
-from tests.server.sample import served, values, write_run
+from tests.server.sample import keep_writing, served, write_run
 
 DEPLOY = pathlib.Path(__file__).parents[2] / "deploy"
 # What takes minutes in the night takes seconds here; the rules are otherwise those that we deploy.
@@ -128,37 +128,26 @@ def prometheus(folder, target):
 @pytest.mark.timeout(600)
 def test_a_real_prometheus_reads_a_live_run_and_tells_when_it_goes_wrong(tmp_path):
     needs("prometheus")
-    metrics = write_run(tmp_path / "work" / "run", 150)
-    stopped, poisoned = threading.Event(), threading.Event()
-
-    def go_on():
-        step = 150
-        while not stopped.wait(0.2):
-            metrics.add(step, **{**values(step), "is_skipped": poisoned.is_set()})
-            step += 1
-
-    living = threading.Thread(target=go_on)
-    living.start()
-    try:
-        with served(tmp_path / "work") as server, prometheus(tmp_path, server.place) as found:
-            found.until(lambda: found.ask('up{job="xsake"} == 1'), "a scrape")
-            first = found.until(lambda: found.ask("xsake_steps_done"), "steps")[0][1]
-            found.until(lambda: found.ask(f"xsake_steps_done > {first + 5}"), "more steps")
-            assert len(found.ask("xsake_entropy")) == 8
-            assert found.ask('avg(xsake_attn_mass_recall{layer="1"})')[0][1] == pytest.approx(0.945)
-            assert found.ask("xsake_run_info")[0][0]["name"] == "made-up"
-            assert found.firing() == set()  # a clean run is quiet
-            poisoned.set()
-            found.until(lambda: "XsakeUpdatesSkipped" in found.firing(), "skips are reported")
-            assert "XsakeRunStalled" not in found.firing()
-            stopped.set()
-            living.join()
-            found.until(lambda: "XsakeRunStalled" in found.firing(), "a stall is told")
-            metrics.end_attempt("done")
-            found.until(lambda: "XsakeRunStalled" not in found.firing(), "an end is no stall")
-    finally:
-        stopped.set()
-        living.join()
+    metrics, poisoned = write_run(tmp_path / "work" / "run", 150), threading.Event()
+    with (
+        keep_writing(metrics, 150, is_poisoned=poisoned.is_set) as stop,
+        served(tmp_path / "work") as server,
+        prometheus(tmp_path, server.place) as found,
+    ):
+        found.until(lambda: found.ask('up{job="xsake"} == 1'), "a scrape")
+        first = found.until(lambda: found.ask("xsake_steps_done"), "steps")[0][1]
+        found.until(lambda: found.ask(f"xsake_steps_done > {first + 5}"), "more steps")
+        assert len(found.ask("xsake_entropy")) == 8
+        assert found.ask('avg(xsake_attn_mass_recall{layer="1"})')[0][1] == pytest.approx(0.945)
+        assert found.ask("xsake_run_info")[0][0]["name"] == "made-up"
+        assert found.firing() == set()  # a clean run is quiet
+        poisoned.set()
+        found.until(lambda: "XsakeUpdatesSkipped" in found.firing(), "skips are reported")
+        assert "XsakeRunStalled" not in found.firing()
+        stop()
+        found.until(lambda: "XsakeRunStalled" in found.firing(), "a stall is reported")
+        metrics.end_attempt("done")
+        found.until(lambda: "XsakeRunStalled" not in found.firing(), "an end is not a stall")
 
 
 @pytest.mark.slow

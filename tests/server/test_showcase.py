@@ -7,8 +7,8 @@ import pytest
 from benchmarks.observability.browser import NoBrowserError, chromium
 from tests.server.sample import TOKEN, inside, write_run
 from xsake._provenance import checkout_root
-from xsake.server.files import read_site
-from xsake.server.guard import _PATH, COOKIE, session_cookie
+from xsake.server.artifacts import read_site
+from xsake.server.security import COOKIE, PATH, session_cookie
 from xsake.server.settings import ServerSettings
 
 PAGE = """<!doctype html><html lang="en"><head><title>a showcase</title>
@@ -99,7 +99,7 @@ def real():
 def test_every_file_of_the_built_showcase_has_an_address_that_the_guard_lets_through(real):
     addresses = read_site(real, "/").files
     assert "/explore/" in addresses and "/data/explore/layer_00.bin.gz" in addresses
-    odd = [address for address in addresses if not _PATH.fullmatch(address.encode())]
+    odd = [address for address in addresses if not PATH.fullmatch(address.encode())]
     assert not odd
 
 

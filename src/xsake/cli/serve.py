@@ -110,7 +110,7 @@ def _serve(settings, new_token: str | None) -> None:
     import uvicorn
 
     from xsake.server.app import Dashboard
-    from xsake.server.connections import make_config
+    from xsake.server.security import make_config
 
     config = make_config(Dashboard(settings), settings)
     os.nice(NICENESS)  # lower priority than the runs

@@ -23,9 +23,7 @@ def default_folder() -> Path:
 class IndexCache:
     """Folder of the indexes of one server; servers that share a folder use separate slots.
 
-    Args:
-        folder: created if missing; must belong to the user of the server. None: a temporary folder
-            that is deleted at the end.
+    None is a temporary folder that is deleted at the end.
     """
 
     def __init__(self, folder: Path | None):
@@ -36,7 +34,9 @@ class IndexCache:
             self.folder = Path(self._temporary.name)
             return
         self.folder = self._lock_slot(make_private_folder(folder))
-        self._delete_old()
+        for path in self.folder.iterdir():
+            if path.name != "lock" and time.time() - path.stat().st_mtime > _MAX_IDLE_SECONDS:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def _lock_slot(self, folder: Path) -> Path:
         """Lock the first free slot of a folder until `close`."""
@@ -53,30 +53,19 @@ class IndexCache:
             self._lock = lock
             return slot
         raise ArgumentError(
-            "too many servers share a cache folder",
-            got=folder,
-            expected=f"at most {_MAX_SERVERS} at once",
-            fix="set --cache to another folder",
-        )
+            "too many servers share a cache folder", got=folder,
+            expected=f"at most {_MAX_SERVERS} at once", fix="set --cache to another folder",
+        )  # fmt: skip
 
-    def _delete_old(self) -> None:
-        for path in self.folder.iterdir():
-            if path.is_dir() and time.time() - path.stat().st_mtime > _MAX_IDLE_SECONDS:
-                shutil.rmtree(path)
-
-    def index_folder(self, run: str) -> Path:
-        """Return the folder of a run's index; it may not exist yet.
-
-        Args:
-            run: id of the run.
-        """
-        folder = self.folder / run
-        if folder.is_dir():
-            os.utime(folder)
-        return folder
+    def index_path(self, run: str) -> Path:
+        """Return the path of the index of a run, which may not exist yet; it counts as used."""
+        path = self.folder / f"{run}.sqlite"
+        if path.exists():
+            os.utime(path)
+        return path
 
     def close(self) -> None:
-        """Unlock the slot; delete a temporary folder."""
+        """Unlock the slot or delete the temporary folder."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -86,24 +75,19 @@ class IndexCache:
 
 def make_private_folder(folder: Path) -> Path:
     """Create a private folder; raise ArgumentError if other users can write to it."""
+    problem = "writable by others"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder = folder.resolve(strict=True)
         status = folder.stat()
-        if not os.access(folder, os.W_OK):
-            raise PermissionError(13, "Permission denied")
+        is_private = status.st_uid == os.geteuid() and not stat.S_IMODE(status.st_mode) & 0o002
+        if is_private and os.access(folder, os.W_OK):
+            return folder
+        problem = "Permission denied" if is_private else problem
     except OSError as error:
-        raise ArgumentError(
-            "the cache folder is not usable",
-            got=f"{folder}: {error.strerror}",
-            expected="a writable folder",
-            fix="set --cache to another folder",
-        ) from error
-    if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o002:
-        raise ArgumentError(
-            "the cache folder is writable by others",
-            got=folder,
-            expected="a folder of this user that is not world-writable",
-            fix="set --cache to a new folder",
-        )
-    return folder
+        problem = error.strerror or type(error).__name__
+    raise ArgumentError(
+        "the cache folder is not usable", got=f"{folder}: {problem}",
+        expected="a writable folder of this user that is not world-writable",
+        fix="set --cache to another folder",
+    )  # fmt: skip

@@ -6,20 +6,16 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 _QUEUE_SIZE = 32  # events
-HEARTBEAT_SECONDS = 15.0
+_HEARTBEAT_SECONDS = 15.0
 
 
 class Broadcaster:
-    """Publish events to subscribed clients; used from the server's event loop only.
-
-    Args:
-        max_clients: maximum number of clients.
-    """
+    """Publish events to subscribed clients; used from the server's event loop only."""
 
     def __init__(self, max_clients: int):
         self._max_clients = max_clients
         self._clients: dict[asyncio.Queue[bytes | None], str] = {}
-        self.dropped = self.sent = 0
+        self.dropped = 0
 
     def __len__(self) -> int:
         return len(self._clients)
@@ -30,48 +26,32 @@ class Broadcaster:
         return len(self._clients) >= self._max_clients
 
     def publish(self, topic: str, event: str, data: dict[str, Any]) -> None:
-        """Send an event to all clients of a topic; it is encoded once.
-
-        Args:
-            topic: such as the id of a run.
-            event: name of the event.
-            data: JSON payload.
-        """
+        """Send an event to all clients of a topic; it is encoded once."""
         text = f"event: {event}\ndata: {json.dumps(data, allow_nan=False)}\n\n".encode()
-        for queue, subscribed in list(self._clients.items()):
-            if subscribed != topic:
-                continue
+        for queue in [queue for queue, other in self._clients.items() if other == topic]:
             if queue.full():
                 queue.get_nowait()
                 self.dropped += 1
             queue.put_nowait(text)
-            self.sent += 1
 
     def close(self) -> None:
         """End all streams."""
         for queue in self._clients:
-            while queue.full():
+            if queue.full():
                 queue.get_nowait()
             queue.put_nowait(None)
 
     async def stream(self, topic: str) -> AsyncIterator[bytes]:
-        """Yield the events of a topic in the SSE format.
-
-        Args:
-            topic: such as the id of a run.
-        """
+        """Yield the events of a topic, such as the id of a run, in the SSE format."""
         queue: asyncio.Queue[bytes | None] = asyncio.Queue(_QUEUE_SIZE)
         self._clients[queue] = topic
         try:
-            yield b"retry: 2000\n: hello\n\n"
-            while True:
+            text: bytes | None = b"retry: 2000\n: hello\n\n"
+            while text is not None:
+                yield text
                 try:
-                    async with asyncio.timeout(HEARTBEAT_SECONDS):
-                        text = await queue.get()
+                    text = await asyncio.wait_for(queue.get(), _HEARTBEAT_SECONDS)
                 except TimeoutError:
                     text = b": still here\n\n"
-                if text is None:
-                    return
-                yield text
         finally:
             self._clients.pop(queue, None)
