@@ -15,8 +15,8 @@ from benchmarks.experiment import (
     limit_claims,
     race,
 )
-from xsake.bench import Shape
 from xsake.bench.plot import draw_times
+from xsake.benchmarking import Shape
 from xsake.layout.synthetic import ragged_grid
 
 GRID = "ragged_25"

@@ -5,8 +5,8 @@ python -m benchmarks.causal --quick
 """
 
 from benchmarks.experiment import RESULTS, Contender, Outcome, Settings, command, limit_claims, race
-from xsake.bench import Shape
 from xsake.bench.plot import draw_times
+from xsake.benchmarking import Shape
 
 RIVALS = ("torch.sdpa", "jax.nn", "tokamax", "tokamax.xla")
 LIMITS = {"torch.sdpa": 1.25, "jax.nn": 0.25}

@@ -15,8 +15,8 @@ from benchmarks.experiment import (
     limit_claim,
     race,
 )
-from xsake.bench import Shape
 from xsake.bench.plot import draw_budgets
+from xsake.benchmarking import Shape
 from xsake.layout.synthetic import ragged_grid
 
 BUDGETS = {"ragged_43": 0.43, "ragged_25": 0.25}

@@ -18,8 +18,8 @@ from benchmarks.experiment import (
     race,
 )
 from benchmarks.ragged import BUDGETS
-from xsake.bench import Shape
 from xsake.bench.plot import draw_times
+from xsake.benchmarking import Shape
 from xsake.layout.synthetic import ragged_grid
 
 SPEEDUPS = {"torch.flex": 2.5, "ejkernel": 2.0}

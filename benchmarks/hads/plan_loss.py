@@ -22,7 +22,7 @@ from benchmarks.hads.ruled import Ruled
 from benchmarks.smollm2 import directory
 from xsake._io import atomic_write
 from xsake._provenance import checkout_root, environment
-from xsake.evaluation.journal import ResultCache
+from xsake.evaluation.record import ResultCache
 from xsake.hads import PlanAttention, SparsityPlan
 from xsake.hads.rules import RULES
 from xsake.model.huggingface import load

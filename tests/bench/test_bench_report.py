@@ -1,6 +1,6 @@
 from tests.bench.sample_rows import sample_row
-from xsake.bench import Shape
 from xsake.bench.report import page
+from xsake.benchmarking import Shape
 
 
 def test_a_page_shows_every_run_with_its_rows_failures_and_errors():

@@ -2,8 +2,8 @@ import pytest
 from rich.console import Console
 
 from tests.bench.sample_rows import sample_row
-from xsake.bench import Claim, Ratio, Verdict, claims_table, rows_table
 from xsake.bench.plot import draw_budgets, draw_times
+from xsake.benchmarking import Claim, Ratio, Verdict, claims_table, rows_table
 from xsake.errors import ArgumentError
 
 

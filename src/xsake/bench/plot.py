@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
-from xsake.bench.growth import Growth
-from xsake.bench.rows import BenchmarkRow
+from xsake.benchmarking.growth import Growth
+from xsake.benchmarking.rows import BenchmarkRow
 from xsake.errors import ArgumentError, MissingExtraError
 
 OURS, OTHERS, IDEAL = "#d1495b", "#30638e", "#9aa5b1"

@@ -4,9 +4,9 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 
 from xsake._format import format_bytes, format_seconds
-from xsake.bench.growth import fit_growths
-from xsake.bench.measure import PRODUCT
-from xsake.bench.rows import BenchmarkRow
+from xsake.benchmarking.growth import fit_growths
+from xsake.benchmarking.measure import PRODUCT
+from xsake.benchmarking.rows import BenchmarkRow
 from xsake.pages.frame import render_page
 from xsake.pages.markup import Markup, element, join, scroll_region, table
 
