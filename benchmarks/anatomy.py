@@ -17,9 +17,9 @@ from jax import lax
 
 import xsake
 from benchmarks.experiment import BLOCK, Outcome, Settings, command, draw_inputs, plain_row
-from xsake.bench import Ratio, Shape, Spread, TimedSide, interleave, pair_ratio
-from xsake.bench.rows import TimingStats
-from xsake.bench.runner import time_call
+from xsake.benchmarking import Ratio, Shape, Spread, TimedSide, interleave, pair_ratio
+from xsake.benchmarking.rows import TimingStats
+from xsake.benchmarking.runner import time_call
 from xsake.kernels import online_softmax
 from xsake.kernels.blocking import take, to_blocks
 from xsake.masks import Causal

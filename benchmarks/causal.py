@@ -5,7 +5,7 @@ python -m benchmarks.causal --quick
 """
 
 from benchmarks.experiment import RESULTS, Contender, Outcome, Settings, command, limit_claims, race
-from xsake.bench import Shape
+from xsake.benchmarking import Shape
 from xsake.reports.bench_report import draw_times
 
 RIVALS = ("torch.sdpa", "jax.nn", "tokamax", "tokamax.xla")

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from benchmarks.experiment import BLOCK, blocks_of, draw_inputs, show
 from benchmarks.peers.client import ROOT, Worker
-from xsake.bench import Shape, Spread, TimedSide, interleave, pair_ratio
+from xsake.benchmarking import Shape, Spread, TimedSide, interleave, pair_ratio
 from xsake.layout.synthetic import ragged_grid
 
 CASES = {

@@ -17,7 +17,7 @@ from benchmarks.peers.client import ROOT, Worker, WorkerError
 from benchmarks.peers.recipes import DEFAULT_PEERS_DIR, IMPLEMENTATIONS, interpreter
 from benchmarks.truth import TOLERANCE, relative_error, true_attention
 from xsake._provenance import Environment, environment
-from xsake.bench import (
+from xsake.benchmarking import (
     BenchmarkRow,
     Claim,
     Ratio,
@@ -32,7 +32,7 @@ from xsake.bench import (
     pair_ratio,
     rows_table,
 )
-from xsake.bench.rows import TimingStats
+from xsake.benchmarking.rows import TimingStats
 from xsake.layout.synthetic import causal_grid
 
 RESULTS = ROOT / "benchmarks" / "results"

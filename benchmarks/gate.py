@@ -14,9 +14,17 @@ from jax import lax
 
 import xsake
 from benchmarks.experiment import show
-from xsake.bench import Claim, TimedSide, Verdict, check_limit, claims_table, interleave, pair_ratio
-from xsake.bench.measure import DENSE, PRODUCT, BenchKind, BenchSettings, measure
-from xsake.bench.runner import time_warm
+from xsake.benchmarking import (
+    Claim,
+    TimedSide,
+    Verdict,
+    check_limit,
+    claims_table,
+    interleave,
+    pair_ratio,
+)
+from xsake.benchmarking.measure import DENSE, PRODUCT, BenchKind, BenchSettings, measure
+from xsake.benchmarking.runner import time_warm
 from xsake.masks import Causal, Window
 
 SPARSE = "xsake, 25%"
@@ -77,11 +85,7 @@ SHORT = {
 def main() -> int:
     """0 unless a ratio is above its limit by three quarters of the rounds, or a result is wrong."""
     kinds: list[BenchKind] = ["attention", "backward"]
-    rows = {
-        (kind, row.side): row
-        for kind in kinds
-        for row in measure(kind, SETTINGS, lambda done, rows: None)
-    }
+    rows = {(kind, row.side): row for kind in kinds for row in measure(kind, SETTINGS)}
     claims = []
     for (kind, side, baseline), limit in LIMITS.items():
         row = rows[kind, side]

@@ -17,7 +17,7 @@ from benchmarks.experiment import RESULTS, ROOT
 from benchmarks.hads import plan_loss
 from benchmarks.marked_page import filled
 from xsake._io import atomic_write
-from xsake.bench import BenchmarkRow, Spread
+from xsake.benchmarking import BenchmarkRow, Spread
 
 README, HADS = ROOT / "README.md", ROOT / "docs" / "hads.md"
 PICTURE = RESULTS / "headline.png"

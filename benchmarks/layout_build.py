@@ -14,8 +14,8 @@ from pathlib import Path
 from benchmarks.experiment import BLOCK, Outcome, Settings, command, plain_row
 from benchmarks.peers.client import ROOT
 from xsake._format import format_bytes, format_seconds
-from xsake.bench import Claim, Shape, Spread, Verdict
-from xsake.bench.rows import TimingStats
+from xsake.benchmarking import Claim, Shape, Spread, Verdict
+from xsake.benchmarking.rows import TimingStats
 from xsake.layout import BlockLayout
 from xsake.masks import (
     AbstractMask,

@@ -12,7 +12,7 @@ from benchmarks.experiment import BLOCK, Outcome, Settings, blocks_of, budget_of
 from benchmarks.peers import jax_worker, xsake_worker
 from benchmarks.peers.jax_call import Attend, measured_function
 from xsake._format import format_bytes
-from xsake.bench import BenchmarkRow, Claim, Shape, Verdict
+from xsake.benchmarking import BenchmarkRow, Claim, Shape, Verdict
 from xsake.layout.synthetic import causal_grid, ragged_grid
 
 SHARE_LIMIT = 0.05

@@ -6,7 +6,7 @@ python -m benchmarks.must_show --quick
 
 from benchmarks import backward, causal, layout_build, memory, ragged, recompile, same_blocks
 from benchmarks.experiment import parse_settings, report, show
-from xsake.bench import Verdict, claims_table
+from xsake.benchmarking import Verdict, claims_table
 
 # Races first: the last three start JAX in this process, whose threads should not be there before.
 EXPERIMENTS = {

@@ -24,9 +24,9 @@ import xsake
 from benchmarks.experiment import Outcome, Settings, command, limit_claim, plain_row
 from xsake import nsa
 from xsake._format import format_bytes
-from xsake.bench import BenchmarkRow, Claim, Shape, Verdict
-from xsake.bench.rows import Ratio, TimingStats
-from xsake.bench.runner import Spread, TimedSide, interleave, pair_ratio, time_call
+from xsake.benchmarking import BenchmarkRow, Claim, Shape, Verdict
+from xsake.benchmarking.rows import Ratio, TimingStats
+from xsake.benchmarking.runner import Spread, TimedSide, interleave, pair_ratio, time_call
 
 LENGTHS = (1024, 2048, 4096, 8192, 16384)
 Q_HEADS, KV_HEADS, DIM = 12, 4, 64

@@ -20,7 +20,7 @@ from benchmarks.peers.recipes import interpreter
 from benchmarks.smollm2 import directory
 from xsake._format import format_bytes
 from xsake._provenance import environment as facts_of_this_run
-from xsake.bench import (
+from xsake.benchmarking import (
     BenchmarkRow,
     Claim,
     Shape,
@@ -30,8 +30,8 @@ from xsake.bench import (
     check_limit,
     interleave,
 )
-from xsake.bench.rows import Ratio, TimingStats
-from xsake.bench.runner import pair_ratio
+from xsake.benchmarking.rows import Ratio, TimingStats
+from xsake.benchmarking.runner import pair_ratio
 from xsake.hads import SparsityPlan
 from xsake.masks import Causal
 from xsake.model import LayerCall

@@ -12,7 +12,7 @@ from benchmarks.headline import format_ratio, newest
 from benchmarks.marked_page import filled
 from benchmarks.peers.recipes import IMPLEMENTATIONS
 from xsake._io import atomic_write
-from xsake.bench import BenchmarkRow, Verdict, check_limit
+from xsake.benchmarking import BenchmarkRow, Verdict, check_limit
 
 PAGE = ROOT / "docs" / "benchmarks.md"
 LENGTHS = (4096, 8192)

@@ -15,7 +15,7 @@ from benchmarks.experiment import (
     limit_claim,
     race,
 )
-from xsake.bench import Shape
+from xsake.benchmarking import Shape
 from xsake.layout.synthetic import ragged_grid
 from xsake.reports.bench_report import draw_budgets
 

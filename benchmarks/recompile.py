@@ -25,7 +25,7 @@ from benchmarks.experiment import (
 from benchmarks.peers.jax_call import measured_function
 from benchmarks.peers.xsake_worker import causal_layout
 from benchmarks.truth import TOLERANCE, relative_error, true_attention
-from xsake.bench import Claim, Shape, Verdict
+from xsake.benchmarking import Claim, Shape, Verdict
 from xsake.layout import BlockLayout, capacity_bucket
 from xsake.layout.synthetic import ragged_grid
 

@@ -18,7 +18,7 @@ from benchmarks.experiment import (
     race,
 )
 from benchmarks.ragged import BUDGETS
-from xsake.bench import Shape
+from xsake.benchmarking import Shape
 from xsake.layout.synthetic import ragged_grid
 from xsake.reports.bench_report import draw_times
 

@@ -27,9 +27,18 @@ from benchmarks.experiment import (
 )
 from benchmarks.peers.client import Worker, WorkerError
 from benchmarks.peers.recipes import interpreter
-from xsake.bench import BenchmarkRow, Claim, Ratio, Shape, Spread, TimedSide, Verdict, interleave
-from xsake.bench.rows import TimingStats
-from xsake.bench.runner import pair_ratio
+from xsake.benchmarking import (
+    BenchmarkRow,
+    Claim,
+    Ratio,
+    Shape,
+    Spread,
+    TimedSide,
+    Verdict,
+    interleave,
+)
+from xsake.benchmarking.rows import TimingStats
+from xsake.benchmarking.runner import pair_ratio
 
 BLOCK, COUNT = 64, 16
 Q_HEADS, KV_HEADS, DIM = 12, 4, 64

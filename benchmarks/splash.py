@@ -26,7 +26,7 @@ from rich.table import Table
 from benchmarks.experiment import Settings, parse_settings, plain_row, show
 from benchmarks.peers.client import ROOT
 from benchmarks.splash_job import Job
-from xsake.bench import BenchmarkRow, Claim, Shape, Verdict, append_rows, claims_table
+from xsake.benchmarking import BenchmarkRow, Claim, Shape, Verdict, append_rows, claims_table
 from xsake.certify import environments, family, tpu
 
 RESULTS = ROOT / "benchmarks" / "results" / "splash.jsonl"

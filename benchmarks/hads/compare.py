@@ -13,13 +13,11 @@ from benchmarks import baselines
 from benchmarks.hads.corpus import Document
 from benchmarks.hads.ruled import Ruled
 from xsake._provenance import source_digest
-from xsake.evaluation.bootstrap import estimate
 from xsake.evaluation.documents import TextDocument as Text
-from xsake.evaluation.far_copy import far_copies
-from xsake.evaluation.journal import CachedResult, ResultCache
+from xsake.evaluation.record import CachedResult, ResultCache
 from xsake.evaluation.score import Scores, score_chunks
-from xsake.evaluation.trial import Trial, position_spans
-from xsake.evaluation.windows import TokenizedTexts
+from xsake.evaluation.summary import estimate
+from xsake.evaluation.trial import TokenizedTexts, Trial, far_copies, position_spans
 from xsake.model import AttentionFn, Decoder, DenseAttention
 
 GAPS = (1024, 2048, 4096)

@@ -24,7 +24,7 @@ from benchmarks.smollm2 import directory
 from xsake._io import atomic_write
 from xsake._provenance import checkout_root, environment
 from xsake.cli.calibrate import COPIED_DOCUMENTS, EFFECT_DOCUMENTS
-from xsake.evaluation.journal import CachedResult, ResultCache
+from xsake.evaluation.record import CachedResult, ResultCache
 from xsake.evaluation.trial import Trial
 from xsake.hads.plan import make_plan, make_policy
 from xsake.hads.selectors import Sampled

@@ -23,7 +23,7 @@ from benchmarks.hads.ruled import Ruled
 from benchmarks.smollm2 import directory
 from xsake._io import atomic_write
 from xsake._provenance import checkout_root, environment
-from xsake.evaluation.journal import ResultCache
+from xsake.evaluation.record import ResultCache
 from xsake.hads import PlanAttention, SparsityPlan
 from xsake.model.huggingface import load
 from xsake.model.tokenizer import Tokenizer

@@ -13,8 +13,17 @@ import jax.numpy as jnp
 from benchmarks.experiment import RESULTS, Outcome, Settings, command, plain_row
 from benchmarks.hads.corpus import documents
 from benchmarks.smollm2 import directory
-from xsake.bench import Claim, Ratio, Shape, Spread, TimedSide, check_limit, interleave, pair_ratio
-from xsake.bench.rows import TimingStats
+from xsake.benchmarking import (
+    Claim,
+    Ratio,
+    Shape,
+    Spread,
+    TimedSide,
+    check_limit,
+    interleave,
+    pair_ratio,
+)
+from xsake.benchmarking.rows import TimingStats
 from xsake.hads import PlanAttention, SparsityPlan
 from xsake.masks import Causal
 from xsake.model import AttentionFn, DenseAttention, LayerCall

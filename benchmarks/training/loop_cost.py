@@ -19,7 +19,7 @@ import numpy as np
 from benchmarks.training.openwebtext import RESULTS, build_corpus, config_of
 from xsake._io import atomic_write
 from xsake._provenance import checkout_root, environment
-from xsake.bench.training_step import TimedStep
+from xsake.benchmarking.training_step import TimedStep
 from xsake.training.config import TrainingConfig
 from xsake.training.train import train
 

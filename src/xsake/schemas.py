@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 TYPES = {
-    "benchmark_row.schema.json": "xsake.bench.rows:BenchmarkRow",
+    "benchmark_row.schema.json": "xsake.benchmarking.rows:BenchmarkRow",
     "certificate.schema.json": "xsake.certify.record:Certificate",
     "evaluation.schema.json": "xsake.evaluation.record:EvaluationReport",
     "plan.schema.json": "xsake.hads.plan:SparsityPlan",

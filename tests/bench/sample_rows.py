@@ -1,7 +1,7 @@
 """A complete row to vary in tests."""
 
-from xsake.bench import BenchmarkRow, Ratio, Shape
-from xsake.bench.rows import TimingStats
+from xsake.benchmarking import BenchmarkRow, Ratio, Shape
+from xsake.benchmarking.rows import TimingStats
 
 
 def sample_row(**changes: object) -> BenchmarkRow:

@@ -1,9 +1,9 @@
 import pytest
 
 from tests.bench.sample_rows import sample_row
-from xsake.bench import Shape
-from xsake.bench.growth import fit_growth, fit_growths
-from xsake.bench.rows import TimingStats
+from xsake.benchmarking import Shape
+from xsake.benchmarking.growth import fit_growth, fit_growths
+from xsake.benchmarking.rows import TimingStats
 from xsake.errors import ArgumentError
 
 

@@ -6,23 +6,25 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from xsake.bench import HEADS, model_shape
-from xsake.bench.calls import jax_nn_call, matmul_call, random_inputs, xsake_call
-from xsake.bench.measure import DENSE, PRODUCT, BenchSettings, measure
-from xsake.bench.spot_check import TOLERANCE, spot_error
+from xsake.benchmarking import HEADS, model_shape
+from xsake.benchmarking.measure import DENSE, PRODUCT, BenchSettings, measure
+from xsake.benchmarking.workloads import (
+    TOLERANCE,
+    jax_nn_call,
+    matmul_call,
+    random_inputs,
+    spot_error,
+    xsake_call,
+)
 from xsake.errors import ArgumentError
 from xsake.layout.synthetic import causal_grid, ragged_grid
 
 SMALL = BenchSettings("gemma-3-1b", tokens=(96,), budgets=(0.6,), block=16, rounds=2)
 
 
-def quiet(done, rows):
-    pass
-
-
 @pytest.mark.parametrize("kind", ["attention", "backward"])
 def test_every_side_has_a_row_that_was_checked_and_compared(kind):
-    rows = {row.side: row for row in measure(kind, SMALL, quiet)}
+    rows = {row.side: row for row in measure(kind, SMALL)}
     assert list(rows) == [DENSE, "xsake, 60%", "jax.nn"]
     for row in rows.values():
         assert row.is_correct and row.seconds is not None and row.repeats == 2
@@ -36,17 +38,17 @@ def test_every_side_has_a_row_that_was_checked_and_compared(kind):
 
 
 def test_a_new_token_sees_the_whole_cache():
-    row = measure("decode", dataclasses.replace(SMALL, tokens=(80,)), quiet)[0]
+    row = measure("decode", dataclasses.replace(SMALL, tokens=(80,)))[0]
     assert (row.shape.q_tokens, row.shape.kv_tokens, row.is_correct) == (1, 80, True)
 
 
 def test_memory_is_the_compilers_and_nothing_is_run():
-    rows = measure("memory", SMALL, quiet)
+    rows = measure("memory", SMALL)
     assert all(row.temp_bytes and row.seconds is None and row.is_correct is None for row in rows)
 
 
 def test_a_side_that_needs_too_much_is_named_with_the_reason():
-    rows = measure("attention", dataclasses.replace(SMALL, max_bytes=1000), quiet)
+    rows = measure("attention", dataclasses.replace(SMALL, max_bytes=1000))
     assert rows[-1].side == "jax.nn" and "GB" in rows[-1].failure and rows[-1].seconds is None
 
 

@@ -2,7 +2,7 @@ import pytest
 from rich.console import Console
 
 from tests.bench.sample_rows import sample_row
-from xsake.bench import Claim, Ratio, Verdict, claims_table, rows_table
+from xsake.benchmarking import Claim, Ratio, Verdict, claims_table, rows_table
 
 
 def printed(table) -> str:

@@ -23,7 +23,7 @@ from benchmarks.peers.jax_call import measured_function
 from benchmarks.peers.recipes import interpreter
 from benchmarks.truth import TOLERANCE, relative_error, true_attention
 from tests.bench.sample_rows import sample_row
-from xsake.bench import Ratio, Shape, TimedSide, Verdict
+from xsake.benchmarking import Ratio, Shape, TimedSide, Verdict
 from xsake.layout.synthetic import ragged_grid
 
 SMALL = Shape.square(300, heads=3, head_dim=8)

@@ -7,7 +7,8 @@ from pydantic import ValidationError
 
 from tests.bench.sample_rows import sample_row
 from xsake._provenance import environment
-from xsake.bench import BenchmarkRow, append_rows, read_rows
+from xsake.benchmarking import BenchmarkRow, Ratio, append_rows, read_rows
+from xsake.benchmarking.rows import PRODUCT, compare_rows
 from xsake.errors import ArgumentError
 from xsake.schemas import schema_text
 
@@ -19,6 +20,11 @@ def test_rows_survive_a_file_and_are_only_added(tmp_path):
     append_rows(file, [sample_row()])
     append_rows(file, [sample_row(side="other"), sample_row(seconds=None)])
     assert read_rows(file) == [sample_row(), sample_row(side="other"), sample_row(seconds=None)]
+    schema = json.loads(schema_text("benchmark_row.schema.json"))
+    jsonschema.validate(json.loads(file.read_text().splitlines()[0]), schema)
+    file.write_text(file.read_text() + '{"side": 3}\n')
+    with pytest.raises(ArgumentError, match="line 4"):
+        read_rows(file)
 
 
 @pytest.mark.parametrize(
@@ -55,21 +61,6 @@ def test_rows_of_0_1_0_name_their_owner(implementation, is_own):
     assert BenchmarkRow.model_validate(old).is_own == is_own
 
 
-def test_a_bad_line_is_named(tmp_path):
-    file = tmp_path / "rows.jsonl"
-    append_rows(file, [sample_row()])
-    file.write_text(file.read_text() + '{"side": 3}\n')
-    with pytest.raises(ArgumentError, match="line 2"):
-        read_rows(file)
-
-
-def test_a_written_row_fits_the_schema():
-    jsonschema.validate(
-        json.loads(sample_row().model_dump_json()),
-        json.loads(schema_text("benchmark_row.schema.json")),
-    )
-
-
 def test_committed_results_are_rows():
     for file in sorted((ROOT / "benchmarks" / "results").glob("*.jsonl")):
         first = json.loads(file.read_text().splitlines()[0])
@@ -89,3 +80,31 @@ def test_environment_outside_a_checkout_has_no_commit(tmp_path):
     assert here.dirty is None
     assert here.cpu
     assert {"python", "jax", "numpy"} <= set(here.versions)
+
+
+def ratio_row(side, median, *, width=0.01, **more):
+    low, high = median * (1 - width), median * (1 + width)
+    ratio = Ratio(baseline=PRODUCT, median=median, q25=low, q75=high)
+    return sample_row(side=side, ratios=(ratio,), **more)
+
+
+def test_sides_are_held_against_the_product_of_their_own_run():
+    before = [ratio_row("a", 2.0), ratio_row("b", 2.0), ratio_row("gone", 1.0)]
+    after = [ratio_row("a", 2.5), ratio_row("b", 2.02), ratio_row("new", 1.0)]
+    found = {change.side: change for change in compare_rows(before, after)}
+    assert set(found) == {"a", "b"}
+    assert found["a"].factor.median == pytest.approx(1.25) and found["a"].is_slower(1.1)
+    assert not found["b"].is_slower(1.1) and found["b"].is_clear
+
+
+def test_the_newest_row_counts_and_other_sizes_are_other_sides():
+    early, late = "2026-01-01T00:00:00+00:00", "2026-02-01T00:00:00+00:00"
+    before = [ratio_row("a", 3.0, utc=late), ratio_row("a", 1.0, utc=early)]
+    (change,) = compare_rows(before, [ratio_row("a", 3.0)])
+    assert change.factor.median == pytest.approx(1)
+    assert not compare_rows(before, [ratio_row("a", 3.0, dtype="bfloat16")])
+
+
+def test_noise_is_not_a_regression():
+    (change,) = compare_rows([ratio_row("a", 1.0, width=0.4)], [ratio_row("a", 1.3, width=0.4)])
+    assert not change.is_slower(1.1) and not change.is_clear

@@ -1,6 +1,14 @@
 import pytest
 
-from xsake.bench import Spread, TimedSide, Verdict, check_limit, interleave, pair_ratio, time_call
+from xsake.benchmarking import (
+    Spread,
+    TimedSide,
+    Verdict,
+    check_limit,
+    interleave,
+    pair_ratio,
+    time_call,
+)
 from xsake.errors import ArgumentError
 
 

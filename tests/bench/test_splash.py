@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks import splash, splash_sides
 from benchmarks.splash_job import Job
-from xsake.bench import BenchmarkRow, Shape
+from xsake.benchmarking import BenchmarkRow, Shape
 
 JOB = Job("splash", "causal", 1024, 4, 4, 64, 128, is_compiled=False)
 

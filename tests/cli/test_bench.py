@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from xsake.bench import append_rows, read_rows
-from xsake.bench.compare import PRODUCT
+from xsake.benchmarking import append_rows, read_rows
+from xsake.benchmarking.rows import PRODUCT
 
 
 @pytest.fixture(scope="module")

@@ -18,14 +18,16 @@ from xsake.masks import Causal
 from xsake.testing import report as conformance
 from xsake.testing.cases import ConformanceCase
 
-REPORT = doctor.DoctorReport(
-    versions={"xsake": "0.1.0", "jax": "0.12", "flax": None},
-    backend="cpu",
-    devices=["TFRT_CPU_0 (cpu)"],
-    implementations={"xla": None, "mosaic_tpu": "needs a TPU; this is [cpu]"},
-    compilation_cache=doctor.CompilationCache(directory=None, writable=None),
-    self_tests=[doctor.SelfTest("xla", max_error=1e-7, seconds=0.5, problem=None)],
-)
+PASSED = doctor.SelfTest("xla", max_error=1e-7, seconds=0.5, problem=None)._asdict()
+REPORT = {
+    "healthy": True,
+    "versions": {"xsake": "0.1.0", "jax": "0.12", "flax": None},
+    "backend": "cpu",
+    "devices": ["TFRT_CPU_0 (cpu)"],
+    "implementations": {"xla": None, "mosaic_tpu": "needs a TPU; this is [cpu]"},
+    "compilation_cache": {"directory": None, "writable": None},
+    "self_tests": [PASSED],
+}
 
 
 def test_a_healthy_machine_passes_its_self_test_and_json_is_one_object():
@@ -44,23 +46,29 @@ def test_a_healthy_machine_passes_its_self_test_and_json_is_one_object():
     assert printed["versions"]["jax"] == jax.__version__
 
 
-FAILED = doctor.SelfTest("xla", 0.3, 0.5, "differs from the reference")
+WRONG = PASSED | {"max_error": 0.3, "problem": "differs from the reference"}
 
 
 @pytest.mark.parametrize(
-    ("changes", "code", "texts"),
+    ("changes", "code", "text"),
     [
-        ({}, 0, ("needs a TPU; this is [cpu]", "flax", "self-test passed")),
-        ({"self_tests": [FAILED]}, 1, ("self-test failed: differs",)),
-        ({"self_tests": [], "implementations": {"xla": "no device"}}, 1, ("no device",)),
+        ({}, 0, "self-test passed"),
+        ({"healthy": False, "self_tests": [WRONG]}, 1, "self-test failed: differs"),
+        ({"healthy": False, "self_tests": []}, 1, "cannot run here"),
     ],
 )
-def test_the_table_names_what_cannot_run_and_why(run, monkeypatch, changes, code, texts):
-    monkeypatch.setattr(doctor, "collect_report", lambda: dataclasses.replace(REPORT, **changes))
+def test_the_table_names_what_cannot_run_and_why(run, monkeypatch, changes, code, text):
+    monkeypatch.setattr(doctor, "collect_report", lambda: REPORT | changes)
     result = run("doctor")
     assert result.exit_code == code
-    assert all(text in result.output for text in texts)
+    assert all(x in result.output for x in (text, "needs a TPU; this is [cpu]", "flax"))
     assert len(result.output.splitlines()) < 24
+
+
+@pytest.mark.parametrize("tests", [[], [doctor.SelfTest(**WRONG)]])
+def test_a_machine_where_nothing_runs_or_is_right_is_not_healthy(monkeypatch, tests):
+    monkeypatch.setattr(doctor, "run_self_tests", lambda names: tests)
+    assert doctor.collect_report()["healthy"] is False
 
 
 def _wrong(q, k, v, *, mask, implementation):
@@ -94,11 +102,10 @@ def test_a_cache_below_a_missing_directory_is_judged_by_its_parent(tmp_path):
     folder = tmp_path / "not" / "there"
     jax.config.update("jax_compilation_cache_dir", str(folder))
     try:
-        assert doctor.find_compilation_cache() == doctor.CompilationCache(
-            str(folder), writable=True
-        )
+        found = doctor.find_compilation_cache()
     finally:
         jax.config.update("jax_compilation_cache_dir", None)
+    assert found == {"directory": str(folder), "writable": True}
     assert not (tmp_path / "not").exists()
 
 

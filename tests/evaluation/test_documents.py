@@ -8,7 +8,7 @@ import pytest
 from tests.evaluation import sample
 from xsake.errors import ArgumentError
 from xsake.evaluation import documents, read_texts
-from xsake.evaluation.windows import TokenizedTexts, cut_windows
+from xsake.evaluation.trial import TokenizedTexts, cut_windows
 
 
 def written(path, content):
@@ -16,20 +16,24 @@ def written(path, content):
     return path
 
 
-def test_a_file_without_separators_is_one_document_exactly_as_it_is(tmp_path):
-    text = " \n = Title = \r\n\n last line \n"
-    for name in ("a.txt", "a.raw"):
-        found = read_texts([written(tmp_path / name, text)])
-        assert [document.text for document in found.documents] == [text]
+SEPARATED = "one <|endoftext|> still one\n<|endoftext|>\n\n<|endoftext|>\ntwo\n\n<|endoftext|>"
+WHOLE = " \n = Title = \r\n\n last line \n"
+LINES = [{"text": "one", "title": "T", "id": 3}, {"text": "two", "id": 4}, {"text": " "}]
 
 
-def test_separators_stand_on_lines_of_their_own(tmp_path):
-    text = "one <|endoftext|> still one\n<|endoftext|>\n\n<|endoftext|>\ntwo\n\n<|endoftext|>"
-    found = read_texts([written(tmp_path / "a.txt", text)])
-    assert [document.text for document in found.documents] == [
-        "one <|endoftext|> still one", "two\n",
-    ]  # fmt: skip
-    assert found.files[0].documents == 2
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("a.txt", WHOLE, [(WHOLE, None)]),
+        ("a.raw", WHOLE, [(WHOLE, None)]),
+        ("a.txt", SEPARATED, [("one <|endoftext|> still one", None), ("two\n", None)]),
+        ("a.jsonl", "\n\n".join(map(json.dumps, LINES)), [("one", "T"), ("two", "4")]),
+    ],
+)
+def test_files_are_split_into_documents_exactly_as_they_are(tmp_path, name, content, expected):
+    found = read_texts([written(tmp_path / name, content)])
+    assert [(document.text, document.title) for document in found.documents] == expected
+    assert found.files[0].documents == len(expected)
 
 
 def test_names_are_stable_and_tell_texts_apart(tmp_path):
@@ -39,13 +43,6 @@ def test_names_are_stable_and_tell_texts_apart(tmp_path):
     assert [document.name for document in read_texts([path]).documents] == [first, second]
     written(path, "other\n<|endoftext|>\ntwo")
     assert read_texts([path]).documents[0].name != first
-
-
-def test_lines_of_json_are_documents_with_titles(tmp_path):
-    lines = [{"text": "one", "title": "T", "id": 3}, {"text": "two", "id": 4}, {"text": " "}]
-    content = "\n\n".join(json.dumps(line) for line in lines)
-    found = read_texts([written(tmp_path / "a.jsonl", content)]).documents
-    assert [(document.text, document.title) for document in found] == [("one", "T"), ("two", "4")]
 
 
 def test_a_folder_gives_its_txt_files_in_order(tmp_path):
@@ -73,10 +70,9 @@ def test_what_cannot_be_read_is_refused_by_name(tmp_path, name, content, words):
 
 
 def test_missing_large_and_repeated_texts_are_refused(tmp_path, monkeypatch):
-    with pytest.raises(ArgumentError, match="text not found"):
-        read_texts([tmp_path / "none.txt"])
-    with pytest.raises(ArgumentError, match="text not found"):
-        read_texts([tmp_path])
+    for missing in (tmp_path / "none.txt", tmp_path):
+        with pytest.raises(ArgumentError, match="text not found"):
+            read_texts([missing])
     path = written(tmp_path / "a.txt", "12345")
     with pytest.raises(ArgumentError, match="duplicate document"):
         read_texts([path, path])

@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 
 from tests.evaluation import sample
-from xsake.evaluation.far_copy import far_copies
 from xsake.evaluation.score import Scores
-from xsake.evaluation.windows import TokenizedTexts
+from xsake.evaluation.trial import TokenizedTexts, far_copies
 
 SIZE = 32
 

@@ -19,8 +19,8 @@ from xsake.evaluation import (
     read_report,
     report_view,
     run,
+    write_report,
 )
-from xsake.evaluation import write_report as write_report
 from xsake.evaluation.score import Scores
 from xsake.layout import BlockLayout
 from xsake.masks import Causal, Sinks, Window
@@ -146,44 +146,43 @@ def test_an_interrupted_run_goes_on_where_it_stopped(quick, tmp_path):
     assert quick.asked == total
 
 
-@pytest.mark.parametrize("what", ["model", "dtype", "text", "candidate", "source", "versions"])
+OTHER_MODEL = sample.IDENTITY.model_copy(update={"digest": "1"})
+CHANGES = {
+    "model": {"subject": sample.subject(identity=OTHER_MODEL)},
+    "dtype": {"subject": sample.subject(dtype="bfloat16")},
+    "text": {"texts": sample.texts(300, 100, 200)},
+    "candidate": {"candidate": NEAR},
+    "source_digest": "other",
+    "installed_versions": {"flax": "0"},
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
 def test_answers_are_not_kept_once_something_changed(quick, tmp_path, monkeypatch, what):
-    path, settings = tmp_path / "windows.jsonl", EvaluationSettings((64,), gaps=())
-    evaluated(settings, cache=ResultCache(path))
-    assert quick.asked == 3
-    evaluated(settings, cache=ResultCache(path))
-    assert quick.asked == 3
-    changes = {}
-    if what == "model":
-        other = sample.IDENTITY.model_copy(update={"digest": "1"})
-        changes["subject"] = sample.subject(identity=other)
-    elif what == "dtype":
-        changes["subject"] = sample.subject(dtype="bfloat16")
-    elif what == "text":
-        changes["texts"] = sample.texts(300, 100, 200)
-    elif what == "candidate":
-        changes["candidate"] = NEAR
-    elif what == "source":
-        monkeypatch.setattr(run, "source_digest", lambda *parts: "other")
-    else:
-        monkeypatch.setattr(run, "installed_versions", lambda names: {"flax": "0"})
+    path, settings, changes = (
+        tmp_path / "w.jsonl",
+        EvaluationSettings((64,), gaps=()),
+        CHANGES[what],
+    )
+    for _ in range(2):
+        evaluated(settings, cache=ResultCache(path))
+        assert quick.asked == 3
+    if hasattr(run, what):
+        monkeypatch.setattr(run, what, lambda *_: CHANGES[what])
+        changes = {}
     evaluated(settings, cache=ResultCache(path), **changes)
     assert quick.asked == 6
 
 
-def test_progress_knows_what_is_to_come(quick):
-    seen = []
-    evaluated(on_progress=seen.append)
+def test_progress_knows_what_is_to_come_and_the_shortest_texts_come_first(quick):
+    seen, whole = [], evaluated()
+    settings = EvaluationSettings((128, 64), gaps=(16, 32), passage=24, far_copy_samples=2)
+    report = evaluated(settings, on_progress=seen.append)
     assert [progress.done for progress in seen] == list(range(1, 10))
     assert {progress.total for progress in seen} == {9}
     assert seen[0].remaining_seconds > 0 and seen[-1].remaining_seconds == 0
-    assert seen[0].label == "64 tokens, text#0, window 1"
-
-
-def test_the_shortest_texts_come_first_so_that_an_estimate_comes_early(quick):
-    seen, whole = [], evaluated(EvaluationSettings((64, 128), gaps=()))
-    report = evaluated(EvaluationSettings((128, 64), gaps=()), on_progress=seen.append)
-    lengths = [int(progress.label.split()[0]) for progress in seen]
+    assert seen[0].label == "64 tokens, text#0, window 1" and "NLL 2.508" in seen[0].detail
+    lengths = [int(x.label.split()[0]) for x in seen if x.label[0].isdigit()]
     assert lengths == sorted(lengths) and len(set(lengths)) == 2
     assert [context.context for context in report.contexts] == [128, 64]
     assert outcome(report)["contexts"] == outcome(whole)["contexts"][::-1]

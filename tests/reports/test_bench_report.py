@@ -2,8 +2,8 @@ import pytest
 
 from tests.bench.sample_rows import sample_row
 from tests.reports.html_page import parse
-from xsake.bench import Shape
-from xsake.bench.growth import fit_growths
+from xsake.benchmarking import Shape
+from xsake.benchmarking.growth import fit_growths
 from xsake.errors import ArgumentError
 from xsake.reports.bench_report import draw_budgets, draw_growth, draw_times, page
 

@@ -9,7 +9,6 @@ import typer
 from rich.table import Table
 
 from xsake._io import atomic_write
-from xsake._progress import Progress
 from xsake.cli.errors import FAILED, exit_codes
 from xsake.cli.load import (
     import_extra,
@@ -104,7 +103,7 @@ def run_growth(
         "attention", shape, tokens, dtype, out, densities=budget, block=block, repeats=repeats,
         num_threads=num_threads,
     )  # fmt: skip
-    from xsake.bench.growth import fit_growths
+    from xsake.benchmarking.growth import fit_growths
     from xsake.reports.bench_report import draw_growth
 
     with exit_codes(_INTERRUPTED):
@@ -126,26 +125,17 @@ def _measure(
     console = rich.console.Console()
     with exit_codes(_INTERRUPTED):
         cores = set_cpu_affinity(num_threads)
-        from xsake.bench import append_rows, rows_table
-        from xsake.bench.measure import BenchSettings, measure
-        from xsake.bench.spot_check import TOLERANCE
-        from xsake.bench.tuned_file import load_tuned_tiles
+        from xsake.benchmarking import append_rows, rows_table
+        from xsake.benchmarking.measure import BenchSettings, measure
+        from xsake.benchmarking.tuning import load_tuned_tiles
         from xsake.kernels.tuning import TileTable, pin_tiles
 
-        if dtype not in TOLERANCE:
-            raise ArgumentError("unknown dtype", got=dtype, expected=", ".join(TOLERANCE))
         lengths, shares = parse_ints("--tokens", tokens, 1), _parse_densities(densities)
         settings = BenchSettings(shape, lengths, shares, block, dtype, repeats, cores, trace=trace)
+        keep = lambda rows: None if out is None else append_rows(out, rows)
         table = TileTable() if tiles is None else load_tuned_tiles(tiles)
-        with ProgressBar(console, f"{kind}, {lengths[0]} tokens") as bar, pin_tiles(table):
-
-            def show(done: int, rows: list[Any]) -> None:
-                if out is not None:
-                    append_rows(out, rows)
-                following = lengths[min(done, len(lengths) - 1)]
-                bar.update(Progress(done, len(lengths), f"{kind}, {following} tokens"))
-
-            rows = measure(kind, settings, show)
+        with ProgressBar(console) as bar, pin_tiles(table):
+            rows = measure(kind, settings, keep=keep, on_progress=bar.update)
     if not console.is_terminal:
         console.width = 160
     console.print(rows_table(rows, title=f"{kind}, {shape}, {dtype}, {cores} cores"))
@@ -181,10 +171,9 @@ def run_tune(
     console = rich.console.Console()
     with exit_codes(_INTERRUPTED):
         set_cpu_affinity(num_threads)
-        from xsake.bench import model_shape
-        from xsake.bench.measure import make_grid
-        from xsake.bench.tuned_file import TunedFile
-        from xsake.bench.tuner import search
+        from xsake.benchmarking import model_shape
+        from xsake.benchmarking.tuning import TunedFile, search
+        from xsake.benchmarking.workloads import make_grid
 
         table = TunedFile.loads(out.read_text()) if out.exists() else TunedFile.of(())
         for length in parse_ints("--tokens", tokens, 1):
@@ -194,9 +183,7 @@ def run_tune(
                 with ProgressBar(console, label) as bar:
                     best = search(
                         call, grid, block=block, dtype=dtype, is_backward=backward, rounds=repeats,
-                        on_progress=lambda done, total, bar=bar: bar.update(
-                            Progress(done, total, "compiling")
-                        ),
+                        on_progress=bar.update,
                     )  # fmt: skip
                 text = "the default tile sizes are fastest"
                 if best.call is not None:
@@ -212,7 +199,7 @@ def run_report(
     out: Annotated[Path, typer.Option("--out", "-o", help="Output page.")] = Path("bench.html"),
 ) -> None:
     """Write measurements as a single self-contained HTML page."""
-    from xsake.bench import read_rows
+    from xsake.benchmarking import read_rows
     from xsake.reports.bench_report import page
 
     with exit_codes(_INTERRUPTED):
@@ -233,8 +220,8 @@ def run_compare(
 
     Exit code 1 if a variant is slower by more than the limit, even at its better quartile.
     """
-    from xsake.bench import read_rows
-    from xsake.bench.compare import compare_rows
+    from xsake.benchmarking import read_rows
+    from xsake.benchmarking.rows import compare_rows
 
     with exit_codes(_INTERRUPTED):
         compared = compare_rows(read_rows(before), read_rows(after))
@@ -276,8 +263,9 @@ def run_quality(
     with exit_codes():
         evaluation = import_extra("xsake.evaluation")
         from xsake import hads
-        from xsake.evaluation.frontier import Planner, frontier, frontier_table
+        from xsake.evaluation.frontier import Planner, frontier
         from xsake.evaluation.plot import draw_frontier
+        from xsake.evaluation.table import frontier_table
 
         planner = Planner(
             hads.Profile.load(profile), hads.make_policy(policy), hads.make_selector(selector)
@@ -319,18 +307,13 @@ def run_training(
                 "runs are named after their files", got=got, expected="unique names"
             )
         cores = set_cpu_affinity(num_threads)
-        from xsake.bench import append_rows, rows_table
-        from xsake.bench.training_step import time_steps
+        from xsake.benchmarking import append_rows, rows_table
+        from xsake.benchmarking.training_step import time_steps
         from xsake.training.config import TrainingConfig
 
         runs = {path.stem: TrainingConfig.read(path, setting or ()) for path in configs}
         with ProgressBar(console, "compiling") as bar:
-            rows = time_steps(
-                runs, rounds=repeats, threads=cores,
-                on_progress=lambda done, total: bar.update(
-                    Progress(done, total, "compiling, timing")
-                ),
-            )  # fmt: skip
+            rows = time_steps(runs, rounds=repeats, threads=cores, on_progress=bar.update)
         if out is not None:
             append_rows(out, rows)
     if not console.is_terminal:

@@ -1,17 +1,15 @@
 """`xsake doctor`: versions, devices and self-tests; with --kernels the conformance suite."""
 
 import collections
-import dataclasses
 import functools
 import importlib.metadata
 import json
 import math
 import os
-import pathlib
 import platform
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -62,26 +60,14 @@ def run_doctor(
         raise typer.BadParameter("--implementation and --report need --kernels")
     report = collect_report()
     if as_json:
-        typer.echo(json.dumps(report.to_dict(), indent=2))
+        typer.echo(json.dumps(report, indent=2))
     else:
         rich.console.Console().print(_report_table(report))
-    if not report.healthy:
+    if not report["healthy"]:
         raise typer.Exit(code=FAILED)
 
 
-@dataclasses.dataclass(frozen=True)
-class CompilationCache:
-    """JAX's persistent compilation cache.
-
-    `directory` is None if the cache is off; `writable` is None if it is off or remote.
-    """
-
-    directory: str | None
-    writable: bool | None
-
-
-@dataclasses.dataclass(frozen=True)
-class SelfTest:
+class SelfTest(NamedTuple):
     """Comparison of one implementation with the reference; `problem` is None if it passed."""
 
     implementation: str
@@ -90,56 +76,37 @@ class SelfTest:
     problem: str | None
 
 
-@dataclasses.dataclass(frozen=True)
-class DoctorReport:
-    """Report of `xsake doctor`.
+def collect_report() -> dict[str, Any]:
+    """Collect the report as JSON types; run each available implementation once on small inputs.
 
-    `implementations` maps each name to None if it can run here, else to the reason;
-    `versions` maps a library that is not installed to None.
+    A version is None for a library that is not installed, the reason of an implementation is None
+    if it can run here. It is healthy if at least one self-test ran and none failed.
     """
-
-    versions: dict[str, str | None]
-    backend: str
-    devices: list[str]
-    implementations: dict[str, str | None]
-    compilation_cache: CompilationCache
-    self_tests: list[SelfTest]
-
-    @property
-    def healthy(self) -> bool:
-        """Whether at least one self-test ran and none failed."""
-        return bool(self.self_tests) and all(test.problem is None for test in self.self_tests)
-
-    def to_dict(self) -> dict:
-        """Return the report as plain JSON types."""
-        return {"healthy": self.healthy, **dataclasses.asdict(self)}
-
-
-def collect_report() -> DoctorReport:
-    """Collect the report; run each available implementation once on small inputs."""
     installed = {each.name: each.version for each in importlib.metadata.distributions()}
     versions = {"xsake": xsake.__version__, "python": platform.python_version()}
     implementations = OP.implementations()
-    return DoctorReport(
-        versions=versions | {name: installed.get(name) for name in PACKAGES},
-        backend=jax.default_backend(),
-        devices=[f"{device} ({device.device_kind})" for device in jax.devices()],
-        implementations=implementations,
-        compilation_cache=find_compilation_cache(),
-        self_tests=run_self_tests([name for name, why in implementations.items() if why is None]),
-    )
+    tests = run_self_tests([name for name, reason in implementations.items() if reason is None])
+    return {
+        "healthy": bool(tests) and all(test.problem is None for test in tests),
+        "versions": versions | {name: installed.get(name) for name in PACKAGES},
+        "backend": jax.default_backend(),
+        "devices": [f"{device} ({device.device_kind})" for device in jax.devices()],
+        "implementations": implementations,
+        "compilation_cache": find_compilation_cache(),
+        "self_tests": [test._asdict() for test in tests],
+    }
 
 
-def find_compilation_cache() -> CompilationCache:
-    """Return JAX's cache directory and whether it can be written or created."""
-    directory = jax.config.jax_compilation_cache_dir
-    if not directory or "://" in directory:
-        return CompilationCache(directory or None, writable=None)
-    existing = pathlib.Path(directory).absolute()
+def find_compilation_cache() -> dict[str, Any]:
+    """Return JAX's cache directory, None if off, and whether it is writable, None if unknown."""
+    directory = jax.config.jax_compilation_cache_dir or None
+    if directory is None or "://" in directory:
+        return {"directory": directory, "writable": None}
+    existing = Path(directory).absolute()
     while not existing.exists():
         existing = existing.parent
     writable = existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
-    return CompilationCache(directory, writable)
+    return {"directory": directory, "writable": writable}
 
 
 @functools.partial(jax.jit, static_argnames="implementation")
@@ -192,38 +159,32 @@ def _compare(
     return SelfTest(name, max_error, seconds, problem)
 
 
-def _report_table(report: DoctorReport) -> rich.table.Table:
+def _report_table(report: dict[str, Any]) -> rich.table.Table:
     table = rich.table.Table(title="xsake doctor", show_header=False, title_justify="left")
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
-    installed = [f"{name} {version}" for name, version in report.versions.items() if version]
-    missing = [name for name, version in report.versions.items() if not version]
-    table.add_row("versions", ", ".join(installed))
+    versions = report["versions"]
+    table.add_row("versions", ", ".join(f"{name} {x}" for name, x in versions.items() if x))
+    missing = ", ".join(name for name, x in versions.items() if not x)
     if missing:
-        table.add_row("not installed", ", ".join(missing) + " [dim](optional)[/dim]")
-    devices = escape_markup(", ".join(report.devices))
-    table.add_row("devices", f"{devices} [dim]on {report.backend}[/dim]")
-    cache, text = (
-        report.compilation_cache,
-        "off [dim](set jax_compilation_cache_dir to keep code)[/]",
-    )
-    if cache.directory is not None:
-        states = {True: "[green]writable[/]", False: "[red]not writable[/]", None: "remote"}
-        text = f"{escape_markup(cache.directory)} {states[cache.writable]}"
-    table.add_row("compilation cache", text)
+        table.add_row("not installed", f"{missing} [dim](optional)[/]")
+    devices = escape_markup(", ".join(report["devices"]))
+    table.add_row("devices", f"{devices} [dim]on {report['backend']}[/]")
+    directory, writable = report["compilation_cache"].values()
+    states = {True: "[green]writable[/]", False: "[red]not writable[/]", None: "remote"}
+    off = "off [dim](set jax_compilation_cache_dir to keep compiled code)[/]"
+    cache = off if directory is None else f"{escape_markup(directory)} {states[writable]}"
+    table.add_row("compilation cache", cache)
     table.add_section()
-    texts = {
-        name: f"[yellow]cannot run here:[/] {escape_markup(reason or '')}"
-        for name, reason in report.implementations.items()
-    }
-    for test in report.self_tests:
-        if test.problem is None:
-            numbers = f"max error {test.max_error:.1e}, {test.seconds:.2f} s with compilation"
-            texts[test.implementation] = f"[green]runs, self-test passed[/] [dim]({numbers})[/]"
-        else:
-            problem = escape_markup(test.problem)
-            texts[test.implementation] = f"[red]self-test failed:[/] {problem}"
-    for name, text in texts.items():
+    tests = {test["implementation"]: test for test in report["self_tests"]}
+    for name, reason in report["implementations"].items():
+        text = f"[yellow]cannot run here:[/] {escape_markup(reason or '')}"
+        if name in tests and tests[name]["problem"] is not None:
+            text = f"[red]self-test failed:[/] {escape_markup(tests[name]['problem'])}"
+        elif name in tests:
+            numbers = "max error {max_error:.1e}, {seconds:.2f} s with compilation"
+            numbers = numbers.format_map(tests[name])
+            text = f"[green]runs, self-test passed[/] [dim]({numbers})[/]"
         table.add_row(name, text)
     return table
 

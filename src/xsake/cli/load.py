@@ -59,7 +59,7 @@ def load_calibration(
     import jax
 
     from xsake import evaluation, hads
-    from xsake.evaluation.windows import TokenizedTexts, cut_windows
+    from xsake.evaluation.trial import TokenizedTexts, cut_windows
     from xsake.model.observer import Observer
 
     documents = evaluation.read_texts(texts).documents

@@ -2,10 +2,15 @@
 
 from xsake.evaluation.candidate import Candidate
 from xsake.evaluation.documents import TextDocument, Texts, read_texts
-from xsake.evaluation.identity import identify
-from xsake.evaluation.journal import ResultCache
 from xsake.evaluation.plot import draw
-from xsake.evaluation.record import EvaluationReport, ModelIdentity, read_report, write_report
+from xsake.evaluation.record import (
+    EvaluationReport,
+    ModelIdentity,
+    ResultCache,
+    identify,
+    read_report,
+    write_report,
+)
 from xsake.evaluation.run import EvalModel, EvaluationSettings, evaluate
 from xsake.evaluation.score import Scorer, Scores
 from xsake.evaluation.table import report_view

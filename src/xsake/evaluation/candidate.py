@@ -38,7 +38,7 @@ class Candidate:
 
     @classmethod
     def of_mask(cls, mask: AbstractMask, block: int | None = None) -> "Candidate":
-        """Build a candidate from a mask in addition to the model's mask; it must be serializable.
+        """Build a candidate from a serializable mask, in addition to the model's mask.
 
         Args:
             mask: the mask.
@@ -53,9 +53,8 @@ class Candidate:
     @classmethod
     def of_layout(cls, layout: BlockLayout) -> "Candidate":
         """Build a candidate from a block layout for all layers, in addition to the model's mask."""
-        return cls(
-            repr(layout), LayoutAttention(layout), _digest(layout.to_json()), layout.q_tokens
-        )
+        digest = _digest(layout.to_json())
+        return cls(repr(layout), LayoutAttention(layout), digest, layout.q_tokens)
 
     @classmethod
     def of_plan(cls, plan: SparsityPlan) -> "Candidate":
@@ -68,14 +67,13 @@ class Candidate:
             case MaskedAttention(mask=mask, operator=operator):
                 sizes = {"block_q": operator.block_q, "block_kv": operator.block_kv}
                 layout = BlockLayout.from_mask(Causal() & mask, q_tokens=tokens, **sizes)
-            case LayoutAttention(layouts=BlockLayout() as listed):
-                layout = listed.with_mask(Causal())
+                return layout.stats().budget
+            case LayoutAttention(layouts=BlockLayout() as layout):
+                return layout.with_mask(Causal()).stats().budget
             case PlanAttention(plan=plan):
                 n = count_blocks(tokens, plan.block)
                 return float(plan.totals(n).sum() / (plan.model.heads * visible_blocks(n)))
-            case _:
-                return None
-        return layout.stats().budget
+        return None
 
 
 def _digest(text: str) -> str:

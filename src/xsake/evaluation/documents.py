@@ -1,5 +1,6 @@
 """Text documents with stable names from .txt, .raw and .jsonl files."""
 
+import collections
 import dataclasses
 import hashlib
 import json
@@ -7,6 +8,7 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from xsake import _json
 from xsake.errors import ArgumentError
 from xsake.evaluation.record import TextFile
 
@@ -17,12 +19,9 @@ SEPARATOR = re.compile(r"^<\|endoftext\|>[ \t]*\r?(?:\n|\Z)", re.MULTILINE)
 
 @dataclasses.dataclass(frozen=True)
 class TextDocument:
-    """A text document.
+    """A text with its name: file, number in the file, start of the text's digest.
 
-    Args:
-        name: file name, number in the file and start of the text's digest.
-        text: unchanged.
-        title: `title` or `id` of a .jsonl line.
+    `title` is the `title` or `id` of a .jsonl line.
     """
 
     name: str
@@ -58,27 +57,20 @@ def read_texts(paths: Sequence[Path]) -> Texts:
     for path in list_files(paths):
         content = _read_bytes(path, remaining)
         remaining -= len(content)
-        text = _decode(path, content)
         split = _parse_jsonl if path.suffix == ".jsonl" else _split_plain
-        parts = list(split(path, text))
+        parts = list(split(path, _decode(path, content)))
         documents += parts
         digest = hashlib.sha256(content).hexdigest()
         files.append(
             TextFile(name=path.name, bytes=len(content), sha256=digest, documents=len(parts))
         )
     if not documents:
+        got, expected = ", ".join(map(str, paths)), "at least one document that is not blank"
+        raise ArgumentError("no text to evaluate", got=got, expected=expected)
+    name, count = collections.Counter(document.name for document in documents).most_common(1)[0]
+    if count > 1:
         raise ArgumentError(
-            "no text to evaluate",
-            got=", ".join(str(path) for path in paths),
-            expected="at least one document that is not blank",
-        )
-    names = [document.name for document in documents]
-    if len(set(names)) < len(names):
-        raise ArgumentError(
-            "duplicate document",
-            got=next(name for name in names if names.count(name) > 1),
-            expected="every text once",
-            fix="pass each file once",
+            "duplicate document", got=name, expected="every text once", fix="pass each file once"
         )
     return Texts(tuple(documents), tuple(files))
 
@@ -88,9 +80,8 @@ def list_files(paths: Sequence[Path]) -> Iterator[Path]:
     for path in paths:
         files = sorted(path.glob("*.txt")) if path.is_dir() else [path]
         if not files or not all(file.is_file() for file in files):
-            raise ArgumentError(
-                "text not found", got=path, expected="a file, or a folder of .txt files"
-            )
+            expected = "a file, or a folder of .txt files"
+            raise ArgumentError("text not found", got=path, expected=expected)
         if not path.is_dir() and path.suffix not in (*PLAIN, ".jsonl"):
             raise ArgumentError(
                 "unknown type of text file",
@@ -102,16 +93,13 @@ def list_files(paths: Sequence[Path]) -> Iterator[Path]:
 
 
 def _read_bytes(path: Path, max_bytes: int) -> bytes:
-    try:
-        with path.open("rb") as file:
-            content = file.read(max_bytes + 1)
-    except OSError as error:
-        raise ArgumentError("cannot read a text", got=f"{path}: {error}") from error
+    content = _json.read(path, max_bytes=max_bytes)
     if len(content) > max_bytes:
+        limit = f"{MAX_BYTES:,} bytes in total"
         raise ArgumentError(
             "the texts are too large",
-            got=f"{path.name} exceeds {MAX_BYTES:,} bytes in total",
-            expected=f"at most {MAX_BYTES:,} bytes in total",
+            got=f"{path.name} exceeds {limit}",
+            expected=f"at most {limit}",
             fix="evaluate a part of them",
         )
     return content

@@ -2,17 +2,14 @@
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
-
-from rich.table import Table
 
 from xsake._progress import ProgressFn
 from xsake.errors import ArgumentError
 from xsake.evaluation.candidate import Candidate
 from xsake.evaluation.documents import Texts
-from xsake.evaluation.journal import ResultCache
-from xsake.evaluation.record import EvaluationReport
+from xsake.evaluation.record import DenseComparison, EvaluationReport, ResultCache
 from xsake.evaluation.run import EvalModel, EvaluationSettings, evaluate
 from xsake.hads import Policy, Profile, Selector, make_plan
 from xsake.masks import Sinks, Window
@@ -35,20 +32,22 @@ class FrontierPoint:
     report: EvaluationReport
 
     @property
-    def kl(self) -> float:
-        """KL of next-token distributions from dense attention, nats."""
+    def comparison(self) -> DenseComparison:
+        """Comparison with dense attention."""
         comparison = self.report.contexts[0].comparison
         assert comparison is not None, "every point has a candidate"
-        return comparison.kl.value
+        return comparison
+
+    @property
+    def kl(self) -> float:
+        """KL of next-token distributions from dense attention, nats."""
+        return self.comparison.kl.value
 
     def row(self) -> dict[str, Any]:
         """Return the point as JSON values."""
-        return {
-            "name": self.name,
-            "asked": self.asked,
-            "effective": round(self.effective, 6),
-            "report": json.loads(self.report.model_dump_json()),
-        }
+        report = json.loads(self.report.model_dump_json())
+        effective = round(self.effective, 6)
+        return {"name": self.name, "asked": self.asked, "effective": effective, "report": report}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,11 +62,8 @@ class Planner:
         """Return a plan whose blocks and selector have the given cost, and the actual cost."""
         cost = make_plan(self.profile, self.policy, effective, self.selector).selector.cost
         if effective <= cost:
-            raise ArgumentError(
-                "the cost is below that of the selector",
-                got=f"{effective:.1%}",
-                expected=f"above {cost:.1%}",
-            )
+            got, expected = f"{effective:.1%}", f"above {cost:.1%}"
+            raise ArgumentError("the cost is below the selector's", got=got, expected=expected)
         plan = make_plan(self.profile, self.policy, effective - cost, self.selector)
         return Candidate.of_plan(plan), plan.budget + cost
 
@@ -126,40 +122,16 @@ def frontier(
         done: called after each point.
     """
     if len(settings.contexts) != 1:
-        raise ArgumentError(
-            "a frontier requires one context", got=settings.contexts, expected="one context"
-        )
-    cache = ResultCache() if cache is None else cache
-    points = []
-    for name, asked, candidate, effective in _sides(planner, shares, settings.contexts[0]):
-        report = evaluate(
-            eval_model, texts, settings, candidate=candidate, cache=cache, on_progress=on_progress
-        )
-        points.append(FrontierPoint(name, asked, effective, report))
-        done(points[-1])
-    return points
-
-
-def _sides(
-    planner: Planner, shares: Sequence[float], tokens: int
-) -> Iterator[tuple[str, float, Candidate, float]]:
+        raise ArgumentError("a frontier requires one context", got=settings.contexts)
+    cache, points = ResultCache() if cache is None else cache, []
     for asked in shares:
-        yield "plan", asked, *planner.candidate(asked)
-        yield "window", asked, *widest_window(asked, tokens, planner.profile.block)
-
-
-def frontier_table(points: Sequence[FrontierPoint]) -> Table:
-    """Build a table with one line per point."""
-    table = Table("attention", "cost", "perplexity", "gap, 95%", "KL", "same token")
-    for point in points:
-        scores = point.report.contexts[0]
-        compared, dense = scores.comparison, scores.perplexity.value
-        assert compared is not None, "every point has a candidate"
-        gap = compared.perplexity_difference
-        shares = [x / dense for x in (gap.value, gap.low, gap.high) if x is not None]
-        table.add_row(
-            point.name, f"{point.effective:.1%}", f"{compared.perplexity.value:.2f}",
-            " ".join(f"{x:+.2%}" for x in shares), f"{compared.kl.value:.4f}",
-            f"{compared.agreement.value:.1%}",
-        )  # fmt: skip
-    return table
+        window = widest_window(asked, settings.contexts[0], planner.profile.block)
+        sides = {"plan": planner.candidate(asked), "window": window}
+        for name, (candidate, effective) in sides.items():
+            report = evaluate(
+                eval_model, texts, settings, candidate=candidate, cache=cache,
+                on_progress=on_progress,
+            )  # fmt: skip
+            points.append(FrontierPoint(name, asked, effective, report))
+            done(points[-1])
+    return points

@@ -1,14 +1,17 @@
-"""Evaluation report and its JSON file."""
+"""Evaluation report and its JSON file, model identity, and the cache of results."""
 
+import hashlib
+import json
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, ValidationError
 
-from xsake._io import atomic_write
+from xsake._io import JsonlLog, atomic_write
 from xsake._schema import Frozen
 from xsake.errors import ArgumentError
 
+MAX_HASHED_BYTES = 10**9  # larger weights take as long to hash as the first window
 Count = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -155,3 +158,97 @@ def read_report(path: Path) -> EvaluationReport:
             got=f"{path.name}: {str(error).splitlines()[0]}",
             expected="JSON that matches schemas/evaluation.schema.json",
         ) from error
+
+
+def identify(folder: Path) -> ModelIdentity:
+    """Identify a Hugging Face checkpoint by digests of its files; sizes only above 1 GB."""
+    files = sorted(folder.glob("*.safetensors"))
+    try:
+        is_small = sum(file.stat().st_size for file in files) <= MAX_HASHED_BYTES
+        weights = tuple(
+            WeightFile(
+                name=file.name,
+                bytes=file.stat().st_size,
+                sha256=_sha256(file) if is_small else None,
+            )
+            for file in files
+        )
+        config, tokenizer = _sha256(folder / "config.json"), folder / "tokenizer.json"
+        tokenizer_digest = _sha256(tokenizer) if tokenizer.exists() else None
+        # Sizes do not change with further training, modification times do.
+        times = [] if is_small else [file.stat().st_mtime_ns for file in files]
+    except OSError as error:
+        raise ArgumentError("cannot read a model file", got=error) from error
+    parts = [config, tokenizer_digest, [weight.model_dump() for weight in weights], times]
+    return ModelIdentity(
+        name=folder.resolve().name,
+        digest=hashlib.sha256(json.dumps(parts).encode()).hexdigest(),
+        config_sha256=config,
+        tokenizer_sha256=tokenizer_digest,
+        weights=weights,
+    )
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+class CachedResult(Frozen):
+    """Result of one trial: sums over its spans by score; `key` digests all that it depends on."""
+
+    key: str
+    seconds: Seconds
+    sums: dict[str, list[float]]
+
+
+class ResultCache:
+    """Results by key, in memory and optionally in an append-only file, for resuming.
+
+    Incomplete lines of interrupted writes are ignored.
+
+    Args:
+        path: a .jsonl file; None: in memory.
+        overwrite: delete existing results.
+    """
+
+    def __init__(self, path: Path | None = None, *, overwrite: bool = False):
+        self._path, self._results = path, {}
+        if path is None:
+            return
+        self._log = JsonlLog(path)
+        try:
+            if overwrite:
+                path.unlink(missing_ok=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            lines = path.read_bytes().splitlines() if path.exists() else []
+        except OSError as error:
+            raise _write_error(path, error) from error
+        for line in lines:
+            try:
+                entry = CachedResult.model_validate_json(line)
+            except ValidationError:
+                continue
+            self._results[entry.key] = entry
+
+    def find(self, key: str) -> CachedResult | None:
+        """Return the result of a key, or None."""
+        return self._results.get(key)
+
+    def add(self, entry: CachedResult) -> None:
+        """Add a result; it is synced to disk when this returns."""
+        self._results[entry.key] = entry
+        if self._path is not None:
+            try:
+                self._log.append(entry.model_dump_json(), sync=True)
+            except OSError as error:
+                raise _write_error(self._path, error) from error
+
+
+def _write_error(path: Path, error: OSError) -> ArgumentError:
+    return ArgumentError(
+        "cannot write the results",
+        got=f"{path}: {error.strerror}",
+        expected="a writable folder",
+        fix="choose another path with -o",
+    )

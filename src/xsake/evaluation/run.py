@@ -10,22 +10,28 @@ from collections.abc import Callable, Sequence
 import jax
 
 from xsake._progress import Progress, ProgressFn
-from xsake._provenance import (
-    checkout_root,
-    environment,
-    installed_versions,
-    source_digest,
-)
+from xsake._provenance import checkout_root, environment, installed_versions, source_digest
 from xsake.errors import ArgumentError
 from xsake.evaluation.candidate import Candidate
 from xsake.evaluation.documents import Texts
-from xsake.evaluation.far_copy import PASSAGE, FarCopy, far_copies
-from xsake.evaluation.journal import CachedResult, ResultCache
-from xsake.evaluation.record import CandidateIdentity, EvaluationReport, ModelIdentity
-from xsake.evaluation.score import Score, Scorer
+from xsake.evaluation.record import (
+    CachedResult,
+    CandidateIdentity,
+    EvaluationReport,
+    ModelIdentity,
+    ResultCache,
+)
+from xsake.evaluation.score import Scorer
 from xsake.evaluation.summary import context_result, far_copy_result
-from xsake.evaluation.trial import Trial
-from xsake.evaluation.windows import Encode, TokenizedTexts, WindowSet, cut_windows
+from xsake.evaluation.trial import (
+    PASSAGE,
+    Encode,
+    TokenizedTexts,
+    Trial,
+    WindowSet,
+    cut_windows,
+    far_copies,
+)
 from xsake.hads import PlanAttention
 from xsake.model import Decoder
 
@@ -34,6 +40,10 @@ SOURCES = (
     "attention", "evaluation/score.py", "hads/sparse_attention.py", "hads/budget.py",
     "hads/topk.py", "hads/plan.py", "hads/selectors", "kernels", "layout", "masks", "model", "nsa",
 )  # fmt: skip
+_MINIMUMS = {
+    "contexts": 16, "documents": 1, "windows_per_document": 1, "gaps": 0, "far_copy_samples": 1,
+    "passage": 2, "seed": 0,
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,24 +88,14 @@ class EvaluationSettings:
     seed: int = 0
 
     def __post_init__(self):
-        minimums = {
-            "contexts": (self.contexts, 16),
-            "documents": ((self.documents,) if self.documents is not None else (), 1),
-            "windows_per_document": ((self.windows_per_document,), 1),
-            "gaps": (self.gaps, 0),
-            "far_copy_samples": ((self.far_copy_samples,), 1),
-            "passage": ((self.passage,), 2),
-            "seed": ((self.seed,), 0),
-        }
-        for name, (values, minimum) in minimums.items():
+        for name, minimum in _MINIMUMS.items():
+            value = getattr(self, name)
+            values = value if isinstance(value, tuple) else () if value is None else (value,)
             if any(value < minimum for value in values) or len(set(values)) < len(values):
-                got, expected = f"{name}={getattr(self, name)}", f">= {minimum}, no duplicates"
+                got, expected = f"{name}={value}", f">= {minimum}, no duplicates"
                 raise ArgumentError("invalid evaluation settings", got=got, expected=expected)
         if not self.contexts:
             raise ArgumentError("no context to evaluate", expected="at least one context")
-
-
-Cost = Callable[[Trial], int]
 
 
 def evaluate(
@@ -117,24 +117,34 @@ def evaluate(
         cache: of results, for resuming.
         on_progress: called after each trial.
     """
-    cache = ResultCache() if cache is None else cache
+    cache, config = ResultCache() if cache is None else cache, eval_model.model.config
     notes = _validate(eval_model, settings, candidate)
-    vocabulary = eval_model.model.config.vocab_size
-    tokenized = TokenizedTexts(texts.documents, eval_model.encode, vocabulary, eval_model.opening)
+    encode, opening = eval_model.encode, eval_model.opening
+    tokenized = TokenizedTexts(texts.documents, encode, config.vocab_size, opening)
     window_sets = _window_sets(tokenized, settings, notes)
-    copies = _copies(tokenized, window_sets, settings, eval_model, candidate, notes)
-    base = _base(eval_model, candidate)
-    trials = [trial for windows in window_sets for trial in windows.trials] + [
-        copy.trial for copy in copies
-    ]
+    used = dict.fromkeys(document for windows in window_sets for document in windows.documents)
+    copies, skipped = far_copies(
+        tokenized, list(used), settings.gaps, samples=settings.far_copy_samples,
+        passage=settings.passage, seed=settings.seed,
+        max_tokens=config.context if config.has_learned_positions else None,
+        tokens=None if candidate is None else candidate.tokens,
+    ) if settings.gaps else ([], [])  # fmt: skip
+    copies = sorted(copies, key=lambda copy: (copy.gap, copy.sample))
+    base = {
+        "model": eval_model.identity.digest,
+        "dtype": eval_model.dtype,
+        "candidate": None if candidate is None else candidate.digest,
+        "versions": environment().versions | installed_versions(("flax", "tokenizers")),
+        "source": source_digest(*SOURCES),
+    }
+    trials = [trial for windows in window_sets for trial in windows.trials]
+    trials += [copy.trial for copy in copies]
     score = Scorer(eval_model.model, None if candidate is None else candidate.attend)
-    results = iter(_measure(trials, score, cache, base, _cost_fn(eval_model.model), on_progress))
-    contexts = [
-        context_result(windows, _take(results, windows.trials), candidate, settings.seed)
-        for windows in window_sets
-    ]
+    results = iter(_measure(eval_model.model, trials, score, cache, base, on_progress))
+    take = lambda items: list(itertools.islice(results, len(items)))
+    contexts = [context_result(x, take(x.trials), candidate, settings.seed) for x in window_sets]
     by_gap = [list(group) for _, group in itertools.groupby(copies, lambda copy: copy.gap)]
-    probes = [far_copy_result(group, _take(results, group), settings.passage) for group in by_gap]
+    probes = [far_copy_result(group, take(group), settings.passage) for group in by_gap]
     current = environment(checkout_root())
     return EvaluationReport(
         made_at=current.utc,
@@ -149,7 +159,7 @@ def evaluate(
         ),
         contexts=tuple(contexts),
         far_copy=tuple(probes),
-        notes=tuple(notes),
+        notes=(*notes, *skipped),
         seconds=sum(result.seconds for result in (*contexts, *probes)),
         versions=base["versions"],
         source=base["source"],
@@ -191,18 +201,15 @@ def _validate(
 def _window_sets(
     tokenized: TokenizedTexts, settings: EvaluationSettings, notes: list[str]
 ) -> list[WindowSet]:
+    """Cut the windows of every context; contexts without a window only get a note."""
     window_sets = []
     for context in settings.contexts:
         windows = cut_windows(
-            tokenized,
-            context,
-            per_document=settings.windows_per_document,
-            limit=settings.documents,
+            tokenized, context, per_document=settings.windows_per_document, limit=settings.documents
         )
         if windows.too_short:
-            total = windows.too_short + len(windows.documents)
-            skipped = f"skipped documents with too few tokens: {windows.too_short} of {total}"
-            notes.append(f"context {context}: {skipped}")
+            counts = f"{windows.too_short} of {windows.too_short + len(windows.documents)}"
+            notes.append(f"context {context}: skipped documents with too few tokens: {counts}")
         if windows.trials:
             window_sets.append(windows)
         else:
@@ -217,54 +224,19 @@ def _window_sets(
     return window_sets
 
 
-def _copies(
-    tokenized: TokenizedTexts,
-    window_sets: list[WindowSet],
-    settings: EvaluationSettings,
-    eval_model: EvalModel,
-    candidate: Candidate | None,
-    notes: list[str],
-) -> list[FarCopy]:
-    """Build the sequences of the probe, by gap, from the documents of the windows."""
-    if not settings.gaps:
-        return []
-    used = dict.fromkeys(document for windows in window_sets for document in windows.documents)
-    config = eval_model.model.config
-    copies, skipped = far_copies(
-        tokenized,
-        list(used),
-        settings.gaps,
-        samples=settings.far_copy_samples,
-        passage=settings.passage,
-        seed=settings.seed,
-        max_tokens=config.context if config.has_learned_positions else None,
-        tokens=None if candidate is None else candidate.tokens,
-    )
-    notes += skipped
-    return sorted(copies, key=lambda copy: (copy.gap, copy.sample))
-
-
-def _base(eval_model: EvalModel, candidate: Candidate | None) -> dict:
-    """Return everything that a result depends on, except the trial."""
-    optional = installed_versions(("flax", "tokenizers"))
-    return {
-        "model": eval_model.identity.digest,
-        "dtype": eval_model.dtype,
-        "candidate": None if candidate is None else candidate.digest,
-        "versions": environment().versions | optional,
-        "source": source_digest(*SOURCES),
-    }
-
-
 def _measure(
-    trials: Sequence[Trial],
-    score: Score,
-    cache: ResultCache,
-    base: dict,
-    cost: Cost,
+    model: Decoder, trials: Sequence[Trial], score: Callable, cache: ResultCache, base: dict,
     on_progress: ProgressFn,
-) -> list[CachedResult]:
+) -> list[CachedResult]:  # fmt: skip
     """Score all trials, cheapest first for an early estimate of the remaining time."""
+    config = model.config
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(model))
+    width = config.layers * config.q_heads * config.head_dim
+
+    def cost(trial: Trial) -> int:
+        """Estimate the multiplications of a forward pass: parameters and attention pairs."""
+        return len(trial.tokens) * (parameters + width * len(trial.tokens))
+
     keys = [_key(base, trial) for trial in trials]
     costs = [0 if cache.find(key) else cost(trial) for key, trial in zip(keys, trials, strict=True)]
     start, spent, remaining = time.monotonic(), 0, sum(costs)
@@ -282,19 +254,9 @@ def _measure(
         results[index] = entry
         elapsed = time.monotonic() - start
         to_go = elapsed / spent * remaining if spent else None
-        detail = _format_nll(trial, entry)
-        on_progress(
-            Progress(len(results), len(trials), trial.label, is_new, elapsed, to_go, detail)
-        )
+        event = Progress(len(results), len(trials), trial.label, is_new, elapsed, to_go)
+        on_progress(dataclasses.replace(event, detail=_format_nll(trial, entry)))
     return [results[index] for index in range(len(trials))]
-
-
-def _cost_fn(model: Decoder) -> Cost:
-    """Return the estimated multiplications of a forward pass: parameters and attention pairs."""
-    config = model.config
-    parameters = sum(leaf.size for leaf in jax.tree.leaves(model))
-    width = config.layers * config.q_heads * config.head_dim
-    return lambda trial: len(trial.tokens) * (parameters + width * len(trial.tokens))
 
 
 def _key(base: dict, trial: Trial) -> str:
@@ -306,7 +268,3 @@ def _format_nll(trial: Trial, entry: CachedResult) -> str:
     predicted = sum(end - start for start, end in trial.spans)
     sides = [(side, entry.sums.get(f"{side}_nll")) for side in ("dense", "candidate")]
     return ", ".join(f"NLL {sum(x) / predicted:.3f} {side}" for side, x in sides if x is not None)
-
-
-def _take(results, trials: Sequence) -> list[CachedResult]:
-    return list(itertools.islice(results, len(trials)))

@@ -19,19 +19,12 @@ CHUNK = 256  # tokens per chunk of logits: 50 MB for a vocabulary of 49152
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Scores:
-    """Scores of the tokens 1, 2, ... of a sequence, each predicted from all before it.
+    """Scores of the tokens 1, 2, ... of a sequence; None where they need a candidate."""
 
-    Args:
-        dense_nll: -log p of the token with dense attention, nats.
-        candidate_nll: the same with the candidate; None without one, as the following fields.
-        kl: KL(dense || candidate) over the vocabulary, nats.
-        agreement: whether the top-1 tokens are equal.
-    """
-
-    dense_nll: Float[np.ndarray, " predicted"]
+    dense_nll: Float[np.ndarray, " predicted"]  # -log p with dense attention, nats
     candidate_nll: Float[np.ndarray, " predicted"] | None = None
-    kl: Float[np.ndarray, " predicted"] | None = None
-    agreement: Bool[np.ndarray, " predicted"] | None = None
+    kl: Float[np.ndarray, " predicted"] | None = None  # KL(dense || candidate), nats
+    agreement: Bool[np.ndarray, " predicted"] | None = None  # whether top-1 tokens are equal
 
     def sums(self, spans: tuple[TokenSpan, ...]) -> dict[str, list[float]]:
         """Return float64 sums over spans of predicted tokens, by name of the score."""
@@ -41,10 +34,6 @@ class Scores:
             for name, values in scores
             if values is not None
         }
-
-
-Score = Callable[[Int[np.ndarray, " T"]], Scores]
-"""From tokens to the scores of all but the first token."""
 
 
 class Scorer:
@@ -65,11 +54,9 @@ class Scorer:
     """
 
     def __init__(self, model: Decoder, candidate: AttentionFn | None = None, *, chunk: int = CHUNK):
-        self._model = model
-        self._sides = [
-            _compile_hidden(side) for side in (DenseAttention(), candidate) if side is not None
-        ]
-        self._chunk = chunk
+        self._model, self._chunk = model, chunk
+        sides = (DenseAttention(), candidate)
+        self._sides = [_compile_hidden(side) for side in sides if side is not None]
 
     def __call__(self, tokens: Int[np.ndarray, " T"]) -> Scores:
         """Score all tokens but the first."""

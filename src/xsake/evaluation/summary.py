@@ -1,14 +1,13 @@
-"""Results from the sums of trials: means, perplexities, differences and intervals."""
+"""Results from the sums of trials: means, perplexities, differences and bootstrap intervals."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
+from jaxtyping import Float
 
-from xsake.evaluation.bootstrap import estimate
 from xsake.evaluation.candidate import Candidate
-from xsake.evaluation.far_copy import FarCopy
-from xsake.evaluation.journal import CachedResult
 from xsake.evaluation.record import (
+    CachedResult,
     ContextResult,
     DenseComparison,
     Estimate,
@@ -16,44 +15,43 @@ from xsake.evaluation.record import (
     FarCopySample,
     SpanResult,
 )
-from xsake.evaluation.trial import TokenSpan
-from xsake.evaluation.windows import WindowSet
+from xsake.evaluation.trial import FarCopy, TokenSpan, WindowSet
+
+RESAMPLES = 2000
+EDGES = (2.5, 97.5)  # percent
+SUMS = ("tokens", "dense_nll", "candidate_nll", "kl", "agreement")
 
 
 def context_result(
     windows: WindowSet, entries: Sequence[CachedResult], candidate: Candidate | None, seed: int
 ) -> ContextResult:
     """Summarize all windows of one length."""
-    spans = windows.trials[0].spans
     sums = _document_sums(windows, entries)
 
-    def perplexity(name: str) -> Estimate:
-        return estimate(lambda x: np.exp(_mean(x, name)), sums, seed)
+    def mean(name: str, of: Callable = lambda x: x) -> Estimate:
+        return estimate(lambda totals: of(_mean(totals, name)), sums, seed)
 
-    def mean(name: str) -> Estimate:
-        return estimate(lambda x: _mean(x, name), sums, seed)
+    def difference(of: Callable = lambda x: x) -> Estimate:
+        sides = "candidate_nll", "dense_nll"
+        return estimate(lambda x: np.subtract(*(of(_mean(x, name)) for name in sides)), sums, seed)
 
-    comparison = None
-    if candidate is not None:
-        nll = "dense_nll", "candidate_nll"
-        comparison = DenseComparison(
-            budget=candidate.budget(windows.context),
-            perplexity=perplexity("candidate_nll"),
-            perplexity_difference=estimate(
-                lambda x: np.exp(_mean(x, nll[1])) - np.exp(_mean(x, nll[0])), sums, seed
-            ),
-            nll_difference=estimate(lambda x: _mean(x, nll[1]) - _mean(x, nll[0]), sums, seed),
-            kl=mean("kl"),
-            agreement=mean("agreement"),
-        )
+    comparison = candidate and DenseComparison(
+        budget=candidate.budget(windows.context),
+        perplexity=mean("candidate_nll", np.exp),
+        perplexity_difference=difference(np.exp),
+        nll_difference=difference(),
+        kl=mean("kl"),
+        agreement=mean("agreement"),
+    )
+    spans = windows.trials[0].spans
     return ContextResult(
         context=windows.context,
         windows=len(windows.trials),
         documents=tuple(document.name for document in windows.documents),
         too_short=windows.too_short,
-        perplexity=perplexity("dense_nll"),
+        perplexity=mean("dense_nll", np.exp),
         comparison=comparison,
-        by_position=tuple(span_result(span, i, entries) for i, span in enumerate(spans)),
+        by_position=tuple(_span_result(span, i, entries) for i, span in enumerate(spans)),
         seconds=sum(entry.seconds for entry in entries),
     )
 
@@ -66,26 +64,26 @@ def far_copy_result(
     return FarCopyResult(
         gap=copies[0].gap,
         passage=passage,
-        samples=tuple(map(_sample, copies, entries)),
-        first=span_result(first, 0, entries),
-        second=span_result(second, 1, entries),
+        samples=tuple(map(_sample_result, copies, entries)),
+        first=_span_result(first, 0, entries),
+        second=_span_result(second, 1, entries),
         seconds=sum(entry.seconds for entry in entries),
     )
 
 
-def _sample(copy: FarCopy, entry: CachedResult) -> FarCopySample:
+def _sample_result(copy: FarCopy, entry: CachedResult) -> FarCopySample:
     means = {
-        f"{copies}_{name}": entry.sums[name][index] / (span.end - span.start)
+        f"{which}_{name}": entry.sums[name][index] / (span.end - span.start)
         for name in ("dense_nll", "candidate_nll")
         if name in entry.sums
-        for index, (copies, span) in enumerate(
+        for index, (which, span) in enumerate(
             zip(("first", "second"), copy.trial.spans, strict=True)
         )
     }
     return FarCopySample(where=copy.trial.document, **means)
 
 
-def span_result(span: TokenSpan, index: int, entries: Sequence[CachedResult]) -> SpanResult:
+def _span_result(span: TokenSpan, index: int, entries: Sequence[CachedResult]) -> SpanResult:
     """Compute means over one span of every trial."""
     count = (span.end - span.start) * len(entries)
     means = {
@@ -94,18 +92,43 @@ def span_result(span: TokenSpan, index: int, entries: Sequence[CachedResult]) ->
     return SpanResult(start=span.start, end=span.end, tokens=count, **means)
 
 
-_SUMS = ("tokens", "dense_nll", "candidate_nll", "kl", "agreement")
-
-
 def _mean(totals: np.ndarray, name: str) -> np.ndarray | np.float64:
-    return totals[..., _SUMS.index(name)] / totals[..., 0]
+    return totals[..., SUMS.index(name)] / totals[..., 0]
 
 
 def _document_sums(windows: WindowSet, entries: Sequence[CachedResult]) -> np.ndarray:
-    """Return float64 sums [documents, _SUMS] over the windows of each document."""
-    rows = {document.name: np.zeros(len(_SUMS)) for document in windows.documents}
+    """Return float64 sums [documents, SUMS] over the windows of each document."""
+    rows = {document.name: np.zeros(len(SUMS)) for document in windows.documents}
     for trial, entry in zip(windows.trials, entries, strict=True):
         predicted = sum(end - start for start, end in trial.spans)
-        parts = [sum(entry.sums.get(name, [])) for name in _SUMS[1:]]
+        parts = [sum(entry.sums.get(name, [])) for name in SUMS[1:]]
         rows[trial.document] += np.array([predicted, *parts], np.float64)
     return np.stack(list(rows.values()))
+
+
+def estimate(statistic: Callable, sums: Float[np.ndarray, "documents sums"], seed: int) -> Estimate:
+    """Estimate a statistic of totals over documents with its 95 % bootstrap interval.
+
+    Whole documents are resampled: tokens of one document are not independent. Statistics of
+    several sums use the same resamples, so differences are paired. A single document has no
+    interval.
+
+    Args:
+        statistic: from totals [..., sums] to numbers [...].
+        sums: of each document.
+        seed: of the resamples.
+
+    Example:
+        >>> mean = lambda totals: totals[..., 0] / totals[..., 1]
+        >>> result = estimate(mean, np.array([[2.0, 1.0], [4.0, 1.0], [6.0, 1.0]]), seed=0)
+        >>> result.value, result.low < 4 < result.high
+        (4.0, True)
+    """
+    value, documents = float(statistic(sums.sum(axis=0))), len(sums)
+    if documents < 2:
+        return Estimate(value=value, low=None, high=None)
+    # Counts of each document instead of indices: the totals are one matrix product.
+    rng = np.random.default_rng(seed)
+    counts = rng.multinomial(documents, np.full(documents, 1 / documents), size=RESAMPLES)
+    low, high = np.percentile(statistic(counts @ sums), EDGES)
+    return Estimate(value=value, low=float(low), high=float(high))

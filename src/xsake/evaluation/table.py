@@ -1,12 +1,13 @@
-"""Reports as rich tables."""
+"""Evaluations as rich tables."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
-from xsake.evaluation.record import ContextResult, Estimate, EvaluationReport, FarCopyResult
+from xsake.evaluation.frontier import FrontierPoint
+from xsake.evaluation.record import ContextResult, Estimate, EvaluationReport
 from xsake.evaluation.trial import TokenSpan
 
 LOST_NATS = 0.5  # nats per token above dense from which a second copy is marked as lost
@@ -72,27 +73,29 @@ def _positions(report: EvaluationReport) -> Table:
 def _far_copies(report: EvaluationReport) -> Table:
     passage, samples = report.far_copy[0].passage, len(report.far_copy[0].samples)
     table = _table(f"Far copy: {passage} tokens repeated after a gap, NLL (passages: {samples})")
-    for name in ("gap", "first copy, dense", "second copy, dense"):
+    sides = ("dense",) if report.candidate is None else ("dense", "candidate")
+    for name in (
+        "gap",
+        *(f"{copy} copy, {side}" for side in sides for copy in ("first", "second")),
+    ):
         table.add_column(name, justify="right")
-    if report.candidate is not None:
-        table.add_column("first copy, candidate", justify="right")
-        table.add_column("second copy, candidate", justify="right")
     for result in report.far_copy:
-        table.add_row(*_far_copy_cells(result))
+        first, second = result.first, result.second
+        worst = max(sample.second_dense_nll for sample in result.samples)
+        cells = [
+            str(result.gap),
+            f"{first.dense_nll:.3f}",
+            f"{second.dense_nll:.3f} (worst {worst:.3f})",
+        ]
+        if first.candidate_nll is not None and second.candidate_nll is not None:
+            is_lost = second.candidate_nll - second.dense_nll > LOST_NATS
+            text = f"{second.candidate_nll:.3f}"
+            cells += [
+                f"{first.candidate_nll:.3f}",
+                f"[bold red]{text} lost[/]" if is_lost else text,
+            ]
+        table.add_row(*cells)
     return table
-
-
-def _far_copy_cells(result: FarCopyResult) -> Iterator[str]:
-    first, second = result.first, result.second
-    yield str(result.gap)
-    yield f"{first.dense_nll:.3f}"
-    worst = max(sample.second_dense_nll for sample in result.samples)
-    yield f"{second.dense_nll:.3f} (worst {worst:.3f})"
-    if first.candidate_nll is not None and second.candidate_nll is not None:
-        yield f"{first.candidate_nll:.3f}"
-        is_lost = second.candidate_nll - second.dense_nll > LOST_NATS
-        text = f"{second.candidate_nll:.3f}"
-        yield f"[bold red]{text} lost[/]" if is_lost else text
 
 
 def _table(title: str) -> Table:
@@ -104,3 +107,18 @@ def _estimate(estimate: Estimate, form: str) -> str:
         return f"{estimate.value:{form}}"
     low, high = (format(edge, form) for edge in (estimate.low, estimate.high))
     return f"{estimate.value:{form}} [{low}, {high}]".replace("[", r"\[")
+
+
+def frontier_table(points: Sequence[FrontierPoint]) -> Table:
+    """Build a table with one line per point."""
+    table = Table("attention", "cost", "perplexity", "gap, 95%", "KL", "same token")
+    for point in points:
+        compared, dense = point.comparison, point.report.contexts[0].perplexity.value
+        gap = compared.perplexity_difference
+        shares = [x / dense for x in (gap.value, gap.low, gap.high) if x is not None]
+        table.add_row(
+            point.name, f"{point.effective:.1%}", f"{compared.perplexity.value:.2f}",
+            " ".join(f"{x:+.2%}" for x in shares), f"{compared.kl.value:.4f}",
+            f"{compared.agreement.value:.1%}",
+        )  # fmt: skip
+    return table

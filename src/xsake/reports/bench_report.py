@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from xsake._format import format_bytes, format_commit, format_seconds
-from xsake.bench import BenchmarkRow
-from xsake.bench.growth import Growth, fit_growths
-from xsake.bench.measure import PRODUCT
+from xsake.benchmarking import BenchmarkRow
+from xsake.benchmarking.growth import Growth, fit_growths
+from xsake.benchmarking.measure import PRODUCT
 from xsake.errors import ArgumentError
 from xsake.reports import pages, plots
 

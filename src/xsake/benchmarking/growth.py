@@ -6,25 +6,18 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from xsake.bench.rows import BenchmarkRow
+from xsake.benchmarking.rows import BenchmarkRow
 from xsake.errors import ArgumentError
 
 
 @dataclasses.dataclass(frozen=True)
 class Growth:
-    """Fit `seconds = factor * tokens ** exponent` of one side.
-
-    Attributes:
-        side: its name.
-        exponent, factor: of the fit.
-        largest_residual: relative to the measurement.
-        tokens, seconds: measured medians.
-    """
+    """Fit `seconds = factor * tokens ** exponent` of one side, and its measured medians."""
 
     side: str
     exponent: float
     factor: float
-    largest_residual: float
+    largest_residual: float  # relative to the measurement
     tokens: tuple[int, ...]
     seconds: tuple[float, ...]
 
@@ -63,9 +56,7 @@ def fit_growth(side: str, tokens: Sequence[int], seconds: Sequence[float]) -> Gr
         (2.0, 3.0)
     """
     if len(set(tokens)) < 2:
-        raise ArgumentError(
-            "a scaling fit requires two lengths", got=tokens, expected="two or more"
-        )
+        raise ArgumentError("a scaling fit requires two lengths", got=tokens)
     exponent, start = np.polyfit(np.log(tokens), np.log(seconds), 1)
     predicted = np.exp(start) * np.power(np.asarray(tokens, float), exponent)
     residual = float(np.abs(predicted / np.asarray(seconds) - 1).max())

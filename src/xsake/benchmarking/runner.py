@@ -1,5 +1,6 @@
-"""Interleaved timing of several sides, and its statistics."""
+"""Interleaved timing of several sides, its statistics, and checks against limits."""
 
+import enum
 import gc
 import time
 from collections.abc import Callable, Sequence
@@ -112,9 +113,7 @@ def interleave(
     """
     names = [side.name for side in sides]
     if len(set(names)) != len(names) or not names:
-        raise ArgumentError(
-            "sides must have distinct names", got=names, expected="one name per side"
-        )
+        raise ArgumentError("sides must have distinct names", got=names, expected="one per side")
     if rounds < 1:
         raise ArgumentError("no rounds to time", got=rounds, expected="rounds >= 1")
     seconds: dict[str, list[float]] = {name: [] for name in names}
@@ -122,7 +121,7 @@ def interleave(
     gc.disable()  # a collection would count for the side that triggers it
     try:
         for round_index in range(-warmup, rounds):
-            for side in sides if round_index % 2 == 0 else list(reversed(sides)):
+            for side in sides if round_index % 2 == 0 else sides[::-1]:
                 time.sleep(settle_seconds)
                 elapsed = side.run()
                 if round_index >= 0:
@@ -141,9 +140,41 @@ def pair_ratio(seconds: Sequence[float], baseline: Sequence[float]) -> Spread:
         0.5
     """
     if len(seconds) != len(baseline):
-        raise ArgumentError(
-            "numbers of rounds differ",
-            got=f"{len(seconds)} and {len(baseline)} rounds",
-            expected="two sides of one interleaved run",
-        )
+        got, expected = f"{len(seconds)} and {len(baseline)}", "two sides of one interleaved run"
+        raise ArgumentError("numbers of rounds differ", got=got, expected=expected)
     return Spread.of([one / other for one, other in zip(seconds, baseline, strict=True)])
+
+
+class Verdict(enum.StrEnum):
+    """Result of a check."""
+
+    PASS = "pass"
+    FAIL = "fail"
+    UNCLEAR = "unclear"
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One line of a summary: a limit and the measurement."""
+
+    topic: str
+    limit: str
+    measured: str
+    verdict: Verdict
+
+
+def check_limit(measured: Spread, limit: float) -> Verdict:
+    """Check whether `measured` is at or below `limit`.
+
+    PASS if three quarters of the rounds are, FAIL if three quarters are not, UNCLEAR if the limit
+    is between the quartiles or the spread is too large.
+
+    Example:
+        >>> check_limit(Spread(median=0.9, q25=0.88, q75=0.92), 1.0).value
+        'pass'
+    """
+    if not measured.is_clear:
+        return Verdict.UNCLEAR
+    if measured.q75 <= limit:
+        return Verdict.PASS
+    return Verdict.FAIL if measured.q25 > limit else Verdict.UNCLEAR

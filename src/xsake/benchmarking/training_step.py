@@ -2,14 +2,15 @@
 
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import jax
 import numpy as np
 
+from xsake._progress import Progress, ProgressFn
 from xsake._provenance import checkout_root, environment
-from xsake.bench.rows import BenchmarkRow, Ratio, Shape, TimingStats
-from xsake.bench.runner import Spread, TimedSide, interleave, pair_ratio
+from xsake.benchmarking.rows import BenchmarkRow, Ratio, Shape, TimingStats, provenance_fields
+from xsake.benchmarking.runner import Spread, TimedSide, interleave, pair_ratio
 from xsake.errors import ArgumentError
 from xsake.training.attention import make_attention
 from xsake.training.config import TrainingConfig
@@ -53,7 +54,7 @@ def time_steps(
     *,
     rounds: int,
     threads: int,
-    on_progress: Callable[[int, int], None] = lambda done, total: None,
+    on_progress: ProgressFn = lambda _: None,
 ) -> list[BenchmarkRow]:
     """Time the steps of several runs, interleaved, and compare each with the first.
 
@@ -61,39 +62,39 @@ def time_steps(
         configs: runs by name; with annealed budgets the last one is timed.
         rounds: timed rounds of one step per run.
         threads: cores of the process, recorded in the row.
-        on_progress: called with the numbers of compiled and of all steps.
+        on_progress: called after each compilation.
     """
     steps = {}
     for done, (name, config) in enumerate(configs.items(), start=1):
         steps[name] = TimedStep(config)
-        on_progress(done, len(configs))
+        on_progress(Progress(done, len(configs), "compiling, timing"))
     sides = [TimedSide(name, lambda step=step: step.seconds(1)) for name, step in steps.items()]
     times, first = interleave(sides, rounds=rounds), next(iter(configs))
-    run, began = uuid.uuid4().hex[:12], environment(checkout_root())
+    common = {
+        "experiment": "training", "run": uuid.uuid4().hex[:12], "direction": "forward+backward",
+        "threads": threads, "device": jax.devices()[0].device_kind, "repeats": rounds,
+        **provenance_fields(environment(checkout_root())),
+    }  # fmt: skip
     rows = []
     for name, step in steps.items():
         section, decoder, data = step.config.attention, step.config.model.decoder, step.config.data
-        ratio = pair_ratio(times[name], times[first])
+        ratio = Ratio(baseline=first, **vars(pair_ratio(times[name], times[first])))
         plan = step.attention.plans[-1]
         budget, block = (None, None) if plan is None else (plan.budget, plan.block)
-        rows.append(BenchmarkRow(
-            experiment="training", run=run, side=name, direction="forward+backward",
-            implementation=f"xsake train, attention {section.kind}",
-            shape=Shape(
-                batch=data.batch, q_tokens=data.context, kv_tokens=data.context,
-                q_heads=decoder.q_heads, kv_heads=decoder.kv_heads, head_dim=decoder.head_dim,
-            ),
-            dtype=step.config.model.compute_dtype, mask=section.mask or "causal",
-            layout=section.kind,
-            budget=1.0 if section.kind == "dense" else budget, block_q=block, block_kv=block,
-            threads=threads,
-            device=jax.devices()[0].device_kind, compile_seconds=step.compile_seconds,
-            seconds=TimingStats(**vars(Spread.of(times[name]))), repeats=rounds,
-            ratios=() if name == first else (Ratio(baseline=first, **vars(ratio)),),
-            temp_bytes=step.temp_bytes, seed=step.config.run.seed, versions=began.versions,
-            commit=began.commit, dirty=began.dirty, utc=began.utc, cpu=began.cpu,
-            load_average=began.load_average,
-        ))  # fmt: skip
+        shape = Shape(
+            batch=data.batch, q_tokens=data.context, kv_tokens=data.context,
+            q_heads=decoder.q_heads, kv_heads=decoder.kv_heads, head_dim=decoder.head_dim,
+        )  # fmt: skip
+        rows.append(BenchmarkRow.model_validate(common | {
+            "side": name, "implementation": f"xsake train, attention {section.kind}",
+            "shape": shape, "dtype": step.config.model.compute_dtype,
+            "mask": section.mask or "causal", "layout": section.kind,
+            "budget": 1.0 if section.kind == "dense" else budget,
+            "block_q": block, "block_kv": block, "compile_seconds": step.compile_seconds,
+            "seconds": TimingStats(**vars(Spread.of(times[name]))),
+            "ratios": () if name == first else (ratio,), "temp_bytes": step.temp_bytes,
+            "seed": step.config.run.seed,
+        }))  # fmt: skip
     return rows
 
 

@@ -1,19 +1,30 @@
-"""Benchmark row: one measurement with its environment as one line of JSON."""
+"""Benchmark rows: one measurement with its environment as one line of JSON; their comparison."""
 
+import dataclasses
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
 from xsake._io import JsonlLog
-from xsake._schema import Frozen
-from xsake.bench.runner import Spread
+from xsake._provenance import Environment
+from xsake._schema import Frozen, describe_first
+from xsake.benchmarking.runner import CLEAR_SPREAD, Spread
 from xsake.errors import ArgumentError
 
 Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
+PRODUCT = "bare product of as many flops"
+HEADS: dict[str, tuple[int, int, int]] = {
+    "square": (12, 12, 64),
+    "smollm2-135m": (9, 3, 64),
+    "llama-3-8b/4": (8, 2, 128),
+    "qwen3-0.6b": (16, 8, 128),
+    "gemma-3-1b": (4, 1, 256),
+}
+"""Query heads, kv heads and head dimension of models; `/4`: a quarter of the heads."""
 PEERS = frozenset({"ejkernel", "jax", "jnp", "tokamax", "torch"})
 
 
@@ -33,6 +44,20 @@ class Shape(Frozen):
         return cls(
             q_tokens=tokens, kv_tokens=tokens, q_heads=heads, kv_heads=heads, head_dim=head_dim
         )
+
+
+def model_shape(name: str, tokens: int) -> Shape:
+    """Return the self-attention shape of a model over `tokens` positions, batch 1.
+
+    Example:
+        >>> model_shape("smollm2-135m", 4096).q_heads
+        9
+    """
+    if name not in HEADS:
+        raise ArgumentError("unknown shape", got=name, expected=", ".join(HEADS))
+    heads, kv_heads, head_dim = HEADS[name]
+    shape = Shape.square(tokens, heads=heads, head_dim=head_dim)
+    return shape.model_copy(update={"kv_heads": kv_heads})
 
 
 class _Quartiles(Frozen):
@@ -135,11 +160,14 @@ class BenchmarkRow(Frozen):
         for ratio in self.ratios:
             if ratio.baseline == baseline:
                 return ratio.spread
-        raise ArgumentError(
-            "the row has no ratio to this baseline",
-            got=baseline,
-            expected=[ratio.baseline for ratio in self.ratios],
-        )
+        expected = [ratio.baseline for ratio in self.ratios]
+        raise ArgumentError("the row has no ratio to this", got=baseline, expected=expected)
+
+
+def provenance_fields(here: Environment) -> dict[str, Any]:
+    """Return the fields of a row that describe software and machine."""
+    names = "versions", "commit", "dirty", "utc", "cpu", "load_average"
+    return {name: getattr(here, name) for name in names}
 
 
 def append_rows(path: Path, rows: Iterable[BenchmarkRow]) -> None:
@@ -152,14 +180,60 @@ def read_rows(path: Path) -> list[BenchmarkRow]:
     """Read and validate all rows of a `.jsonl` file; the error names the first invalid line."""
     rows = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        if not line.strip():
-            continue
         try:
-            rows.append(BenchmarkRow.model_validate_json(line))
+            rows += [BenchmarkRow.model_validate_json(line)] if line.strip() else []
         except ValidationError as error:
             raise ArgumentError(
                 "invalid benchmark row",
-                got=f"{path.name}, line {number}: {error.errors()[0]['msg']}",
+                got=f"{path.name}, line {number}: {describe_first(error)}",
                 expected="one BenchmarkRow as JSON per line",
             ) from error
     return rows
+
+
+@dataclasses.dataclass(frozen=True)
+class TimeChange:
+    """One side in two files of rows; times are relative to a matrix product.
+
+    Absolute times of two runs are not comparable: machine and load differ. Every run times the
+    same matrix product, so each side is compared by its time over that product's.
+    """
+
+    experiment: str
+    side: str
+    size: str
+    before: Spread
+    after: Spread
+
+    @property
+    def factor(self) -> Spread:
+        """Time after / time before, with the quartiles of both runs combined."""
+        before, after = self.before, self.after
+        medians = after.median / before.median
+        return Spread(medians, after.q25 / before.q75, after.q75 / before.q25)
+
+    def is_slower(self, limit: float) -> bool:
+        """Return whether the lower quartile is above the limit."""
+        return self.factor.q25 > limit
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether the spread of both runs is small enough for a comparison."""
+        return max(self.before.relative, self.after.relative) <= CLEAR_SPREAD
+
+
+def compare_rows(before: Iterable[BenchmarkRow], after: Iterable[BenchmarkRow]) -> list[TimeChange]:
+    """Compare the newest rows of the sides that both files have, in the order of `after`."""
+    old, new = _newest(before), _newest(after)
+    return [TimeChange(*key[:3], old[key], new[key]) for key in new if key in old]
+
+
+def _newest(rows: Iterable[BenchmarkRow]) -> dict[tuple[str, str, str, str], Spread]:
+    newest: dict[tuple[str, str, str, str], Spread] = {}
+    for row in sorted(rows, key=lambda row: row.utc):
+        if row.seconds is not None and any(x.baseline == PRODUCT for x in row.ratios):
+            shape = row.shape
+            heads = f"{shape.q_heads}/{shape.kv_heads} x {shape.head_dim}"
+            size = f"{shape.kv_tokens} tokens, {heads}, {row.dtype}"
+            newest[row.experiment, row.side, size, row.direction] = row.ratio_to(PRODUCT)
+    return newest

@@ -2,9 +2,8 @@ import warnings
 
 import pytest
 
-from xsake.bench import model_shape
-from xsake.bench.tuned_file import TunedCall, TunedFile, load_tuned_tiles
-from xsake.bench.tuner import candidates, search
+from xsake.benchmarking import model_shape
+from xsake.benchmarking.tuning import TunedCall, TunedFile, candidates, load_tuned_tiles, search
 from xsake.errors import ArgumentError
 from xsake.kernels.block_sparse.types import TileSizes
 from xsake.kernels.tuning import TileTable
@@ -17,7 +16,7 @@ CALL = TunedCall(
 
 def test_a_file_comes_back_and_newer_findings_replace_older_ones(tmp_path):
     file = TunedFile.of((CALL,))
-    assert TunedFile.loads(file.dumps()) == file
+    assert TunedFile.loads(file.model_dump_json()) == file
     faster = CALL.model_copy(update={"tile_rows": 12, "speedup": 1.3})
     assert file.merge((faster,)).table.find(CALL.bucket) == TileSizes(12, 4)
     file.save(tmp_path / "tuned.json")
@@ -61,14 +60,14 @@ def test_the_field_has_no_sizes_beyond_the_call_or_the_caches():
 
 
 def test_a_search_confirms_its_winner_or_has_none(monkeypatch):
-    from xsake.bench import tuner
+    from xsake.benchmarking import tuning
 
-    monkeypatch.setattr(tuner, "ROWS", (2,))
-    monkeypatch.setattr(tuner, "BLOCKS", (1, 2))
+    monkeypatch.setattr(tuning, "ROWS", (2,))
+    monkeypatch.setattr(tuning, "BLOCKS", (1, 2))
     seen = []
     found = search(
         model_shape("gemma-3-1b", 64), None, block=16, dtype="float32", is_backward=False, rounds=2,
-        on_progress=lambda done, left: seen.append((done, left)),
+        on_progress=lambda event: seen.append((event.done, event.total)),
     )  # fmt: skip
     assert found.tried == 2 and seen[:3] == [(1, 3), (2, 3), (3, 3)]
     assert (found.best is None) == (found.call is None)
