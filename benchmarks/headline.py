@@ -9,8 +9,6 @@ README against this.
 
 import argparse
 import json
-import math
-from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.experiment import RESULTS, ROOT
@@ -18,6 +16,8 @@ from benchmarks.hads import plan_loss
 from benchmarks.marked_page import filled
 from xsake._io import atomic_write
 from xsake.benchmarking import BenchmarkRow, Spread
+from xsake.reports import plots
+from xsake.reports.plan_report import interpolate_share
 
 README, HADS = ROOT / "README.md", ROOT / "docs" / "hads.md"
 PICTURE = RESULTS / "headline.png"
@@ -81,11 +81,10 @@ def cost_of(rows: list[dict], rule: str, loss: float) -> float | None:
         0.3
     """
     points = sorted((row["effective"], row["kl"]) for row in rows if row["rule"] == rule)
-    for (cheap, much), (dear, little) in zip(points, points[1:], strict=False):
-        if little <= loss <= much:
-            share = math.log(much / loss) / math.log(much / little)
-            return cheap + share * (dear - cheap)
-    return None
+    if not points:
+        return None
+    required = interpolate_share(*zip(*points, strict=True), loss)
+    return required.share if required.relation == "=" else None
 
 
 def figures(results: Path = RESULTS) -> list[tuple[str, str]]:
@@ -231,83 +230,77 @@ def _perplexity(results: Path) -> str | None:
 
 def draw(path: Path = PICTURE, results: Path = RESULTS) -> None:
     """Quality and time against what is computed: one picture."""
-    import matplotlib
+    with plots.open_png(path, (13.5, 4.2)) as figure:
+        left, middle, right = figure.subplots(1, 3, width_ratios=(5, 3.6, 5))
+        _draw_loss(left, results)
+        _draw_perplexity(middle, results)
+        _draw_times(right, results)
+        for axes in (left, right):
+            axes.grid()
+            axes.legend()
+            plots.format_ticks(axes.xaxis, "{:.0%}")
 
-    matplotlib.use("agg")
-    from matplotlib import pyplot
 
-    figure, (left, middle, right) = pyplot.subplots(
-        1, 3, figsize=(13.5, 4.2), constrained_layout=True, width_ratios=(5, 3.6, 5)
-    )
+def _draw_loss(axes, results: Path) -> None:
+    """Loss of attention against its cost; ours is the thick line."""
     rows = lines_of(results / "hads" / "ladder_4096_64.jsonl")
+    _, peer, ochre, purple, *_ = plots.SERIES
     styles = {
-        "hads": ("hads", "#1b7f5c", 2.4), "oracle_model": ("true masses", "#999999", 1.2),
-        "minference": ("MInference's patterns", "#3b62a8", 1.2),
-        "flexprefill": ("FlexPrefill", "#7d5ba6", 1.2),
-        "a_shape": ("first block and window", "#c4562b", 1.2),
+        "hads": ("hads", plots.OURS, "-"), "oracle_model": ("true masses", plots.INK, ":"),
+        "minference": ("MInference's patterns", peer, "-"),
+        "flexprefill": ("FlexPrefill", purple, "--"),
+        "a_shape": ("first block and window", ochre, "-."),
     }  # fmt: skip
-    for rule, (label, colour, width) in styles.items():
+    for rule, (label, colour, line) in styles.items():
         points = sorted((x["effective"], x["kl"]) for x in rows if x["rule"] == rule)
-        left.plot(*zip(*points, strict=True), color=colour, lw=width, label=label)
-    left.set(yscale="log", xlabel="work, choosing included / dense attention", xlim=(0.1, 0.5),
+        width = 2.6 if rule == "hads" else 1.2
+        axes.plot(*zip(*points, strict=True), line, color=colour, lw=width, label=label)
+    axes.set(yscale="log", xlabel="work, choosing included / dense attention", xlim=(0.1, 0.5),
              ylabel="lost: KL of attention, nats")  # fmt: skip
-    left.yaxis.set_major_formatter(matplotlib.ticker.FuncFormatter(lambda y, _: f"{y:g}"))
-    left.yaxis.set_minor_formatter(matplotlib.ticker.NullFormatter())
-    left.set_yticks([0.02, 0.05, 0.1, 0.2, 0.4])
-    left.set_title("What attention loses (4096 tokens, 24 documents)", fontsize=10)
-    _draw_perplexity(middle, results)
-    _draw_times(right, results)
-    for axes in (left, right):
-        axes.grid(alpha=0.25)
-        axes.legend(frameon=False, fontsize=8)
-        axes.xaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(1.0, decimals=0))
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
+    plots.format_ticks(axes.yaxis, "{:g}", is_log=True)
+    axes.set_title("What attention loses (4096 tokens, 24 documents)")
 
 
 def _draw_perplexity(axes, results: Path) -> None:
     """Loss of the whole model at the same work; each plan with its own time."""
-    bars = [
-        (f"blocks\nof {block}\n{row.ratio_to('dense').median:.2f}x", "#1b7f5c", loss)
+    points = [
+        (f"blocks\nof {block}\n{row.ratio_to('dense').median:.2f}x", plots.OURS, loss)
         for name, block in TIMED.items()
         if (loss := losses(results, name, 8192, "test"))
         and (row := newest("hads/speed", name, results, tokens=8192))
     ]
-    for rule, colour in (("a_shape", "#c4562b"), ("sliding_window", "#999999")):
+    for rule, name in WINDOWS.items():
         if loss := losses(results, "plan_4096_32", 8192, "test", rule):
-            bars.append((WINDOWS[rule].replace(" and ", "\nand "), colour, loss))
-    for place, (_, colour, loss) in enumerate(bars):
-        gap = 100 * loss["perplexity_gap"]["value"]
-        axes.bar(place, gap, color=colour, width=0.6)
-        axes.text(place, gap * 1.08, f"+{gap:.2g}%", ha="center", fontsize=9)
-    axes.set_xticks(range(len(bars)), [label for label, _, _ in bars], fontsize=8)
+            points.append((name.replace(" and ", "\nand "), plots.PEER, loss))
+    for place, (_, colour, loss) in enumerate(points):
+        value, low, high = (100 * loss["perplexity_gap"][x] for x in ("value", "low", "high"))
+        axes.plot([place, place], [low, high], color=colour, lw=2)
+        axes.plot(place, value, "o", color=colour, ms=7)
+        axes.annotate(f"+{value:.2g}%", (place, high), (0, 6), textcoords="offset points",
+                      ha="center", fontsize=9)  # fmt: skip
+    axes.set_xticks(range(len(points)), [label for label, _, _ in points])
     axes.set(yscale="log", ylabel="perplexity, more than dense", ylim=(0.1, 200))
-    axes.yaxis.set_major_formatter(lambda y, _: f"{y:g}%")
-    axes.set_title(
-        "SmolLM2 at 30% of the work (8192 tokens):\nloss of each plan, with its time", fontsize=10
-    )
-    axes.grid(alpha=0.25, axis="y")
+    axes.margins(x=0.12)
+    plots.format_ticks(axes.yaxis, "{:g}%")
+    axes.set_title("SmolLM2 at 30% of the work (8192 tokens):\nloss of each plan, with its time")
+    axes.grid(axis="y")
 
 
 def _draw_times(axes, results: Path) -> None:
     """Draw measured time against the share of blocks, and the line of equal shares."""
-    axes.plot([0, 1], [0, 1], color="#999999", lw=1, ls="--", label="perfect skipping")
-    series: dict[str, Callable[[], list[BenchmarkRow]]] = {
-        "forward, 4096 tokens": lambda: _of_tokens("ragged", 4096, results),
-        "forward, 8192 tokens": lambda: _of_tokens("ragged", 8192, results),
-        "forward and backward, 4096 tokens": lambda: _of_tokens("backward", 4096, results),
-    }
-    for (label, rows), colour in zip(
-        series.items(), ("#1b7f5c", "#3b62a8", "#c4562b"), strict=True
-    ):
+    axes.plot([0, 1], [0, 1], color=plots.FAINT, lw=1, ls="--", label="perfect skipping")
+    series = (("forward", "ragged", 4096, "o-"), ("forward", "ragged", 8192, "s-"),
+              ("forward and backward", "backward", 4096, "^-"))  # fmt: skip
+    for (label, name, tokens, style), colour in zip(series, plots.SERIES, strict=False):
         points = [(1.0, 1.0)]
-        for row in rows():
+        for row in _of_tokens(name, tokens, results):
             if row.budget not in (None, 1.0) and row.is_own:
                 points.append((row.budget, row.ratio_to("full causal").median))
-        axes.plot(*zip(*sorted(points), strict=True), "o-", color=colour, lw=1.3, label=label)
+        line = zip(*sorted(points), strict=True)
+        axes.plot(*line, style, color=colour, lw=1.3, label=f"{label}, {tokens} tokens")
     axes.set(xlabel="computed blocks / visible blocks", ylabel="time / all blocks", xlim=(0, 1.02))
     axes.set_ylim(0, 1.05)
-    axes.set_title("What is saved (2 CPU cores, ragged heads)", fontsize=10)
+    axes.set_title("What is saved (2 CPU cores, ragged heads)")
 
 
 def _of_tokens(name: str, tokens: int, results: Path) -> list[BenchmarkRow]:

@@ -24,6 +24,7 @@ from xsake._provenance import checkout_root, environment
 from xsake.hads.budget import visible_blocks
 from xsake.hads.selectors import Sampled
 from xsake.observability import read_metrics
+from xsake.reports import plots
 from xsake.training.build_data import BuildSettings, NewTokenizer, build
 from xsake.training.config import TrainingConfig
 from xsake.training.train import RunStatus, train
@@ -184,24 +185,17 @@ def _gap(side: str, runs: dict) -> dict[str, Any]:
 
 
 def _draw(runs: dict) -> None:
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4.2), constrained_layout=True)
-    colours = {"dense": "#444444", "hads": "#1b7f5c", "window": "#c4562b",
-               "native": "#3b62a8"}  # fmt: skip
-    for (side, seed), run in runs.items():
-        steps, losses = zip(*run["validation"], strict=True)
-        label = side if seed == SEEDS[0] else None
-        axes.plot(np.array(steps) + 1, losses, color=colours[side], label=label, alpha=0.8, lw=1.3)
-    axes.set(xlabel="step", ylabel="validation loss, nats per token")
-    axes.set_title("OpenWebText, 1024 tokens: attention that was trained, three seeds", fontsize=10)
-    axes.legend(frameon=False)
-    axes.grid(alpha=0.25)
-    figure.savefig(RESULTS / "openwebtext.png", dpi=130)
-    pyplot.close(figure)
+    colours = dict(zip(SIDES, (plots.INK, plots.OURS, *plots.SERIES[1:]), strict=False))
+    with plots.open_png(RESULTS / "openwebtext.png", (7, 4.2)) as figure:
+        axes = figure.subplots()
+        for (side, seed), run in runs.items():
+            steps, losses = zip(*run["validation"], strict=True)
+            style = {"color": colours[side], "label": side if seed == SEEDS[0] else None}
+            axes.plot(np.array(steps) + 1, losses, alpha=0.8, lw=1.3, **style)
+        axes.set(xlabel="step", ylabel="validation loss, nats per token")
+        axes.set_title("OpenWebText, 1024 tokens: attention that was trained, three seeds")
+        axes.legend()
+        axes.grid()
 
 
 if __name__ == "__main__":

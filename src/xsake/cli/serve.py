@@ -55,7 +55,7 @@ def run_serve(
     """
     with exit_codes(interrupted="stopped"):
         require_local(*(folders or ()), token_file, showcase, cache)
-        import_extra("xsake.server.connections", "serve")
+        import_extra("xsake.server.security", "serve")
         from xsake.server.settings import ServerSettings
 
         token, is_new = _choose_token(token_file, host, no_token=no_token)

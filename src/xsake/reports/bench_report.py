@@ -1,5 +1,6 @@
 """Benchmark rows as an HTML page and as PNG plots."""
 
+import itertools
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -127,13 +128,16 @@ def draw_growth(fits: Sequence[Growth], rows: Sequence[BenchmarkRow], path: Path
     own = {row.side for row in rows if row.is_own}
     with _open(path, 4.6, "Cost of a token by length", rows[0]) as figure:
         axes = figure.subplots()
+        others, styles = itertools.cycle(plots.SERIES[1:]), itertools.cycle(("-", "--", ":"))
         for fit in fits:
+            is_own = fit.side in own
+            colour, style = (plots.OURS, next(styles)) if is_own else (next(others), "-")
             measured = [1e6 * t / n for n, t in zip(fit.tokens, fit.seconds, strict=True)]
-            (marks,) = axes.plot(fit.tokens, measured, "o" if fit.side in own else "s", ms=5)
+            axes.plot(fit.tokens, measured, "o", color=colour, ms=5)
             line = np.geomspace(fit.tokens[0], fit.tokens[-1], 50).tolist()
             label = f"{fit.side}: tokens^{fit.exponent:.2f}"
             values = [1e6 * fit.at(n) / n for n in line]
-            axes.plot(line, values, color=marks.get_color(), label=label)
+            axes.plot(line, values, style, color=colour, label=label)
         axes.set(xscale="log", yscale="log", xlabel="tokens")
         axes.set_ylabel("microseconds per token, forward")
         ticks = sorted({tokens for fit in fits for tokens in fit.tokens})

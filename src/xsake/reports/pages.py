@@ -13,13 +13,7 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-a
 
 
 def render(template: str, *, extra: str, **values: Any) -> str:
-    """Render a template of this package.
-
-    Args:
-        template: name of its file.
-        extra: of XSAKE that has Jinja2.
-        values: for the template; text is escaped.
-    """
+    """Render a template of this package; text in `values` is escaped."""
     page = _templates(extra).get_template(template)
     return page.render(values, light=LIGHT, dark=DARK, policy=POLICY)
 

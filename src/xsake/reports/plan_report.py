@@ -20,8 +20,8 @@ from xsake.hads.budget import level_totals, visible_blocks
 from xsake.hads.drift import loss_at, require_profile
 from xsake.reports import pages, plots
 
-ORACLE = "oracle"
-OURS = "hads"
+ORACLE, OURS = "oracle", "hads"
+CURVE = ("budget", "effective", "kl")  # of a rule
 TARGET_KL = 0.089
 MIN_KL = 1e-9
 MAX_PAGE_BYTES = 2**25
@@ -30,15 +30,6 @@ MAX_ROWS_BYTES, MAX_ROWS, MAX_BOUNDS_BYTES = 2**24, 20_000, 2**20
 MAX_POINTS = 24  # of a line of a head
 PANEL, STRIP = (240, 120), 56  # SVG units: plot of kept mass, height of the mass by distance
 MIN_MASS = 1e-5  # lower end of the logarithmic axis
-METRICS = {
-    "share": ("share of blocks", "{:.1%}"),
-    "entropy": ("entropy, nats", "{:.4f}"),
-    "outside": ("mass outside forced", "{:.1%}"),
-    "need90": ("blocks for 90 % of mass", "{:.1%}"),
-    "kl": ("KL, nats", "{:.4f}"),
-    "kl_oracle": ("KL, oracle", "{:.4f}"),
-    "effect": ("KL of predictions, nats", "{:.6f}"),
-}
 
 
 class ComparisonRow(Frozen, extra="ignore"):
@@ -53,16 +44,14 @@ class ComparisonRow(Frozen, extra="ignore"):
     kl: Annotated[Number, Field(ge=0)]
 
 
-@dataclasses.dataclass(frozen=True)
-class RequiredShare:
+class RequiredShare(NamedTuple):
     """Share of blocks that a rule requires, or a bound if it is outside of the measured range."""
 
     share: float
     relation: Literal["=", "<", ">"]
 
     def __str__(self) -> str:
-        mark = "" if self.relation == "=" else f"{self.relation} "
-        return f"{mark}{self.share:.1%}"
+        return f"{self.relation} {self.share:.1%}".removeprefix("= ")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,12 +99,10 @@ class RuleComparison:
         rules = [
             {
                 "rule": rule.name,
-                "needed": dataclasses.asdict(rule.blocks_for_kl()),
-                "needed_with_choosing": dataclasses.asdict(rule.blocks_for_kl(with_choosing=True)),
-                "budget": [row.budget for row in rule.rows],
-                "effective": [row.effective for row in rule.rows],
-                "kl": [row.kl for row in rule.rows],
+                "needed": rule.blocks_for_kl()._asdict(),
+                "needed_with_choosing": rule.blocks_for_kl(with_choosing=True)._asdict(),
             }
+            | {name: [getattr(row, name) for row in rule.rows] for name in CURVE}
             for rule in self.rules
         ]
         sizes = {"context": self.context, "block": self.block, "documents": self.documents}
@@ -125,12 +112,7 @@ class RuleComparison:
 def interpolate_share(
     shares: Sequence[float], kls: Sequence[float], target: float
 ) -> RequiredShare:
-    """Return the share at which a falling KL first reaches a target.
-
-    Args:
-        shares: of blocks, ascending.
-        kls: measured there.
-        target: KL.
+    """Return the ascending share at which a falling KL first reaches a target.
 
     Example:
         >>> str(interpolate_share([0.1, 0.2, 0.4], [0.4, 0.2, 0.05], 0.1))
@@ -266,14 +248,6 @@ class ReportData:
         """Computed / visible blocks of each head."""
         return self.plan.blocks / visible_blocks(self.plan.n)
 
-    @property
-    def origin(self) -> str:
-        source = self.plan.calibration
-        machine = source.environment
-        commit = format_commit(machine.commit, machine.dirty)
-        texts = f"{source.documents} documents, {source.tokens:,} tokens"
-        return f"{texts}; {commit}, {machine.utc}"
-
     def curves(self, name: str | None = None) -> Float[np.ndarray, "L Hq levels"] | None:
         """Return the mean of -log(kept mass) at every level, by the plan's selector or another.
 
@@ -287,19 +261,19 @@ class ReportData:
         curves = self.curves(name)
         return None if curves is None else loss_at(curves, self.plan.blocks, self.plan.forced)
 
-    def effects(self) -> Float[np.ndarray, "L Hq"] | None:
-        """Return the KL of the model's predictions caused by each head alone, or None."""
-        by_selector = {} if self.profile is None else self.profile.effects
-        effects = by_selector.get(self.plan.selector.name)
-        return None if effects is None else loss_at(effects, self.plan.blocks, self.plan.forced)
-
     def head_metrics(self) -> dict[str, Float[np.ndarray, "L Hq"]]:
-        """Return the available metrics of each head, by name."""
-        metrics = {"share": self.shares}
-        if self.profile is not None:
+        """Return the available metrics of each head, by name.
+
+        `effect` is the KL of the model's predictions caused by the head alone.
+        """
+        metrics, profile, plan = {"share": self.shares}, self.profile, self.plan
+        if profile is not None:
             names = ("entropy", "outside", "need90")
-            metrics |= {name: getattr(self.profile, name) for name in names}
-        losses = {"kl": self.losses(), "kl_oracle": self.losses(ORACLE), "effect": self.effects()}
+            metrics |= {name: getattr(profile, name) for name in names}
+        losses = {"kl": self.losses(), "kl_oracle": self.losses(ORACLE)}
+        if profile is not None and plan.selector.name in profile.effects:
+            effects = profile.effects[plan.selector.name]
+            losses["effect"] = loss_at(effects, plan.blocks, plan.forced)
         return metrics | {name: array for name, array in losses.items() if array is not None}
 
     def head_maps(self) -> list[HeadMap]:
@@ -339,27 +313,20 @@ class ReportData:
 
 def page(data: ReportData) -> str:
     """Render the page."""
-    size = lambda one: (9.2, _rules_height(one))
     label = "Blocks required by every rule, {}; the table below has the numbers"
-    metrics = data.head_metrics()
+    charts = [
+        plots.to_svg(
+            lambda figure, one=one: _draw_rules(figure, one),
+            (9.2, _rules_height(one)),
+            label=label.format(one.title),
+        )
+        for one in data.comparisons
+    ]
     return pages.render(
-        "plan_report.html.j2",
-        extra="viz",
-        data=data,
-        metrics=metrics,
-        layers=[_layer(data, metrics, layer) for layer in range(data.plan.model.layers)],
-        columns=["head", "kind", "blocks", *(METRICS[name][0] for name in metrics)],
-        charts=[
-            plots.to_svg(
-                lambda figure, one=one: _draw_rules(figure, one),
-                size(one),
-                label=label.format(one.title),
-            )
-            for one in data.comparisons
-        ],
-        target_kl=TARGET_KL,
-        panel=(*PANEL, STRIP),
-    )
+        "plan_report.html.j2", extra="viz", data=data, metrics=data.head_metrics(), charts=charts,
+        oracle=data.curves(ORACLE), kept_points=kept_points, distance_points=distance_points,
+        panel=(*PANEL, STRIP), target_kl=TARGET_KL,
+    )  # fmt: skip
 
 
 def write(data: ReportData, path: Path) -> int:
@@ -369,33 +336,7 @@ def write(data: ReportData, path: Path) -> int:
     return len(text.encode())
 
 
-def _layer(data: ReportData, metrics: dict[str, np.ndarray], layer: int) -> dict[str, Any]:
-    """Return the table and the pictures of the heads of a layer."""
-    rows, pictures = [], []
-    for head, part in enumerate(data.plan.heads[layer]):
-        name, kind = f"L{layer}H{head}", part.kind
-        if kind == "static":
-            kind += f": {len(part.offsets)} diagonals, {len(part.columns)} columns"
-        values = {metric: float(array[layer, head]) for metric, array in metrics.items()}
-        texts = (METRICS[metric][1].format(value) for metric, value in values.items())
-        rows.append((name, kind, f"{part.blocks:,}", *texts))
-        if (profile := data.profile) is not None:
-            lines = {"best": data.curves(ORACLE), "choice": data.curves()}
-            pictures.append({
-                "name": name,
-                "share": values["share"],
-                "kept": math.exp(-values["kl"]) if "kl" in values else None,
-                "lines": {
-                    css: _kept_points(curve[layer, head], profile.forced)
-                    for css, curve in lines.items()
-                    if curve is not None
-                },
-                "far": _distance_points(profile.offset_mass[layer, head]),
-            })  # fmt: skip
-    return {"rows": rows, "pictures": pictures}
-
-
-def _kept_points(curve: Float[np.ndarray, " levels"], forced: ForcedBlocks) -> str:
+def kept_points(curve: Float[np.ndarray, " levels"], forced: ForcedBlocks) -> str:
     """Return SVG points of kept mass over the share of blocks."""
     n = len(curve) - 1
     levels = np.arange(min(forced.blocks_per_row, n), n + 1)
@@ -405,7 +346,7 @@ def _kept_points(curve: Float[np.ndarray, " levels"], forced: ForcedBlocks) -> s
     return _points(x, (1 - np.exp(-curve[levels[index]])) * PANEL[1])
 
 
-def _distance_points(offset_mass: Float[np.ndarray, " Nk"]) -> str:
+def distance_points(offset_mass: Float[np.ndarray, " Nk"]) -> str:
     """Return SVG points of mass over distance in blocks, both logarithmic and averaged."""
     n = len(offset_mass)
     edges = np.unique(np.geomspace(1, n + 1, MAX_POINTS + 1).round().astype(int)) - 1
@@ -419,17 +360,15 @@ def _points(x: Iterable[float], y: Iterable[float]) -> str:
 
 
 def draw(data: ReportData, folder: Path) -> tuple[Path, ...]:
-    """Write plots: `heads.png`, and `rules_<context>_<block>.png` for each comparison.
-
-    Args:
-        data: of the report.
-        folder: created if it is missing.
-    """
+    """Write plots: `heads.png`, and `rules_<context>_<block>.png` for each comparison."""
     maps = data.head_maps()
     layers, heads = data.shares.shape
     size = 1.2 + len(maps) * (0.6 + 0.32 * heads), 1.4 + 0.2 * layers
-    files = [folder / "heads.png"]
-    with plots.open_png(files[0], size, title=data.plan.model.name, origin=data.origin) as figure:
+    files, source = [folder / "heads.png"], data.plan.calibration
+    machine = source.environment
+    origin = f"{source.documents} documents, {source.tokens:,} tokens; {machine.utc}, "
+    origin += format_commit(machine.commit, machine.dirty)
+    with plots.open_png(files[0], size, title=data.plan.model.name, origin=origin) as figure:
         for axes, one in zip(figure.subplots(1, len(maps), squeeze=False)[0], maps, strict=True):
             plots.draw_heat_map(axes, one.values, one.max_value, one.cell)
             axes.set(xlabel="head", ylabel="layer")

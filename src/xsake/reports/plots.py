@@ -35,7 +35,8 @@ STYLE = {
     "axes.spines.top": False, "axes.titlecolor": INK, "axes.titlelocation": "left",
     "axes.titlesize": 10, "figure.facecolor": LIGHT["surface"], "figure.titlesize": 11,
     "figure.titleweight": "bold", "grid.color": LIGHT["line"], "legend.fontsize": 8,
-    "legend.frameon": False, "savefig.dpi": 160, "svg.fonttype": "none", "text.color": INK,
+    "legend.frameon": False, "legend.title_fontsize": 8, "savefig.dpi": 160,
+    "svg.fonttype": "none", "text.color": INK,
     "text.parse_math": False,  # names from files are text, not formulas
     "xtick.color": MUTED, "xtick.labelsize": 8, "ytick.color": MUTED, "ytick.labelsize": 8,
 }  # fmt: skip
@@ -52,15 +53,7 @@ def open_png(
     origin: str = "",
     extra: str = "viz",
 ) -> Iterator[Any]:
-    """Yield a figure and write it to a PNG file.
-
-    Args:
-        path: of the file; its folder is created.
-        size: width and height in inches.
-        title: of the whole figure.
-        origin: of its numbers, in small letters at the bottom.
-        extra: of XSAKE that has matplotlib.
-    """
+    """Yield a figure of `size` inches; write it to a PNG file with the origin of its numbers."""
     with _style(extra):
         figure = _new_figure(size)
         yield figure
@@ -73,13 +66,7 @@ def open_png(
 
 
 def to_svg(draw: Callable[[Any], None], size: tuple[float, float], *, label: str) -> str:
-    """Draw a figure as an SVG element of a page, in the colours of the page's style sheet.
-
-    Args:
-        draw: adds axes to a figure.
-        size: width and height in inches.
-        label: accessible name, different for all figures of a page.
-    """
+    """Return a figure as an SVG element in the colours of a page; labels of a page differ."""
     buffer = io.BytesIO()
     with _style("viz", {"svg.hashsalt": label, "figure.facecolor": "none"}):
         figure = _new_figure(size)
@@ -146,11 +133,13 @@ def draw_cells(
             if index >= len(panels) - columns:
                 axes.set_xlabel(labels[1])
             if max(size) <= GRID_CELLS:
-                axes.set_xticks(np.arange(wide + 1) + offset, minor=True)
-                axes.set_yticks(np.arange(high + 1) + offset, minor=True)
+                for axis, count in ((axes.xaxis, wide), (axes.yaxis, high)):
+                    axis.set_ticks(np.arange(count + 1) + offset, minor=True)
+                    axis.remove_overlapping_locs = False
                 axes.grid(which="minor", color=LIGHT["surface"], linewidth=0.8)
                 axes.tick_params(which="minor", length=0)
-        figure.suptitle(textwrap.fill(title, max(48, 28 * columns)), fontsize=10)
+        text = textwrap.fill(title, max(48, 28 * columns))
+        figure.suptitle(text, fontsize=9, family="monospace", fontweight="normal")
         keys = [
             Patch(facecolor=colour, edgecolor=FAINT, linewidth=0.5, label=name)
             for colour, name in zip(CODES, names, strict=True)
