@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import xsake
-from xsake.masks import Causal, Window
+from xsake.masks import Window
 
 B, T, H, K, D = 2, 70, 4, 2, 16
 KEYS = jax.random.split(jax.random.key(0), 5)
@@ -226,13 +226,3 @@ class TestDotProductAttention:
     def test_cudnn_is_refused(self):
         with pytest.raises(xsake.XsakeError, match="no such implementation"):
             xsake.dot_product_attention(Q, KEY, VALUE, implementation="cudnn")
-
-
-def test_a_sequence_of_names_is_an_order_of_preference():
-    names = ["mosaic_tpu", "xla"]
-    expected = xsake.attention(Q, KEY, VALUE, mask=Causal(), implementation="xla")
-    np.testing.assert_array_equal(
-        xsake.attention(Q, KEY, VALUE, mask=Causal(), implementation=names), expected
-    )
-    operator = xsake.BlockSparseAttention(implementation=names)
-    np.testing.assert_array_equal(operator(Q, KEY, VALUE, mask=Causal()), expected)

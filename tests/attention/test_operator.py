@@ -38,6 +38,13 @@ def test_it_is_frozen_hashable_and_passes_through_jit_as_static():
     np.testing.assert_allclose(run(operator, Q, K, V), attend(Q, K, V, TRIL), atol=3e-6)
 
 
+def test_names_in_a_list_are_hashable_too():
+    operator = xsake.BlockSparseAttention(implementation=["mosaic_tpu", "xla"])
+    assert hash(operator) == hash(dataclasses.replace(operator))
+    expected = xsake.attention(Q, K, V, mask=Causal(), implementation="xla")
+    np.testing.assert_array_equal(operator(Q, K, V, mask=Causal()), expected)
+
+
 def test_dtype_casts_the_inputs():
     out, lse = xsake.BlockSparseAttention(dtype=jnp.bfloat16)(Q, K, V, return_lse=True)
     assert out.dtype == jnp.bfloat16 and lse.dtype == jnp.float32

@@ -3,12 +3,17 @@
 import dataclasses
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import tpu as pltpu
 
 from xsake.kernels.block_sparse.mosaic_gpu import ampere
 from xsake.kernels.block_sparse.mosaic_tpu import kernels as mosaic_tpu
+from xsake.kernels.block_sparse.types import BlockSparseConfig, BlockSparseInputs
 from xsake.kernels.dispatch import BackendSpec
+from xsake.testing.case_table import BY_NAME
 
 # Two cores, memory that holds NaN until it is written, copies that really take turns, and every
 # access checked: against its neighbours' and against the ends of the array.
@@ -27,45 +32,70 @@ def register(monkeypatch, op, **backends):
     monkeypatch.setattr(op, "backends", (*op.backends, *specs))
 
 
-@dataclasses.dataclass(frozen=True)
-class Interpreted:
-    """The backend `mosaic_tpu`, but run by an interpreter and therefore on every platform."""
-
-    interpret: Any = True
-
-    def unsupported_reason(self, inputs, config, platform):
-        return mosaic_tpu.unsupported_reason(inputs, config, "tpu")
-
-    def count_passes(self, inputs, config, platform):
-        return mosaic_tpu.count_passes(inputs, config, "tpu")
-
-    def forward(self, inputs, config, platform):
-        return mosaic_tpu.forward(inputs, config, platform, self.interpret)
-
-    def backward(self, inputs, config, platform, *residuals):
-        return mosaic_tpu.backward(inputs, config, platform, *residuals, interpret=self.interpret)
-
-
 # Memory that holds NaN until it is written, copies that end when a barrier says so, and every
 # access checked: against the copies under way and against the ends of the array.
 GPU_CHECKED = plgpu.InterpretGPUParams(detect_races=True)
 
 
 @dataclasses.dataclass(frozen=True)
-class InterpretedGpu:
-    """A backend for NVIDIA GPUs, run by their interpreter."""
+class Interpreted:
+    """A backend of kernels, but run by an interpreter and therefore on every platform."""
 
-    backend: Any = ampere
-    interpret: Any = GPU_CHECKED
+    backend: Any
+    interpret: Any
+    platform: str  # that it is asked about
 
     def unsupported_reason(self, inputs, config, platform):
-        return self.backend.unsupported_reason(inputs, config, "sm_90")
+        return self.backend.unsupported_reason(inputs, config, self.platform)
 
     def count_passes(self, inputs, config, platform):
-        return self.backend.count_passes(inputs, config, "sm_90")
+        return self.backend.count_passes(inputs, config, self.platform)
 
     def forward(self, inputs, config, platform):
         return self.backend.forward(inputs, config, platform, self.interpret)
 
     def backward(self, inputs, config, platform, *residuals):
         return self.backend.backward(inputs, config, platform, *residuals, interpret=self.interpret)
+
+
+def on_tpu(interpret: Any = True) -> Interpreted:
+    """The backend `mosaic_tpu`."""
+    return Interpreted(mosaic_tpu, interpret, "tpu")
+
+
+def on_gpu(backend: Any = ampere) -> Interpreted:
+    """A backend for NVIDIA GPUs."""
+    return Interpreted(backend, GPU_CHECKED, "sm_90")
+
+
+def case_inputs(name: str, dtype: Any = None) -> BlockSparseInputs:
+    """The inputs of a case of the conformance table that has a layout."""
+    case = BY_NAME[name]
+    arrays = (jnp.asarray(case.inputs().operands[part], dtype) for part in "qkv")
+    return BlockSparseInputs(*arrays, case.schedule)
+
+
+def every_result(interpreted: Interpreted, inputs: BlockSparseInputs, scale: float) -> list[bytes]:
+    """o, lse, dq, dk, dv of one call, as bytes."""
+    config = BlockSparseConfig(scale)
+
+    @jax.jit
+    def run(q, k, v, do, dlse):
+        given = inputs._replace(q=q, k=k, v=v)
+        o, lse = interpreted.forward(given, config, interpreted.platform)
+        rest = o, lse, do, dlse
+        return o, lse, *interpreted.backward(given, config, interpreted.platform, *rest)[:3]
+
+    rng = np.random.default_rng(1)
+    do = jnp.asarray(rng.standard_normal(inputs.q.shape), inputs.q.dtype)
+    dlse = rng.standard_normal(inputs.q.shape[:3], np.float32)
+    return [np.asarray(x).tobytes() for x in run(*inputs[:3], do, dlse)]
+
+
+def assert_declines_tables(backend: Any, platform: str, dtype: Any) -> None:
+    """Masks that need tables are served for a static layout without positions only."""
+    inputs = case_inputs("explicit_with_empty_rows_and_columns", dtype)
+    why = lambda inputs: backend.unsupported_reason(inputs, BlockSparseConfig(0.25), platform)
+    assert why(inputs) is None
+    assert "traced layout" in why(inputs._replace(layout=inputs.layout.traced()))
+    assert "positions" in why(inputs._replace(q_positions=jnp.arange(90)[None]))

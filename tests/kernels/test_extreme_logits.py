@@ -15,15 +15,9 @@ from xsake.testing.cases import ConformanceCase
 from xsake.testing.conformance import bind, call, compute_truth, run_naive, with_gradients
 
 BASE = ConformanceCase(
-    "extreme",
-    Causal(),
-    block=(16, 16),
-    q_tokens=60,
-    kv_tokens=60,
-    head_dim=16,
-    value_dim=16,
+    "extreme", Causal(), block=(16, 16), q_tokens=60, kv_tokens=60, head_dim=16, value_dim=16,
     bias=(False, False),
-)
+)  # fmt: skip
 
 
 def largest_logit(operands):

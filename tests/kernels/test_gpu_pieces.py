@@ -57,8 +57,7 @@ def test_sums_go_to_the_blocks_that_the_kernel_numbers(list_batch, list_heads):
 
 
 @pytest.mark.parametrize(
-    ("backend", "is_traced"),
-    [pytest.param(hopper, False, marks=pytest.mark.slow), (ampere, True)],
+    ("backend", "is_traced"), [pytest.param(hopper, False, marks=pytest.mark.slow), (ampere, True)]
 )
 def test_gradients_of_split_rows_are_those_of_whole_ones(backend, is_traced, monkeypatch):
     layout = BlockLayout.from_mask(Causal(), q_tokens=256, block_q=64, block_kv=64)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import xsake
-from tests.kernels.interpreted import InterpretedGpu, register
+from tests.kernels.interpreted import on_gpu, register
 from tests.kernels.planted import (
     Bug,
     first_head_only,
@@ -16,14 +16,7 @@ from tests.kernels.planted import (
 )
 from xsake.kernels import online_softmax
 from xsake.kernels.block_sparse.api import OP
-from xsake.kernels.block_sparse.mosaic_gpu import (
-    ampere,
-    hopper,
-    kernels,
-    launch,
-    masking,
-    schedule,
-)
+from xsake.kernels.block_sparse.mosaic_gpu import ampere, hopper, kernels, launch, masking, schedule
 from xsake.kernels.block_sparse.mosaic_gpu.ops import GpuOps
 from xsake.kernels.mask_program import MaskProgram
 from xsake.layout.numbering import RaggedGrid
@@ -147,7 +140,7 @@ def _marked(found: Bug, backend):
     + [_marked(each, hopper) for each in BUGS if each.name not in NO_BUG_ON_HOPPER],
 )
 def test_a_planted_bug_is_noticed(found, backend, monkeypatch):
-    register(monkeypatch, OP, gpu_checked=InterpretedGpu(backend))
+    register(monkeypatch, OP, gpu_checked=on_gpu(backend))
     plant(monkeypatch, found)
     assert noticed(found.case) != []
 
@@ -155,5 +148,5 @@ def test_a_planted_bug_is_noticed(found, backend, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_nothing_is_noticed_without_a_bug(case, monkeypatch):
-    register(monkeypatch, OP, gpu_checked=InterpretedGpu())
+    register(monkeypatch, OP, gpu_checked=on_gpu())
     assert noticed(case) == []

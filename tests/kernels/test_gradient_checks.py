@@ -17,34 +17,14 @@ from xsake.testing.cases import ConformanceCase
 from xsake.testing.conformance import bind, call, run_case, with_gradients
 
 SMALL = ConformanceCase(
-    "small",
-    PerHead([Causal(), Causal() & Window(left=3, right=0)]),
-    block=(4, 8),
-    q_tokens=13,
-    kv_tokens=13,
-    q_heads=2,
-    kv_heads=1,
-    head_dim=4,
-    value_dim=3,
-    dtype="float64",
-    softcap=2.0,
-    sinks=2,
-    bias=(False, True),
-)
+    "small", PerHead([Causal(), Causal() & Window(left=3, right=0)]), block=(4, 8), q_tokens=13,
+    kv_tokens=13, q_heads=2, kv_heads=1, head_dim=4, value_dim=3, dtype="float64", softcap=2.0,
+    sinks=2, bias=(False, True),
+)  # fmt: skip
 WIDE = ConformanceCase(
-    "wide",
-    Causal() & Window(left=40, right=0),
-    block=(32, 32),
-    q_tokens=75,
-    kv_tokens=75,
-    q_heads=2,
-    kv_heads=1,
-    head_dim=64,
-    value_dim=48,
-    dtype="float64",
-    sinks=0,
-    softcap=5.0,
-)
+    "wide", Causal() & Window(left=40, right=0), block=(32, 32), q_tokens=75, kv_tokens=75,
+    q_heads=2, kv_heads=1, head_dim=64, value_dim=48, dtype="float64", sinks=0, softcap=5.0,
+)  # fmt: skip
 
 
 @pytest.fixture

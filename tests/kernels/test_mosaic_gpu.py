@@ -12,7 +12,13 @@ import numpy as np
 import pytest
 
 import xsake
-from tests.kernels.interpreted import GPU_CHECKED, InterpretedGpu, register
+from tests.kernels.interpreted import (
+    assert_declines_tables,
+    case_inputs,
+    every_result,
+    on_gpu,
+    register,
+)
 from xsake.errors import UnsupportedError
 from xsake.kernels.block_sparse.api import OP
 from xsake.kernels.block_sparse.mosaic_gpu import ampere, hopper, schedule
@@ -44,28 +50,14 @@ OWN_CASES = [
         "group_of_eight", Causal(), block=(32, 16), q_heads=8, kv_heads=1, batch=2, **SMALL
     ),
     ConformanceCase(
-        "segments_and_windows",
-        PerHead(WINDOWS[:4]),
-        block=(32, 32),
-        q_heads=4,
-        kv_heads=2,
-        batch=2,
-        segments=(((20, 18), (20, 18)), ((45,), (45,))),
-        softcap=2.0,
-        sinks=2,
-        **SMALL,
+        "segments_and_windows", PerHead(WINDOWS[:4]), block=(32, 32), q_heads=4, kv_heads=2,
+        batch=2, segments=(((20, 18), (20, 18)), ((45,), (45,))), softcap=2.0, sinks=2, **SMALL,
     ),
     ConformanceCase(
-        "blocks_of_several_tiles",
-        Causal() & Window(left=100, right=0),
-        block=(128, 64),
-        q_tokens=190,
-        kv_tokens=190,
-        q_heads=2,
-        kv_heads=1,
-        dtype="float16",
+        "blocks_of_several_tiles", Causal() & Window(left=100, right=0), block=(128, 64),
+        q_tokens=190, kv_tokens=190, q_heads=2, kv_heads=1, dtype="float16",
     ),
-]
+]  # fmt: skip
 # Each for what it alone has; the others are for the nightly lane.
 EVERY_TIME = [
     OWN_CASES[2],
@@ -76,7 +68,7 @@ EVERY_TIME = [
 @pytest.fixture(autouse=True)
 def interpreter(monkeypatch):
     """Both backends, run by the interpreter."""
-    register(monkeypatch, OP, gpu_checked=InterpretedGpu(), hopper_checked=InterpretedGpu(hopper))
+    register(monkeypatch, OP, gpu_checked=on_gpu(), hopper_checked=on_gpu(hopper))
 
 
 @pytest.mark.parametrize("case", EVERY_TIME, ids=lambda case: case.name)
@@ -99,12 +91,6 @@ def test_the_whole_table_is_within_the_error_budget_and_without_races(case, impl
     assert failures(check_case(xsake.attention, case, implementation)) == []
 
 
-def inputs_of(name: str, dtype=jnp.bfloat16) -> BlockSparseInputs:
-    case = BY_NAME[name]
-    x = case.inputs().operands
-    return BlockSparseInputs(*(jnp.asarray(x[part], dtype) for part in "qkv"), case.schedule)
-
-
 @pytest.mark.parametrize(
     ("platform", "reason"),
     [
@@ -118,12 +104,13 @@ def inputs_of(name: str, dtype=jnp.bfloat16) -> BlockSparseInputs:
     ],
 )
 def test_the_capability_is_checked_before_anything_is_lowered(platform, reason):
-    found = ampere.unsupported_reason(inputs_of("ragged_grid"), BlockSparseConfig(0.2), platform)
+    inputs = case_inputs("ragged_grid", jnp.bfloat16)
+    found = ampere.unsupported_reason(inputs, BlockSparseConfig(0.2), platform)
     assert found is None if reason is None else reason in found
 
 
 def test_float32_and_bias_are_declined_with_their_reasons():
-    inputs, config = inputs_of("ragged_grid", jnp.float32), BlockSparseConfig(0.2)
+    inputs, config = case_inputs("ragged_grid"), BlockSparseConfig(0.2)
     assert "not float32" in ampere.unsupported_reason(inputs, config, "sm_80")
     with pytest.raises(UnsupportedError, match="bias"):
         check_case(xsake.attention, _half(BY_NAME["bias_shared"]), "gpu_checked")
@@ -146,29 +133,7 @@ def test_explain_reports_the_backend_of_each_gpu_and_why():
 
 
 def test_rules_that_need_tables_are_declined_for_traced_layouts_and_positions():
-    inputs = inputs_of("explicit_with_empty_rows_and_columns")
-    config = BlockSparseConfig(0.25)
-    assert ampere.unsupported_reason(inputs, config, "sm_80") is None
-    traced = inputs._replace(layout=inputs.layout.traced())
-    assert "traced layout" in ampere.unsupported_reason(traced, config, "sm_80")
-    moved = inputs._replace(q_positions=jnp.arange(90)[None])
-    assert "positions" in ampere.unsupported_reason(moved, config, "sm_80")
-
-
-def every_result(inputs: BlockSparseInputs, config: BlockSparseConfig) -> list[bytes]:
-    """o, lse, dq, dk, dv of one call, as bytes."""
-
-    @jax.jit
-    def run(q, k, v, do, dlse):
-        given = inputs._replace(q=q, k=k, v=v)
-        o, lse = ampere.forward(given, config, "cuda", GPU_CHECKED)
-        grads = ampere.backward(given, config, "cuda", o, lse, do, dlse, interpret=GPU_CHECKED)
-        return o, lse, *grads[:3]
-
-    rng = np.random.default_rng(1)
-    do = jnp.asarray(rng.standard_normal(inputs.q.shape), inputs.q.dtype)
-    dlse = rng.standard_normal(inputs.q.shape[:3], np.float32)
-    return [np.asarray(x).tobytes() for x in run(*inputs[:3], do, dlse)]
+    assert_declines_tables(ampere, "sm_80", jnp.bfloat16)
 
 
 def small_inputs() -> BlockSparseInputs:
@@ -181,9 +146,9 @@ def small_inputs() -> BlockSparseInputs:
 
 @pytest.mark.slow
 def test_a_traced_layout_gives_the_bits_of_the_static_one():
-    inputs, config = small_inputs(), BlockSparseConfig(0.2)
+    inputs = small_inputs()
     traced = inputs._replace(layout=inputs.layout.traced(capacity=40))
-    assert every_result(traced, config) == every_result(inputs, config)
+    assert every_result(on_gpu(), traced, 0.2) == every_result(on_gpu(), inputs, 0.2)
 
 
 @pytest.mark.slow
@@ -200,12 +165,11 @@ def test_what_no_query_sees_changes_no_bit():
         v=jnp.where(bad_key, jnp.inf, clean.v),
         q=jnp.where(bad_query, jnp.nan, clean.q),
     )
-    config = BlockSparseConfig(0.2)
-    assert every_result(dirty, config) == every_result(clean, config)
+    assert every_result(on_gpu(), dirty, 0.2) == every_result(on_gpu(), clean, 0.2)
 
 
 def test_rows_start_longest_first_and_every_row_once():
-    lists = schedule.schedule_queries(inputs_of("ragged_grid"), 32).lists
+    lists = schedule.schedule_queries(case_inputs("ragged_grid", jnp.bfloat16), 32).lists
     assert (np.diff(lists.stops - lists.starts) <= 0).all()
     assert sorted(lists.rows) == list(range(len(lists.rows)))
 

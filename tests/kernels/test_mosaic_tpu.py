@@ -12,7 +12,14 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 import xsake
-from tests.kernels.interpreted import CHECKED, Interpreted, register
+from tests.kernels.interpreted import (
+    CHECKED,
+    assert_declines_tables,
+    case_inputs,
+    every_result,
+    on_tpu,
+    register,
+)
 from tests.lanes import gate
 from xsake.errors import UnsupportedError
 from xsake.kernels.block_sparse.api import OP
@@ -37,46 +44,22 @@ OWN_CASES = [
         "three_query_heads_a_group", PerHead(WINDOWS), block=(16, 8), q_heads=9, kv_heads=3, **SMALL
     ),
     ConformanceCase(
-        "eight_query_heads_a_group",
-        PerHead(WINDOWS[:8]),
-        block=(8, 16),
-        q_heads=8,
-        kv_heads=1,
-        batch=2,
+        "eight_query_heads_a_group", PerHead(WINDOWS[:8]), block=(8, 16), q_heads=8, kv_heads=1,
+        batch=2, **SMALL,
+    ),
+    ConformanceCase(
+        "shared_list_group_of_three", Causal(), block=(16, 16), q_heads=6, kv_heads=2, batch=2,
         **SMALL,
     ),
     ConformanceCase(
-        "shared_list_group_of_three",
-        Causal(),
-        block=(16, 16),
-        q_heads=6,
-        kv_heads=2,
-        batch=2,
-        **SMALL,
+        "segments_and_windows", PerHead(WINDOWS[:4]), block=(16, 16), q_heads=4, kv_heads=2,
+        batch=2, segments=(((20, 18), (20, 18)), ((45,), (45,))), softcap=2.0, sinks=2, **SMALL,
     ),
     ConformanceCase(
-        "segments_and_windows",
-        PerHead(WINDOWS[:4]),
-        block=(16, 16),
-        q_heads=4,
-        kv_heads=2,
-        batch=2,
-        segments=(((20, 18), (20, 18)), ((45,), (45,))),
-        softcap=2.0,
-        sinks=2,
-        **SMALL,
+        "hardware_blocks", Causal() & Window(left=150, right=0), block=(128, 128), q_tokens=300,
+        kv_tokens=300, head_dim=64, value_dim=64, dtype="bfloat16",
     ),
-    ConformanceCase(
-        "hardware_blocks",
-        Causal() & Window(left=150, right=0),
-        block=(128, 128),
-        q_tokens=300,
-        kv_tokens=300,
-        head_dim=64,
-        value_dim=64,
-        dtype="bfloat16",
-    ),
-]
+]  # fmt: skip
 STRICT = [
     *OWN_CASES[:4],
     *(
@@ -108,7 +91,7 @@ STRICT_EVERY_TIME = ["three_query_heads_a_group", "ragged_grid_traced", "empty_l
 @pytest.fixture(autouse=True)
 def interpreters(monkeypatch):
     """Both interpreters as backends, each under its name."""
-    register(monkeypatch, OP, tpu_interpreted=Interpreted(), tpu_checked=Interpreted(CHECKED))
+    register(monkeypatch, OP, tpu_interpreted=on_tpu(), tpu_checked=on_tpu(CHECKED))
     monkeypatch.setattr(schedule, "MAX_SLOTS", 2)  # half the code, half the time to compile it
     yield
     pltpu.reset_tpu_interpret_mode_state()
@@ -137,61 +120,31 @@ def test_what_is_declined_is_declined_with_its_reason(name, reason):
 
 
 def test_rules_that_need_tables_are_declined_for_traced_layouts_and_positions():
-    case = BY_NAME["explicit_with_empty_rows_and_columns"]
-    x = case.inputs().operands
-    inputs = BlockSparseInputs(*(jnp.asarray(x[name]) for name in "qkv"), case.schedule)
-    config = BlockSparseConfig(0.25)
-    assert mosaic_tpu.unsupported_reason(inputs, config, "tpu") is None
-    traced = inputs._replace(layout=case.schedule.traced())
-    assert "traced layout" in mosaic_tpu.unsupported_reason(traced, config, "tpu")
-    moved = inputs._replace(q_positions=jnp.arange(90)[None])
-    assert "positions" in mosaic_tpu.unsupported_reason(moved, config, "tpu")
-
-
-def every_result(inputs, config, seed=1):
-    """o, lse, dq, dk, dv of one call by the plain interpreter, as bytes."""
-
-    @jax.jit
-    def run(q, k, v, do, dlse):
-        given = inputs._replace(q=q, k=k, v=v)
-        o, lse = mosaic_tpu.forward(given, config, "tpu", True)
-        grads = mosaic_tpu.backward(given, config, "tpu", o, lse, do, dlse, interpret=True)
-        return o, lse, *grads[:3]
-
-    rng = np.random.default_rng(seed)
-    do = rng.standard_normal(inputs.q.shape, np.float32)
-    dlse = rng.standard_normal(inputs.q.shape[:3], np.float32)
-    return [np.asarray(x).tobytes() for x in run(*inputs[:3], do, dlse)]
-
-
-def ragged_inputs() -> BlockSparseInputs:
-    case = BY_NAME["ragged_grid"]
-    x = case.inputs().operands
-    return BlockSparseInputs(*(jnp.asarray(x[name]) for name in "qkv"), case.schedule)
+    assert_declines_tables(mosaic_tpu, "tpu", jnp.float32)
 
 
 @pytest.mark.slow
 def test_launches_and_cores_change_no_bit(monkeypatch):
-    inputs, config = ragged_inputs(), BlockSparseConfig(0.2)
-    whole = every_result(inputs, config)
+    inputs, config = case_inputs("ragged_grid"), BlockSparseConfig(0.2)
+    whole = every_result(on_tpu(), inputs, 0.2)
     assert [x.launches for x in mosaic_tpu.count_passes(inputs, config, "tpu")] == [1, 1, 1]
     monkeypatch.setattr(schedule, "CORES", 1)
-    assert every_result(inputs, config) == whole
+    assert every_result(on_tpu(), inputs, 0.2) == whole
     monkeypatch.setattr(schedule, "CORES", 2)
     monkeypatch.setattr(schedule, "MAX_ENTRIES", 55)
     assert all(x.launches > 1 for x in mosaic_tpu.count_passes(inputs, config, "tpu"))
-    assert every_result(inputs, config) == whole
+    assert every_result(on_tpu(), inputs, 0.2) == whole
 
 
 @pytest.mark.slow
 def test_a_traced_layout_gives_the_bits_of_the_static_one(monkeypatch):
-    inputs, config = ragged_inputs(), BlockSparseConfig(0.2)
-    whole = every_result(inputs, config)
+    inputs, config = case_inputs("ragged_grid"), BlockSparseConfig(0.2)
+    whole = every_result(on_tpu(), inputs, 0.2)
     traced = inputs._replace(layout=inputs.layout.traced(capacity=120))
-    assert every_result(traced, config) == whole
+    assert every_result(on_tpu(), traced, 0.2) == whole
     monkeypatch.setattr(schedule, "MAX_ENTRIES", 150)
     assert all(x.launches > 1 for x in mosaic_tpu.count_passes(traced, config, "tpu"))
-    assert every_result(traced, config) == whole
+    assert every_result(on_tpu(), traced, 0.2) == whole
 
 
 @pytest.mark.slow
@@ -224,7 +177,7 @@ def kernel_calls(jaxpr):
 
 @pytest.mark.parametrize("is_traced", [False, True])
 def test_the_compiler_gets_the_cost_that_the_model_counts(is_traced):
-    static, config = ragged_inputs(), BlockSparseConfig(0.2)
+    static, config = case_inputs("ragged_grid"), BlockSparseConfig(0.2)
 
     def run(arrays, layout, do, dlse):
         inputs = BlockSparseInputs(*arrays, static.layout if layout is None else layout)
@@ -298,7 +251,7 @@ def test_a_global_matmul_precision_changes_no_product():
 
 
 def test_tiles_can_be_chosen():
-    inputs = ragged_inputs()
+    inputs = case_inputs("ragged_grid")
     counted = mosaic_tpu.count_passes(inputs, BlockSparseConfig(0.2, tiles=TileSizes(1, 2)), "tpu")
     assert [x.tiles.blocks for x in counted] == [2, 2, 2]
     assert counted[0].computed == 2 * counted[0].steps

@@ -8,7 +8,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 import xsake
-from tests.kernels.interpreted import Interpreted, InterpretedGpu, register
+from tests.kernels.interpreted import on_gpu, on_tpu, register
 from tests.lanes import RUNNABLE, each_implementation
 from xsake.kernels.block_sparse import api
 from xsake.kernels.block_sparse.mosaic_tpu import schedule
@@ -36,17 +36,10 @@ def assert_same_bits(clean, dirty, names=None):
 
 
 LOCAL = ConformanceCase(
-    "local",
-    PerHead([Causal() & Window(left=left, right=0) for left in (5, 9, 14, 20)]),
-    block=(16, 16),
-    batch=2,
-    q_tokens=77,
-    kv_tokens=77,
-    q_heads=4,
-    kv_heads=2,
-    head_dim=16,
+    "local", PerHead([Causal() & Window(left=left, right=0) for left in (5, 9, 14, 20)]),
+    block=(16, 16), batch=2, q_tokens=77, kv_tokens=77, q_heads=4, kv_heads=2, head_dim=16,
     value_dim=16,
-)
+)  # fmt: skip
 SUBJECTS = [
     BY_NAME["explicit_with_empty_rows_and_columns"],
     dataclasses.replace(
@@ -192,30 +185,22 @@ PADDING = {
     ),
     "softcap": ConformanceCase("cap", Causal(), (16, 16), q_tokens=40, kv_tokens=48, softcap=3.0),
     "positions": ConformanceCase(
-        "placed",
-        Window(left=70, right=50),
-        q_tokens=20,
-        kv_tokens=48,
+        "placed", Window(left=70, right=50), q_tokens=20, kv_tokens=48,
         q_positions=tuple(range(100, 120)),
     ),
     "softcap_and_padding_segments": ConformanceCase(
-        "waiting",
-        Causal(),
-        (16, 16),
-        q_tokens=50,
-        kv_tokens=50,
-        softcap=30.0,
+        "waiting", Causal(), (16, 16), q_tokens=50, kv_tokens=50, softcap=30.0,
         segments=(((44,), (44,)),),
     ),
     "softcap_and_unlisted_blocks": ConformanceCase(
         "unlisted", layout=_first_block, q_tokens=64, kv_tokens=64, softcap=5.0
     ),
-}
+}  # fmt: skip
 
 
 @pytest.fixture
 def interpreters(monkeypatch):
-    register(monkeypatch, api.OP, tpu_interpreted=Interpreted(), gpu_interpreted=InterpretedGpu())
+    register(monkeypatch, api.OP, tpu_interpreted=on_tpu(), gpu_interpreted=on_gpu())
     monkeypatch.setattr(schedule, "MAX_SLOTS", 2)
     yield
     pltpu.reset_tpu_interpret_mode_state()

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 import xsake
-from tests.lanes import RUNNABLE, each_implementation
-from xsake.errors import LayoutError, XsakeError
+from tests.lanes import each_implementation
 from xsake.layout import BlockLayout
-from xsake.masks import Causal, Explicit, Full, Window
+from xsake.masks import Causal, Explicit, Window
 from xsake.testing.case_table import BY_NAME
 from xsake.testing.cases import ConformanceCase
 from xsake.testing.conformance import compare, failures, reference_results, run_case
@@ -91,31 +90,6 @@ def test_causal_compares_positions_and_guesses_no_corner(implementation):
     np.testing.assert_array_equal(seen, np.tril(np.ones((5, 40), bool)))
 
 
-def test_duplicate_blocks_are_refused_or_harmless():
-    indices, counts = np.array([[[0, 1, 1]]] * 1), np.array([[3]])
-    sizes = {"q_tokens": 16, "kv_tokens": 48, "block_q": 16, "block_kv": 16}
-    with pytest.raises(LayoutError):
-        BlockLayout.from_indices_counts(indices, counts, **sizes)
-    once = BlockLayout.from_indices_counts(np.array([[[0, 1]]]), np.array([[2]]), **sizes)
-    twice = BlockLayout.from_indices_counts(jnp.asarray(indices), jnp.asarray(counts), **sizes)
-    case = ConformanceCase("duplicates", layout=lambda case: once, q_tokens=16, kv_tokens=48)
-    inputs = case.inputs()
-    for implementation in RUNNABLE:
-        first = run_case(xsake.attention, case, implementation, inputs)
-        other = dataclasses.replace(case, layout=lambda case: twice)
-        second = run_case(xsake.attention, other, implementation, inputs)
-        for name in first:
-            np.testing.assert_allclose(first[name], second[name], atol=2e-6)
-
-
-def test_reported_budget_is_counted_from_the_list():
-    layout = BY_NAME["ragged_grid"].schedule
-    listed = layout.to_block_mask()
-    visible = listed.shape[0] * listed.shape[1] * np.tril(np.ones(listed.shape[2:], bool)).sum()
-    assert layout.stats().items == listed.sum()
-    assert layout.stats().budget == pytest.approx(listed.sum() / visible)
-
-
 @each_implementation
 def test_mask_and_layout_together_mean_both(implementation):
     table = np.random.default_rng(0).random((64, 64)) < 0.7
@@ -143,43 +117,3 @@ def test_mask_and_layout_together_mean_both(implementation):
     out, lse = attend(*inputs.operands.values())
     got = {"out": np.asarray(out), "lse": np.asarray(lse)}
     assert failures(compare(got, plain, {n: truth[n] for n in got}, dtype="float32")) == []
-
-
-@each_implementation
-def test_mask_is_asked_at_the_given_positions_even_beside_a_layout(implementation):
-    """Blocks above the diagonal of indices hold visible pairs when the queries come late."""
-    case = ConformanceCase(
-        "late", Causal(), q_tokens=32, kv_tokens=64, q_positions=tuple(range(20, 52))
-    )
-    every_block = BlockLayout.from_block_mask(np.ones((2, 4), bool), block_q=16, block_kv=16)
-    inputs, truth, plain = reference_results(case)
-    out, lse = xsake.attention(
-        **inputs.operands,
-        **inputs.integers,
-        mask=case.mask,
-        layout=every_block,
-        return_lse=True,
-        implementation=implementation,
-    )
-    got = {"out": np.asarray(out), "lse": np.asarray(lse)}
-    assert failures(compare(got, plain, {n: truth[n] for n in got}, dtype="float32")) == []
-
-
-@each_implementation
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"implementation": "no_such_backend"},
-        {"softcap": -1.0},
-        {"sinks": np.zeros(3, np.float32)},
-        {"kv_segment_ids": np.zeros((1, 96), np.int32)},
-        {"layout": BlockLayout.from_mask(Causal(), q_tokens=64)},
-        {"k": np.zeros((1, 96, 3, 32), np.float32)},
-        {"bias": np.zeros((1, 1, 96, 95), np.float32)},
-    ],
-    ids=lambda change: next(iter(change)),
-)
-def test_what_cannot_be_served_raises(change, implementation):
-    inputs = ConformanceCase("refused").inputs()
-    with pytest.raises(XsakeError):
-        xsake.attention(**{**inputs.operands, "implementation": implementation, **change})

@@ -77,10 +77,15 @@ STANDARD = {
     "peers: tile sizes change nothing": [
         "test_tile_sizes.py::test_tile_sizes_never_change_the_result"
     ],
-    "peers: duplicates": ["test_semantics.py::test_duplicate_blocks_are_refused_or_harmless"],
-    "peers: unsupported arguments raise": ["test_semantics.py::test_what_cannot_be_served_raises"],
+    "peers: duplicates": [
+        "../layout/test_indices_counts.py::test_static_duplicates_are_refused",
+        "../layout/test_indices_counts.py::test_traced_duplicates_merge_and_strays_vanish",
+    ],
+    "peers: unsupported arguments raise": [
+        "../attention/test_validation.py::test_errors_state_what_got_expected_and_fix"
+    ],
     "peers: reported budget is counted": [
-        "test_semantics.py::test_reported_budget_is_counted_from_the_list"
+        "../layout/test_layout_value.py::test_statistics_of_a_causal_layout_with_ragged_heads"
     ],
     "traced layouts": [
         "test_transformations.py::test_traced_layout_gives_the_bits_of_the_static_one",

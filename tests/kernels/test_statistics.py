@@ -40,30 +40,21 @@ CASES = [
         ConformanceCase(
             "everything",
             PerHead([Full(), LOCAL, Random(keep=0.3, seed=1, cell=4), Window(left=0, right=9)]),
-            q_tokens=77,
-            kv_tokens=93,
-            dtype="bfloat16",
-            softcap=1.5,
-            scale=0.4,
-            segments=(((30, 20, 27), (30, 20, 27)), ((60,), (60,))),
-            **TWO_BY_TWO,
+            q_tokens=77, kv_tokens=93, dtype="bfloat16", softcap=1.5, scale=0.4,
+            segments=(((30, 20, 27), (30, 20, 27)), ((60,), (60,))), **TWO_BY_TWO,
         ),
         25,
     ),
     (
         ConformanceCase(
-            "late_queries",
-            PerHead([LOCAL, Causal()]),
-            q_tokens=33,
-            kv_tokens=93,
-            dtype="float16",
+            "late_queries", PerHead([LOCAL, Causal()]), q_tokens=33, kv_tokens=93, dtype="float16",
             q_positions=(tuple(range(60, 93)), tuple(range(33))),
             kv_positions=tuple(int(p) for p in np.random.default_rng(5).permutation(93)),
             **TWO_BY_TWO,
         ),
         8,
     ),
-]
+]  # fmt: skip
 BY_NAME = {case.name: (case, block) for case, block in CASES}
 
 

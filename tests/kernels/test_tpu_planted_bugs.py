@@ -8,7 +8,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 import xsake
-from tests.kernels.interpreted import CHECKED, Interpreted, register
+from tests.kernels.interpreted import CHECKED, on_tpu, register
 from tests.kernels.planted import (
     Bug,
     first_head_only,
@@ -68,7 +68,7 @@ def noticed(case: str, interpreter: str) -> list[str]:
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
     """Both interpreters, and no trace or schedule of an earlier kernel."""
-    register(monkeypatch, OP, plain=Interpreted(), strict=Interpreted(CHECKED))
+    register(monkeypatch, OP, plain=on_tpu(), strict=on_tpu(CHECKED))
     monkeypatch.setattr(schedule, "MAX_SLOTS", 2)
 
     def forget():

@@ -17,17 +17,9 @@ from xsake.testing.cases import ConformanceCase
 from xsake.testing.conformance import bind, call, run_case, with_gradients
 
 CASE = ConformanceCase(
-    "transformed",
-    Causal(),
-    block=(16, 16),
-    q_tokens=45,
-    kv_tokens=45,
-    q_heads=2,
-    kv_heads=1,
-    head_dim=16,
-    value_dim=16,
-    sinks=0,
-)
+    "transformed", Causal(), block=(16, 16), q_tokens=45, kv_tokens=45, q_heads=2, kv_heads=1,
+    head_dim=16, value_dim=16, sinks=0,
+)  # fmt: skip
 
 
 def loss_of(case, implementation):

@@ -39,12 +39,7 @@ def assert_no_vain_items(layout, pairs):
     mask=st.none() | headless_masks,
 )
 def test_resizing_keeps_every_pair(seed, density, lengths, old, new, mask):
-    sizes = {
-        "q_tokens": lengths[0],
-        "kv_tokens": lengths[1],
-        "block_q": old[0],
-        "block_kv": old[1],
-    }
+    sizes = {"q_tokens": lengths[0], "kv_tokens": lengths[1], "block_q": old[0], "block_kv": old[1]}
     chosen = random_choice(seed, density, sizes, heads=2)
     layout = BlockLayout.from_block_mask(chosen, mask=mask, **sizes)
     resized = layout.resize(*new).validate()

@@ -5,10 +5,4 @@ from xsake.attention.dot_product import dot_product_attention
 from xsake.attention.explain import Explanation, explain
 from xsake.attention.operator import BlockSparseAttention
 
-__all__ = [
-    "BlockSparseAttention",
-    "Explanation",
-    "attention",
-    "dot_product_attention",
-    "explain",
-]
+__all__ = ["BlockSparseAttention", "Explanation", "attention", "dot_product_attention", "explain"]

@@ -6,7 +6,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from xsake.attention.runtime_pruning import prune_blocks
-from xsake.attention.sharded import attention_by_sharding
+from xsake.attention.sharded import attention_on_mesh
 from xsake.attention.types import AttentionArgs, Implementation, Mask
 from xsake.attention.validation import canonicalize_args, make_output, no_runtime_typecheck
 from xsake.kernels import dispatch
@@ -95,7 +95,7 @@ def attend(
     """Return `(o, lse)` of a validated call, with the sharding of its arrays."""
     placing = placing_of(q=inputs.q, k=inputs.k, v=inputs.v)
     if placing is not None:
-        return attention_by_sharding(placing, inputs, config, implementation, sinks)
+        return attention_on_mesh(placing, inputs, config, implementation, sinks)
     runtime_rules = inputs.q_positions, inputs.kv_positions, inputs.q_segment_ids
     if any(x is not None for x in runtime_rules):
         inputs = prune_blocks(inputs)

@@ -36,56 +36,38 @@ class MeshSplit(NamedTuple):
 
 
 def attention_on_mesh(
-    mesh: Mesh,
+    mesh: Mesh | Placing,
     inputs: BlockSparseInputs,
     config: BlockSparseConfig,
     implementation: Implementation,
     sinks: Array | None,
 ) -> Any:
-    """Return `(o, lse)`; the batch is sharded over "data" and "fsdp", heads over "tensor".
+    """Return `(o, lse)` of a call whose batch and heads are sharded.
 
-    A block list shared by all heads and batch elements is replicated. Otherwise it is split into
-    one list of equal capacity per device.
+    They are split over the axes "data", "fsdp" and "tensor" of a mesh, or as a `Placing` says,
+    which is that of the arrays' types. A block list shared by all heads and batch elements is
+    replicated. Otherwise it is split into one list of equal capacity per device.
     """
-    split = split_over_mesh(mesh, inputs)
-    return _attention_split(mesh, split, inputs, config, implementation, sinks)
-
-
-def attention_by_sharding(
-    placing: Placing,
-    operands: BlockSparseInputs,
-    problem: BlockSparseConfig,
-    implementation: Implementation,
-    sinks,
-) -> Any:
-    """Return `(out, lse)` of arrays whose types are sharded over batch and heads."""
-    batch = (placing.batch,) if isinstance(placing.batch, str) else placing.batch
-    split = MeshSplit(batch, placing.heads, *placing.parts)
-    _check_mask_heads(operands, split)
-    return _attention_split(placing.mesh, split, operands, problem, implementation, sinks)
-
-
-def _attention_split(
-    mesh: Mesh | AbstractMesh,
-    split: MeshSplit,
-    operands: BlockSparseInputs,
-    problem: BlockSparseConfig,
-    implementation: Implementation,
-    sinks,
-) -> Any:
-    layout = operands.layout
-    arrays = {**operands._asdict(), "sinks": sinks}
+    if isinstance(mesh, Placing):
+        batch = (mesh.batch,) if isinstance(mesh.batch, str) else mesh.batch
+        mesh, split = mesh.mesh, MeshSplit(batch, mesh.heads, *mesh.parts)
+        _check_mask_heads(inputs, split)
+    else:
+        split = split_over_mesh(mesh, inputs)
+    layout = inputs.layout
+    arrays = {**inputs._asdict(), "sinks": sinks}
     del arrays["layout"]
     arrays = {name: x for name, x in arrays.items() if x is not None}
-    OP.check(operands, problem, OP.names(implementation))
+    names = OP.names(implementation)
+    OP.check(inputs, config, names)
     shared = is_shared(layout, split)
     lists = Items(layout.row_starts, layout.kv_block, layout.is_partial)
     data = None if shared and layout.is_static else lists if shared else split_layout(layout, split)
     program = _ShardedProgram(
         mesh=mesh,
         split=split,
-        problem=problem,
-        implementation=OP.names(implementation),
+        problem=config,
+        implementation=names,
         static=layout if data is None else None,
         grid=layout.grid,
         mask=layout.mask,

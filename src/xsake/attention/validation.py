@@ -171,21 +171,19 @@ def _layout(q: Any, k: Any, args: AttentionArgs) -> BlockLayout:
     mask, layout = args.mask, args.layout
     has_positions = args.q_positions is not None or args.kv_positions is not None
     if layout is None:
-        block_q, block_kv = _block_sizes(args, q, k)
-        layout = BlockLayout.from_mask(
-            Full() if has_positions or mask is None else mask,
-            q_tokens=q.shape[1], kv_tokens=k.shape[1], block_q=block_q, block_kv=block_kv,
-        )  # fmt: skip
+        sizes = dict(zip(("block_q", "block_kv"), _block_sizes(args, q, k), strict=True))
+        rule = Full() if has_positions or mask is None else mask
+        layout = BlockLayout.from_mask(rule, q_tokens=q.shape[1], kv_tokens=k.shape[1], **sizes)
         layout = _replace_mask(layout, mask) if has_positions and mask is not None else layout
     else:
         _check_layout(layout, q, k, args.block_size)
         if has_positions:
             _check_positions(layout)
-        if mask is not None:
-            combined = mask if layout.mask is None else layout.mask & mask
-            layout = (
-                _replace_mask(layout, combined) if has_positions else _intersect_mask(layout, mask)
-            )
+        if mask is not None and has_positions:
+            layout = _replace_mask(layout, mask if layout.mask is None else layout.mask & mask)
+        elif mask is not None:
+            intersect = _intersect_static if layout.is_static else BlockLayout.with_mask
+            layout = intersect(layout, mask)
     check_heads(layout.heads, q, k)
     return layout
 
@@ -208,13 +206,7 @@ def _replace_mask(layout: BlockLayout, mask: AbstractMask) -> BlockLayout:
     return dataclasses.replace(layout, mask=mask)
 
 
-def _intersect_mask(layout: BlockLayout, mask: AbstractMask) -> BlockLayout:
-    return _intersect_mask_static(layout, mask) if layout.is_static else layout.with_mask(mask)
-
-
-@cache_live
-def _intersect_mask_static(layout: BlockLayout, mask: AbstractMask) -> BlockLayout:
-    return layout.with_mask(mask)
+_intersect_static = cache_live(BlockLayout.with_mask)
 
 
 def _check_layout(layout: Any, q: Any, k: Any, block_size: Any) -> None:
@@ -234,19 +226,14 @@ def _check_layout(layout: Any, q: Any, k: Any, block_size: Any) -> None:
         )
     sizes, tokens = (layout.q_tokens, layout.kv_tokens), (q.shape[1], k.shape[1])
     if sizes != tokens:
-        raise ShapeError(
-            "the layout has other lengths than the arrays",
-            got=f"layout of {sizes[0]} x {sizes[1]} tokens, arrays of {tokens[0]} x {tokens[1]}",
-            expected="equal lengths",
-            fix="build the layout with q_tokens=q.shape[1], kv_tokens=k.shape[1]",
-        )
+        what, expected = "the layout has other lengths than the arrays", "equal lengths"
+        got = f"layout of {sizes[0]} x {sizes[1]} tokens, arrays of {tokens[0]} x {tokens[1]}"
+        fix = "build the layout with q_tokens=q.shape[1], kv_tokens=k.shape[1]"
+        raise ShapeError(what, got=got, expected=expected, fix=fix)
     if layout.batch not in (1, q.shape[0]):
-        raise ShapeError(
-            "the layout has another batch size than the arrays",
-            got=f"{layout.batch=}",
-            expected=f"1 or {q.shape[0]}",
-            fix="build it for this batch, or share one list between batch elements",
-        )
+        what, expected = "the layout has another batch size than the arrays", f"1 or {q.shape[0]}"
+        fix = "build it for this batch, or share one list between batch elements"
+        raise ShapeError(what, got=f"{layout.batch=}", expected=expected, fix=fix)
 
 
 def _check_positions(layout: BlockLayout) -> None:

@@ -24,6 +24,7 @@ from xsake.kernels.lowering import (
     Unsupported,
     by_platform,
     capability_of,
+    check_platform,
     family_of,
 )
 
@@ -252,13 +253,8 @@ def find_platform(name: str | None) -> str:
     """
     if name is None:
         return default_platform()
-    if name not in PLATFORMS and capability_of(name) is None:
-        raise ArgumentError(
-            "no platform of this name",
-            got=repr(name),
-            expected=" or ".join(map(repr, PLATFORMS)),
-            fix="name 'cuda' or 'rocm' for a GPU, 'sm_80' for one kind of it, or pass None",
-        )
+    if capability_of(name) is None:
+        check_platform(name, "'sm_80' for one kind of it, or pass None")
     return name
 
 

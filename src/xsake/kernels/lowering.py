@@ -33,6 +33,17 @@ def family_of(platform: str) -> str:
     return platform if capability_of(platform) is None else "cuda"
 
 
+def check_platform(name: str, fix: str) -> None:
+    """Raise ArgumentError unless a platform has a name here."""
+    if name not in PLATFORMS:
+        raise ArgumentError(
+            "no platform of this name",
+            got=repr(name),
+            expected=" or ".join(map(repr, PLATFORMS)),
+            fix=f"name 'cuda' or 'rocm' for a GPU, and {fix}",
+        )
+
+
 @dataclasses.dataclass(frozen=True)
 class Unsupported:
     """Placeholder for a platform without a branch; raised when a program is lowered for it."""
@@ -57,13 +68,7 @@ def by_platform(branches: Mapping[str, Branch], default: Branch | None, *operand
     them too. It has no derivative: call it inside the two functions of a `jax.custom_vjp`.
     """
     for platform in branches:
-        if platform not in PLATFORMS:
-            raise ArgumentError(
-                "no platform of this name",
-                got=repr(platform),
-                expected=" or ".join(map(repr, PLATFORMS)),
-                fix="name 'cuda' or 'rocm' for a GPU, and leave other platforms to the default",
-            )
+        check_platform(platform, "leave other platforms to the default")
     default = default or Unsupported(
         "this computation has no code for the platform it is lowered for",
         f"there is code for {', '.join(branches)} only",

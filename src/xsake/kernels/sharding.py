@@ -8,6 +8,7 @@ have one type from its first step on. So an operation gives all inputs the axes 
 outside its `custom_vjp`, where autodiff sums the gradients of shared arrays.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -30,13 +31,9 @@ class Placing(NamedTuple):
     @property
     def parts(self) -> tuple[int, int]:
         """Into how many parts the batch and the heads are split."""
-        return self._count(self.batch), self._count(self.heads)
-
-    def _count(self, axes: Axes) -> int:
-        number = 1
-        for axis in (axes,) if isinstance(axes, str) else axes or ():
-            number *= self.mesh.shape[axis]
-        return number
+        names = ((x,) if isinstance(x, str) else x or () for x in (self.batch, self.heads))
+        batch, heads = (math.prod(self.mesh.shape[axis] for axis in axes) for axes in names)
+        return batch, heads
 
     @property
     def spec(self) -> PartitionSpec:

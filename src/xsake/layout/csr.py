@@ -186,27 +186,25 @@ def at_least_one(xp, x):
 def check_shapes(items: Items, grid: BlockGrid, mask: AbstractMask | None) -> None:
     """Check shapes, dtypes and heads, which are known for traced layouts too."""
     shapes = tuple(tuple(array.shape) for array in items)
+    dtypes = tuple(str(array.dtype) for array in items)
+    describe = lambda parts: ", ".join(map("{} {}".format, items._fields, parts))
     capacity = int(np.prod(shapes[1]))
     if shapes != ((grid.rows + 1,), (capacity,), (capacity,)) or capacity > MAX_ITEMS:
-        raise LayoutError(
-            "the arrays of the layout have incompatible shapes",
-            got=f"row_starts {shapes[0]}, kv_block {shapes[1]}, is_partial {shapes[2]}",
-            expected=f"row_starts ({grid.rows + 1},), batch * heads * q_blocks + 1; others (W,)",
-            fix="build layouts with from_mask, from_block_mask or from_indices_counts",
-        )
-    dtypes = tuple(str(array.dtype) for array in items)
-    if dtypes != ("int32", "int32", "bool"):
-        raise LayoutError(
-            "the arrays of the layout have wrong dtypes",
-            got=f"row_starts {dtypes[0]}, kv_block {dtypes[1]}, is_partial {dtypes[2]}",
-            expected="int32, int32, bool",
-        )
-    if mask is not None and mask.heads not in (None, grid.heads):
-        raise LayoutError(
+        what, got = "the arrays of the layout have incompatible shapes", describe(shapes)
+        expected = f"row_starts ({grid.rows + 1},), batch * heads * q_blocks + 1; others (W,)"
+    elif dtypes != ("int32", "int32", "bool"):
+        what, got = "the arrays of the layout have wrong dtypes", describe(dtypes)
+        expected = "int32, int32, bool"
+    elif mask is not None and mask.heads not in (None, grid.heads):
+        what, expected = (
             "mask and layout have different numbers of heads",
-            got=f"mask heads {mask.heads}, layout heads {grid.heads}",
-            expected="equal, or a mask without heads",
+            "equal, or no mask heads",
         )
+        got = f"mask heads {mask.heads}, layout heads {grid.heads}"
+    else:
+        return
+    fix = "build layouts with from_mask, from_block_mask or from_indices_counts"
+    raise LayoutError(what, got=got, expected=expected, fix=fix)
 
 
 def check_values(items: Items, grid: BlockGrid) -> None:
@@ -222,27 +220,23 @@ def check_values(items: Items, grid: BlockGrid) -> None:
     for first in range(0, listed, CHUNK_ITEMS):
         last = min(first + CHUNK_ITEMS, listed)
         block = items.kv_block[first:last]
-        if block.min() < 0 or block.max() >= grid.kv_blocks:
-            raise LayoutError(
-                "a kv block index is out of range",
-                got=f"kv blocks from {block.min()} to {block.max()}",
-                expected=f"0 to {grid.kv_blocks - 1}",
-            )
-        if (grid.overhangs(block) & ~items.is_partial[first:last]).any():
-            raise LayoutError(
-                "the last kv block extends past kv_tokens but is listed as full",
-                got=f"kv_tokens {grid.kv_tokens}, block_kv {grid.block_kv}",
-                expected="is_partial for that block",
-            )
         before = max(first, 1)
         falls = items.kv_block[before:last] <= items.kv_block[before - 1 : last - 1]
         falls = np.flatnonzero(falls) + before
-        if not np.array_equal(starts[np.searchsorted(starts, falls)], falls):
-            raise LayoutError(
-                "the kv blocks of a row are not strictly ascending",
-                expected="every row sorted, each kv block once",
-                fix="from_indices_counts sorts rows",
-            )
+        if block.min() < 0 or block.max() >= grid.kv_blocks:
+            what, expected = "a kv block index is out of range", f"0 to {grid.kv_blocks - 1}"
+            got = f"kv blocks from {block.min()} to {block.max()}"
+        elif (grid.overhangs(block) & ~items.is_partial[first:last]).any():
+            what = "the last kv block extends past kv_tokens but is listed as full"
+            got = f"kv_tokens {grid.kv_tokens}, block_kv {grid.block_kv}"
+            expected = "is_partial for that block"
+        elif not np.array_equal(starts[np.searchsorted(starts, falls)], falls):
+            what = "the kv blocks of a row are not strictly ascending"
+            got, expected = f"items {falls[:4].tolist()}, ...", "every row sorted, each block once"
+        else:
+            continue
+        fix = "build layouts with from_mask, from_block_mask or from_indices_counts"
+        raise LayoutError(what, got=got, expected=expected, fix=fix)
 
 
 def check_full_blocks(items: Items, grid: BlockGrid, mask: AbstractMask) -> None:

@@ -124,8 +124,13 @@ def remainder(x, by: int):
     return x & (by - 1) if by & (by - 1) == 0 else x - quotient(x, by) * by
 
 
-def items_by_query(layout: BlockLayout, grid: RaggedGrid) -> FlatItems:
-    """The list of query blocks; items are numbers of kv blocks of the list."""
+def flat_items(layout: BlockLayout | TransposedLayout, grid: RaggedGrid) -> FlatItems:
+    """The list of a layout; items are numbers of inner blocks."""
+    is_kv_major = isinstance(layout, TransposedLayout)
+    return _items_by_key(layout, grid) if is_kv_major else _items_by_query(layout, grid)
+
+
+def _items_by_query(layout: BlockLayout, grid: RaggedGrid) -> FlatItems:
     xp = namespace(layout.row_starts)
     row = item_rows(xp, layout.row_starts, layout.capacity)
     plane = xp.minimum(row, layout.rows - 1) // layout.q_blocks
@@ -137,7 +142,7 @@ def items_by_query(layout: BlockLayout, grid: RaggedGrid) -> FlatItems:
     return FlatItems(layout.row_starts, number.astype(xp.int32), layout.is_partial)
 
 
-def items_by_key(layout: TransposedLayout, grid: RaggedGrid) -> FlatItems:
+def _items_by_key(layout: TransposedLayout, grid: RaggedGrid) -> FlatItems:
     """The list of kv blocks; a list that query heads share is written out for each of them."""
     xp = namespace(layout.row_starts)
     repeats = grid.group // layout.group

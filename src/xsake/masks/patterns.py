@@ -1,4 +1,7 @@
-"""Masks defined by a few numbers: bands, chunks, sinks, strides, global tokens, random cells."""
+"""Masks defined by a few numbers: bands, chunks, sinks, strides, global tokens, random cells.
+
+A new mask is added to `PARAMETRIC` below, for `parse` and `from_dict`, and to `masks/__init__.py`.
+"""
 
 import dataclasses
 import itertools

@@ -13,12 +13,7 @@ from xsake.kernels.block_sparse.mosaic_gpu.split_rows import Pieces
 from xsake.kernels.block_sparse.types import BlockSparseInputs, TileSizes
 from xsake.kernels.mask_program import MaskProgram, flat_tables, trace_mask
 from xsake.layout.csr import at_least_one, namespace, partial_first
-from xsake.layout.numbering import (
-    RaggedGrid,
-    build_mask_blocks,
-    items_by_key,
-    items_by_query,
-)
+from xsake.layout.numbering import RaggedGrid, build_mask_blocks, flat_items
 from xsake.masks import AbstractMask
 
 type Layout = Any  # `BlockLayout`, or `TransposedLayout` of a pass over kv blocks
@@ -191,7 +186,7 @@ def _lists(
     layout: Layout, grid: RaggedGrid, tiles: int, has_masks: bool
 ) -> tuple[RowLists, Pieces, Any]:
     xp = namespace(layout.row_starts)
-    items = (items_by_key if grid.is_kv_major else items_by_query)(layout, grid)
+    items = flat_items(layout, grid)
     order, partial = partial_first(items.row_starts, items.is_partial)
     mask_blocks, mask_ids = None, xp.zeros(order.shape[0], xp.int32)
     if has_masks:

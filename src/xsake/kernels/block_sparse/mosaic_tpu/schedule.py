@@ -21,13 +21,7 @@ from xsake.kernels.block_sparse import cost
 from xsake.kernels.block_sparse.types import BlockSparseConfig, BlockSparseInputs, TileSizes
 from xsake.kernels.mask_program import MaskProgram, trace_mask
 from xsake.layout.csr import at_least_one, counts_to_starts, item_rows, namespace, partial_first
-from xsake.layout.numbering import (
-    FlatItems,
-    RaggedGrid,
-    build_mask_blocks,
-    items_by_key,
-    items_by_query,
-)
+from xsake.layout.numbering import FlatItems, RaggedGrid, build_mask_blocks, flat_items
 
 type Layout = Any  # `BlockLayout`, or `TransposedLayout` of a pass over kv blocks
 
@@ -157,7 +151,7 @@ def _schedule(layout: Layout, slots: int, inputs: BlockSparseInputs) -> TpuSched
 
 
 def _pack_layout(layout: Layout, grid: RaggedGrid, slots: int, cores: int, max_entries: int):
-    return pack(_items(layout, grid), slots, cores, max_entries, _max_row(grid))
+    return pack(flat_items(layout, grid), slots, cores, max_entries, _max_row(grid))
 
 
 # Static schedules are cached: forward and backward, and every layer, use the same ones.
@@ -169,15 +163,11 @@ def _max_row(grid: RaggedGrid) -> int:
     return grid.inner_blocks * (grid.group if grid.is_kv_major else 1)
 
 
-def _items(layout: Layout, grid: RaggedGrid) -> FlatItems:
-    return (items_by_key if grid.is_kv_major else items_by_query)(layout, grid)
-
-
 @functools.lru_cache(maxsize=16)
 def _static_mask_blocks(layout: Layout, grid: RaggedGrid, keys_first: bool):
     """Element masks of a static layout's partial blocks."""
     blocks = layout.block_q, layout.block_kv
-    return build_mask_blocks(layout.mask, _items(layout, grid), grid, blocks, keys_first)
+    return build_mask_blocks(layout.mask, flat_items(layout, grid), grid, blocks, keys_first)
 
 
 def count_schedule(made: TpuSchedule, inputs: BlockSparseInputs) -> cost.ScheduleCost:
@@ -270,9 +260,7 @@ def _shrink(sizes: PackedSizes, starts: Any, bounds: Any) -> PackedSizes:
     """The same sizes without spare capacity."""
     first, last = bounds[:, 0], bounds[:, -1]
     return dataclasses.replace(
-        sizes,
-        groups=int((starts[last] - starts[first]).max()),
-        rows=int((last - first).max()),
+        sizes, groups=int((starts[last] - starts[first]).max()), rows=int((last - first).max())
     )
 
 

@@ -55,10 +55,7 @@ def forward(inputs: BlockSparseInputs, config: BlockSparseConfig, sizes: TileSiz
     def prologue(rows):
         place = reader.locate(rows[0])
         state = online_softmax.init(
-            reader.kv_heads,
-            reader.repeats * reader.queries,
-            inputs.v.shape[-1],
-            reader.dtype,
+            reader.kv_heads, reader.repeats * reader.queries, inputs.v.shape[-1], reader.dtype
         )
         return (place, reader.load_queries(place)), state
 
