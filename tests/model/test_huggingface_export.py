@@ -68,28 +68,24 @@ def test_many_tensors_are_spread_over_files_that_an_index_names(tmp_path):
     assert_same_model(load(out), loaded)
 
 
-def test_the_same_model_is_written_as_the_same_bytes(tmp_path):
+def test_the_same_model_is_the_same_bytes_that_transformers_and_others_may_read(tmp_path):
     model = load(GOLDEN / "qwen2_windowed").model
     outs = [export(model, tmp_path / name, family="qwen2", max_shard_bytes=30_000) for name in "ab"]
     names = [sorted(path.name for path in out.iterdir()) for out in outs]
     assert names[0] == names[1]
     assert all((outs[0] / x).read_bytes() == (outs[1] / x).read_bytes() for x in names[0])
-
-
-def test_files_say_what_transformers_asks_and_others_may_read_them(tmp_path):
-    out = export(load(GOLDEN / "llama").model, tmp_path / "out", family="llama")
-    with safe_open(out / "model.safetensors", framework="numpy") as file:
-        assert file.metadata() == {"format": "pt"}
-    assert {oct(path.stat().st_mode & 0o777) for path in out.iterdir()} == {"0o644"}
-    assert out.stat().st_mode & 0o500 == 0o500
+    for path in outs[0].glob("*.safetensors"):
+        with safe_open(path, framework="numpy") as file:
+            assert file.metadata() == {"format": "pt"}
+    assert {oct(path.stat().st_mode & 0o777) for path in outs[0].iterdir()} == {"0o644"}
+    assert outs[0].stat().st_mode & 0o500 == 0o500
 
 
 def test_config_json_is_spelled_for_both_versions(tmp_path):
-    read = lambda name, family: json.loads(
-        (
-            export(load(GOLDEN / name).model, tmp_path / name, family=family) / "config.json"
-        ).read_text()
-    )
+    def read(name, family):
+        out = export(load(GOLDEN / name).model, tmp_path / name, family=family)
+        return json.loads((out / "config.json").read_text())
+
     scaled = read("llama_scaled", "llama")
     assert scaled["rope_parameters"]["rope_theta"] == scaled["rope_theta"] == 10000
     assert scaled["rope_scaling"]["low_freq_factor"] == 1
@@ -171,8 +167,15 @@ def test_a_checkpoint_is_replaced_only_when_told_to_and_nothing_else_ever(tmp_pa
     assert (precious / "photos").is_dir() and link.is_symlink()
 
 
-def test_a_failure_half_way_leaves_nothing_behind(tmp_path, monkeypatch):
-    written = []
+@pytest.mark.parametrize("replaces", [False, True])
+def test_a_failure_half_way_leaves_nothing_behind_and_keeps_the_old_checkpoint(
+    tmp_path, monkeypatch, replaces
+):
+    model = load(GOLDEN / "llama").model
+    out, written = tmp_path / "out", []
+    before = None
+    if replaces:
+        before = (export(model, out, family="llama") / "model.safetensors").read_bytes()
 
     def full_disk(*arguments, **options):
         written.append(arguments)
@@ -180,25 +183,11 @@ def test_a_failure_half_way_leaves_nothing_behind(tmp_path, monkeypatch):
             raise OSError("no space left on device")
 
     monkeypatch.setattr("xsake.model.huggingface.exporting.save_file", full_disk)
-    model = load(GOLDEN / "llama").model
     with pytest.raises(OSError, match="no space"):
-        export(model, tmp_path / "out", family="llama", max_shard_bytes=30_000)
-    assert len(written) == 2 and not list(tmp_path.iterdir())
-
-
-def test_a_failed_replacement_keeps_the_old_checkpoint(tmp_path, monkeypatch):
-    model = load(GOLDEN / "llama").model
-    out = export(model, tmp_path / "out", family="llama")
-    before = (out / "model.safetensors").read_bytes()
-
-    def full_disk(*arguments, **options):
-        raise OSError("no space left on device")
-
-    monkeypatch.setattr("xsake.model.huggingface.exporting.save_file", full_disk)
-    with pytest.raises(OSError, match="no space"):
-        export(model, out, family="llama", overwrite=True)
-    assert (out / "model.safetensors").read_bytes() == before
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+        export(model, out, family="llama", max_shard_bytes=30_000, overwrite=replaces)
+    assert len(written) == 2
+    assert [path.name for path in tmp_path.iterdir()] == (["out"] if replaces else [])
+    assert not replaces or (out / "model.safetensors").read_bytes() == before
 
 
 def test_tokenizer_files_are_copied_but_not_through_links_that_leave(tmp_path):

@@ -43,16 +43,16 @@ def test_the_report_accounts_for_every_tensor_of_the_files(name):
     assert used == {".".join(path) for path, _ in own}
 
 
-def test_the_report_says_how_each_tensor_was_used():
-    how = {line.name: line.how for line in load(GOLDEN / "gpt2").report.lines}
+def test_the_report_says_how_each_tensor_was_used_and_prints_layers_together():
+    how = {
+        line.name: line.how
+        for name in ("gpt2", "qwen3")
+        for line in load(GOLDEN / name).report.lines
+    }
     assert how["transformer.h.1.attn.c_attn.weight"] == "split"
     assert how["transformer.h.0.attn.c_proj.weight"] == "reshaped"
     assert how["transformer.wte.weight"] == "as is"
-    how = {line.name: line.how for line in load(GOLDEN / "qwen3").report.lines}
     assert how["model.layers.1.self_attn.q_proj.weight"] == "transposed"
-
-
-def test_the_report_prints_layers_together():
     printed = str(load(GOLDEN / "gemma3").report)
     assert printed.startswith("gemma3_text: 41 used, 0 missing, 0 unexpected tensors\n")
     line = next(line for line in printed.splitlines() if "q_proj" in line)
@@ -76,23 +76,17 @@ def test_gpt2_without_prefix_and_with_its_mask_buffers_is_the_same_model(tmp_pat
     assert "ignored" in str(load(folder).report)
 
 
-def test_a_tied_head_that_repeats_the_embedding_is_set_aside(tmp_path):
-    def with_copies(tensors):
-        return tensors | {
-            "lm_head.weight": tensors["model.embed_tokens.weight"],
-            "model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32),
-        }
+def test_a_tied_head_that_repeats_the_embedding_is_set_aside_and_another_refused(tmp_path):
+    frequencies = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32)}
 
-    folder = rewritten(copied("llama", tmp_path), with_copies)
+    def with_head(change):
+        head = lambda tensors: {"lm_head.weight": tensors["model.embed_tokens.weight"] + change}
+        return lambda tensors: tensors | frequencies | head(tensors)
+
+    folder = rewritten(copied("llama", tmp_path), with_head(0))
     assert_same(weights(folder), weights(GOLDEN / "llama"))
     assert len(load(folder).report.filter("ignored")) == 2
-
-
-def test_a_tied_head_that_differs_from_the_embedding_is_refused(tmp_path):
-    def with_another(tensors):
-        return tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"] + 1}
-
-    folder = rewritten(copied("llama", tmp_path), with_another)
+    rewritten(folder, with_head(1))
     with pytest.raises(CheckpointError, match="(?s)lm_head.weight differs.*tie_word_embeddings"):
         load(folder)
 
@@ -107,13 +101,10 @@ def test_the_text_part_of_a_gemma_that_sees_is_the_same_model(tmp_path, body, si
         return text | {sight + "embeddings.weight": np.ones(3, np.float32)}
 
     folder = rewritten(copied("gemma3", tmp_path), as_part)
-    text = config_of("gemma3")
     whole = {
-        "model_type": "gemma3",
-        "text_config": text,
-        "vision_config": {},
+        "model_type": "gemma3", "text_config": config_of("gemma3"), "vision_config": {},
         "eos_token_id": [1, 9],
-    }
+    }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(whole))
     loaded = load(folder)
     assert loaded.config == load(GOLDEN / "gemma3").config

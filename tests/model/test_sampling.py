@@ -116,12 +116,9 @@ def test_no_mixture_of_rules_rules_out_everything(row, **rules):
 def test_rules_apply_to_what_the_ones_before_left():
     logits = jnp.log(jnp.array([[0.4, 0.3, 0.2, 0.1]]))
     # Of the two that top_k leaves, the first alone has 4/7 of the probability.
-    assert kept(
-        sampling.filter_logits(logits, SamplingParams(temperature=1, top_k=2, top_p=0.55))
-    ) == [{0}]
-    assert kept(sampling.filter_logits(logits, SamplingParams(temperature=1, top_p=0.55))) == [
-        {0, 1}
-    ]
+    for top_k, expected in ((2, {0}), (None, {0, 1})):
+        rules = SamplingParams(temperature=1, top_k=top_k, top_p=0.55)
+        assert kept(sampling.filter_logits(logits, rules)) == [expected]
 
 
 def test_draws_follow_the_distribution():

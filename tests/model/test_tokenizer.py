@@ -156,17 +156,13 @@ def test_truncation_and_padding_in_the_file_are_not_followed(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"{", b"{}", b"[]", b"\xff\xfe", b'{"model": {"type": "BPE", "vocab": 3}}']
+    "content",
+    [b"", b"{", b"{}", b"[]", b"\xff\xfe", b'{"model": {"type": "BPE", "vocab": 3}}', None],
 )
-def test_a_corrupt_file_is_refused(tmp_path, content):
-    (tmp_path / "tokenizer.json").write_bytes(content)
-    with pytest.raises(CheckpointError, match="invalid tokenizer.json"):
-        Tokenizer.load(tmp_path)
-
-
-def test_a_truncated_file_is_refused(directory, tmp_path):
+def test_a_corrupt_or_truncated_file_is_refused(directory, tmp_path, content):
     whole = (directory / "tokenizer.json").read_bytes()
-    (tmp_path / "tokenizer.json").write_bytes(whole[: len(whole) // 2])
+    half = whole[: len(whole) // 2]
+    (tmp_path / "tokenizer.json").write_bytes(half if content is None else content)
     with pytest.raises(CheckpointError, match="invalid tokenizer.json"):
         Tokenizer.load(tmp_path)
 

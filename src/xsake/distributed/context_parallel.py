@@ -1,8 +1,13 @@
-"""Context parallelism: attention with the sequence sharded over devices and balanced work."""
+"""Context parallelism: attention with the sequence sharded over devices and balanced work.
+
+In a ring, K/V chunks rotate and partial softmax results are merged. A shard holds at most one
+remote chunk, also in the backward pass, which recomputes the probabilities of a chunk from the
+saved lse; dK and dV of a chunk rotate with it.
+"""
 
 import dataclasses
 import functools
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +16,6 @@ from jax.sharding import Mesh, PartitionSpec
 from xsake.attention import BlockSparseAttention
 from xsake.attention.runtime_pruning import prune_blocks, pruning_sources
 from xsake.attention.sharded import (
-    MeshSplit,
     build_layout,
     is_shared,
     num_parts,
@@ -19,8 +23,14 @@ from xsake.attention.sharded import (
     split_layout,
     split_over_mesh,
 )
-from xsake.distributed.load_balancing import EMPTY, Assignment, assign_zigzag, check_num_blocks
-from xsake.distributed.ring import Ring, RingInputs, ring_attention
+from xsake.distributed.load_balancing import (
+    EMPTY,
+    Assignment,
+    assign_zigzag,
+    check_num_blocks,
+    zigzag_block,
+    zigzag_shard,
+)
 from xsake.distributed.shard_schedule import (
     ShardSchedule,
     build_local_schedule,
@@ -28,10 +38,12 @@ from xsake.distributed.shard_schedule import (
     shard_route,
 )
 from xsake.errors import ArgumentError, UnsupportedError
-from xsake.kernels.block_sparse.api import block_sparse
+from xsake.kernels import online_softmax
+from xsake.kernels.block_sparse.api import block_sparse, block_sparse_backward
 from xsake.kernels.block_sparse.types import BlockSparseConfig, BlockSparseInputs
-from xsake.kernels.online_softmax import add_sinks
-from xsake.layout.csr import Items
+from xsake.kernels.dispatch import Implementation
+from xsake.layout import BlockLayout
+from xsake.layout.csr import Items, compact
 from xsake.layout.grid import BlockGrid
 from xsake.masks import AbstractMask
 
@@ -117,7 +129,6 @@ class _ContextProgram:
 
     attend: ContextParallel
     mesh: Mesh
-    split: MeshSplit
     problem: BlockSparseConfig
     grid: BlockGrid  # grid of one (batch, head) part
     mask: AbstractMask | None
@@ -134,6 +145,10 @@ class _ContextProgram:
         return self.attend.exchange == "ring"
 
     @property
+    def implementation(self) -> Implementation:
+        return self.attend.implementation
+
+    @property
     def shard_q_tokens(self) -> int:
         """Queries per shard, padded to whole blocks."""
         return -(-self.grid.q_blocks // self.shards) * self.grid.block_q
@@ -146,11 +161,8 @@ class _ContextProgram:
     @property
     def padded_kv_tokens(self) -> int:
         """Keys of all shards, padded."""
-        return self.shards * (self.chunk_kv_tokens if self.is_ring else self._shard_kv_tokens)
-
-    @property
-    def _shard_kv_tokens(self) -> int:
-        return -(-self.grid.kv_tokens // self.shards)
+        shard_tokens = -(-self.grid.kv_tokens // self.shards)
+        return self.shards * (self.chunk_kv_tokens if self.is_ring else shard_tokens)
 
 
 def _attention(
@@ -184,7 +196,7 @@ def _attention(
         )
     whole = PartitionSpec(split.batch_axes, CONTEXT_AXIS, split.head_axis)
     program = _ContextProgram(
-        attend=attend, mesh=mesh, split=split, problem=problem,
+        attend=attend, mesh=mesh, problem=problem,
         grid=layout.grid.replace(batch=layout.batch // parts[0], heads=layout.heads // parts[1]),
         mask=layout.mask, has_static_schedule=has_static_schedule,
         specs=tuple((partition_specs(arrays, split) | dict.fromkeys("qkv", whole)).items()),
@@ -276,8 +288,9 @@ def _gather(program: _ContextProgram, operands: BlockSparseInputs, sinks):
         for x in (operands.k, operands.v)
     )
     operands = operands._replace(k=k, v=v)
-    implementation = program.attend.implementation
-    return block_sparse(operands, program.problem, implementation=implementation, sinks=sinks)
+    return block_sparse(
+        operands, program.problem, implementation=program.implementation, sinks=sinks
+    )
 
 
 def _ring(program: _ContextProgram, operands: BlockSparseInputs, sinks):
@@ -289,20 +302,121 @@ def _ring(program: _ContextProgram, operands: BlockSparseInputs, sinks):
     if kv_ids is None and tokens % layout.block_kv:  # mask the overhanging block
         q_ids = jnp.zeros(operands.q.shape[:2], jnp.int32)
         kv_ids = jnp.zeros((k.shape[0], tokens), jnp.int32)
-    ring = Ring(
-        axis=CONTEXT_AXIS,
-        shards=program.shards,
-        problem=program.problem,
-        implementation=program.attend.implementation,
-        grid=layout.grid.replace(kv_tokens=program.chunk_kv_tokens),
-        mask=program.mask,
-    )
-    inputs = RingInputs(
+    inputs = _RingInputs(
         Items(layout.row_starts, layout.kv_block, layout.is_partial),
         operands.q_positions,
         None if operands.kv_positions is None else _pad_tokens(operands.kv_positions, padded),
         q_ids,
         None if kv_ids is None else _pad_tokens(kv_ids, padded, EMPTY),
     )
-    out, lse = ring_attention(ring, operands.q, k, v, inputs)
-    return (out, lse) if sinks is None else add_sinks(out, lse, sinks)
+    grid = layout.grid.replace(kv_tokens=program.chunk_kv_tokens)
+    out, lse = _ring_attention((program, grid), operands.q, k, v, inputs)
+    return (out, lse) if sinks is None else online_softmax.add_sinks(out, lse, sinks)
+
+
+_RingStatic = tuple[_ContextProgram, BlockGrid]
+"""Static arguments: the program, and the grid of this shard's query blocks and one kv chunk."""
+
+
+class _RingInputs(NamedTuple):
+    """Block lists, positions and segment ids; those of keys cover the whole padded sequence."""
+
+    items: Items  # kv blocks of the whole sequence
+    q_positions: Any  # [B or 1, shard tokens] or None
+    kv_positions: Any  # [B or 1, all tokens] or None
+    q_segment_ids: Any  # [B, shard tokens] or None
+    kv_segment_ids: Any  # [B, all tokens] or None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _ring_attention(ring: _RingStatic, q, k, v, inputs: _RingInputs):
+    """Return `(out, lse)` of this shard's queries over the keys of all shards.
+
+    `k` and `v` are the local chunk; chunk `c` has the kv blocks of shard `c` in zigzag order.
+    """
+    program, _ = ring
+    dtype = jnp.promote_types(q.dtype, jnp.float32)
+    out = jnp.zeros((*q.shape[:3], v.shape[-1]), dtype)
+    lse = jnp.full(q.shape[:3], -jnp.inf, dtype)
+
+    def step(carry, step_index):
+        k, v, out, lse = carry
+        operands = _chunk_inputs(ring, q, k, v, inputs, step_index)
+        chunk = block_sparse(operands, program.problem, implementation=program.implementation)
+        out, lse = online_softmax.merge(out, lse, *(x.astype(dtype) for x in chunk))
+        return (*_rotate(program.shards, k, v), out, lse), None
+
+    (_, _, out, lse), _ = jax.lax.scan(step, (k, v, out, lse), jnp.arange(program.shards))
+    return out.astype(q.dtype), lse
+
+
+def _ring_forward(ring: _RingStatic, q, k, v, inputs: _RingInputs):
+    out, lse = _ring_attention(ring, q, k, v, inputs)
+    return (out, lse), (q, k, v, inputs, out, lse)
+
+
+def _ring_backward(ring: _RingStatic, residuals, cotangents):
+    program, _ = ring
+    q, k, v, inputs, out, lse = residuals
+    dtype = jnp.promote_types(q.dtype, jnp.float32)
+    zeros = [jnp.zeros(x.shape, dtype) for x in (q, k, v)]
+
+    def step(carry, step_index):
+        k, v, dq, dk, dv = carry
+        operands = _chunk_inputs(ring, q, k, v, inputs, step_index)
+        grads = block_sparse_backward(
+            operands, program.problem, out, lse, *cotangents, implementation=program.implementation
+        )
+        dq, dk, dv = (x + y.astype(dtype) for x, y in zip((dq, dk, dv), grads[:3], strict=True))
+        k, v, dk, dv = _rotate(program.shards, k, v, dk, dv)
+        return (k, v, dq, dk, dv), None
+
+    (_, _, *grads), _ = jax.lax.scan(step, (k, v, *zeros), jnp.arange(program.shards))
+    return *(x.astype(y.dtype) for x, y in zip(grads, (q, k, v), strict=True)), None
+
+
+_ring_attention.defvjp(_ring_forward, _ring_backward)
+
+
+def _rotate(shards: int, *arrays):
+    """Send arrays to the next shard."""
+    pairs = [(shard, (shard + 1) % shards) for shard in range(shards)]
+    return tuple(jax.lax.ppermute(x, CONTEXT_AXIS, pairs) for x in arrays)
+
+
+def _chunk_inputs(ring: _RingStatic, q, k, v, inputs: _RingInputs, step_index) -> BlockSparseInputs:
+    """Return the operands of this shard's queries and the chunk of this step."""
+    program, grid = ring
+    chunk = (jax.lax.axis_index(CONTEXT_AXIS) - step_index) % program.shards
+    blocks = zigzag_block(jnp, chunk, jnp.arange(grid.kv_blocks), program.shards)
+
+    def select_chunk(x):
+        if x is None:
+            return None
+        by_block = x.reshape(x.shape[0], -1, grid.block_kv)
+        return by_block[:, blocks].reshape(x.shape[0], -1)
+
+    kv_positions = select_chunk(inputs.kv_positions)
+    if kv_positions is None and program.mask is not None:
+        offset = jnp.arange(grid.block_kv, dtype=jnp.int32)
+        kv_positions = (blocks[:, None] * grid.block_kv + offset[None, :]).reshape(1, -1)
+        kv_positions = kv_positions.astype(jnp.int32)
+    return BlockSparseInputs(
+        q, k, v,
+        _chunk_layout(ring, inputs.items, chunk),
+        q_positions=inputs.q_positions,
+        kv_positions=kv_positions,
+        q_segment_ids=inputs.q_segment_ids,
+        kv_segment_ids=select_chunk(inputs.kv_segment_ids)
+    )  # fmt: skip
+
+
+def _chunk_layout(ring: _RingStatic, items: Items, chunk) -> BlockLayout:
+    """Return the layout of the listed blocks of one chunk, with indices relative to the chunk."""
+    program, grid = ring
+    capacity = items.kv_block.shape[0]
+    in_chunk = zigzag_shard(jnp, items.kv_block, program.shards) == chunk
+    keep = in_chunk & (jnp.arange(capacity) < items.row_starts[-1])
+    chunk_index = items.kv_block // program.shards
+    chunk_items = compact(jnp, keep, items.row_starts[:-1], None, chunk_index, items.is_partial)
+    return build_layout(Items(*chunk_items), grid, program.mask)

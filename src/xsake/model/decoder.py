@@ -18,9 +18,8 @@ from xsake.kernels.validation import is_known
 from xsake.model.attend import DenseAttention, check_dense
 from xsake.model.cache import AnyCache, KVCache, NativeCache
 from xsake.model.config import DecoderConfig
-from xsake.model.layers import Attention, Layer, Norm, init_param
+from xsake.model.layers import Attention, Layer, Norm, cos_sin_tables, init_param, rotate
 from xsake.model.nsa_layer import NativeSparse
-from xsake.model.rope import cos_sin_tables, rotate
 
 Tokens = Int[Array | np.ndarray, "B T"]
 

@@ -1,4 +1,4 @@
-"""Parts of a decoder layer: norm, attention projections and MLP."""
+"""Parts of a decoder layer: norm, rotary positions, attention projections and MLP."""
 
 import math
 from collections.abc import Callable
@@ -6,10 +6,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
-from xsake.model.config import DecoderConfig
+from xsake.model.config import DecoderConfig, LinearScaling, Llama3Scaling, Rope, YarnScaling
 
 InnerAttention = Callable[..., tuple[Array, Any]]
 """Maps q, k and v of a layer to (attention output, auxiliary output)."""
@@ -35,6 +36,13 @@ def named_param(value: Array, names: tuple[str, ...]) -> nnx.Param:
     return nnx.Param(value, out_sharding=names, eager_sharding=False)
 
 
+def zero_param(
+    names: tuple[str, ...], shape: tuple[int, ...], dtype, is_used: bool = True
+) -> nnx.Param | None:
+    """Return a parameter of zeros, or None for a model without it."""
+    return named_param(jnp.zeros(shape, dtype), names) if is_used else None
+
+
 class Norm(nnx.Module):
     """RMSNorm or LayerNorm over the last axis, in float32."""
 
@@ -42,9 +50,7 @@ class Norm(nnx.Module):
         self.kind, self.epsilon = config.norm, config.norm_epsilon
         self.offset = config.norm_offset
         self.weight = named_param(jnp.full((size,), 1 - config.norm_offset, dtype), (axis,))
-        self.bias = (
-            named_param(jnp.zeros((size,), dtype), (axis,)) if self.kind == "layer" else None
-        )
+        self.bias = zero_param((axis,), (size,), dtype, self.kind == "layer")
 
     def __call__(self, x: Float[Array, "*rest size"]) -> Float[Array, "*rest size"]:
         wide = x.astype(jnp.float32)
@@ -58,29 +64,94 @@ class Norm(nnx.Module):
         return wide.astype(x.dtype)
 
 
+def frequencies(rope: Rope, head_dim: int) -> tuple[np.ndarray, float]:
+    """Return radians per position of each pair of dimensions [D/2], and the attention factor."""
+    exponents = np.arange(0, head_dim, 2, dtype=np.float64) / head_dim
+    plain = rope.base**-exponents
+    match rope.scaling:
+        case None:
+            return plain, 1.0
+        case LinearScaling(factor=factor):
+            return plain / factor, 1.0
+        case Llama3Scaling() as scaling:
+            return _llama3(plain, scaling), 1.0
+        case YarnScaling() as scaling:
+            return _yarn(plain, rope.base, head_dim, scaling), scaling.attention_factor
+    raise AssertionError(f"unknown scaling: {rope.scaling!r}")
+
+
+def _llama3(plain: np.ndarray, scaling: Llama3Scaling) -> np.ndarray:
+    rotations = scaling.original_context * plain / (2 * math.pi)
+    # 1: short wavelength, kept. 0: long wavelength, divided by the whole factor.
+    kept = (rotations - scaling.low_factor) / (scaling.high_factor - scaling.low_factor)
+    kept = np.clip(kept, 0, 1)
+    return kept * plain + (1 - kept) * plain / scaling.factor
+
+
+def _yarn(plain: np.ndarray, base: float, head_dim: int, scaling: YarnScaling) -> np.ndarray:
+    def find_pair(rotations: float) -> float:
+        """Return the (fractional) pair of dimensions with this number of rotations per context."""
+        wave = scaling.original_context / (rotations * 2 * math.pi)
+        return head_dim * math.log(wave) / (2 * math.log(base))
+
+    low, high = find_pair(scaling.beta_fast), find_pair(scaling.beta_slow)
+    if scaling.is_truncated:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001  # a step instead of a ramp
+    ramp = np.clip((np.arange(head_dim // 2) - low) / (high - low), 0, 1)
+    return ramp * plain / scaling.factor + (1 - ramp) * plain
+
+
+def yarn_attention_factor(factor: float | int) -> float:
+    """Return YaRN's default attention factor."""
+    return 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
+
+
+def cos_sin_tables(
+    ropes: tuple[Rope | None, ...], head_dim: int, positions: Int[Array, "B T"]
+) -> Float[Array, "kinds 2 B T half"]:
+    """Return cosines and sines for every kind of layer; the identity for kinds without RoPE."""
+    tables = []
+    for rope in ropes:
+        if rope is None:
+            ones = jnp.ones((*positions.shape, head_dim // 2), jnp.float32)
+            tables.append(jnp.stack([ones, jnp.zeros_like(ones)]))
+            continue
+        rates, factor = frequencies(rope, head_dim)
+        angles = positions.astype(jnp.float32)[..., None] * jnp.float32(rates)[None, None]
+        tables.append(jnp.stack([jnp.cos(angles), jnp.sin(angles)]) * factor)
+    return jnp.stack(tables)
+
+
+def rotate(
+    x: Float[Array, "B T H D"], cos_sin: Float[Array, "2 #B T half"]
+) -> Float[Array, "B T H D"]:
+    """Rotate `x` by its positions; computed in float32, returned in the dtype of `x`."""
+    cos, sin = cos_sin[0][:, :, None], cos_sin[1][:, :, None]
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return rotated.astype(x.dtype)
+
+
 class Attention(nnx.Module):
     """Projections to and from heads around an attention function."""
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, dtype):
-        width, dim = config.width, config.head_dim
-        heads = {"query": config.q_heads, "key": config.kv_heads, "value": config.kv_heads}
-        axes = {"query": "q_heads", "key": "kv_heads", "value": "kv_heads"}
-        draw = lambda axis, count: init_param(
-            rngs, ("embed", axis, "head_dim"), (width, count, dim), dtype, fan_in=width
+        width, dim, q_heads = config.width, config.head_dim, config.q_heads
+        heads = (("q_heads", q_heads), ("kv_heads", config.kv_heads), ("kv_heads", config.kv_heads))
+        self.query, self.key, self.value = (
+            init_param(rngs, ("embed", axis, "head_dim"), (width, n, dim), dtype, fan_in=width)
+            for axis, n in heads
         )
-        bias = lambda axis, count: (
-            named_param(jnp.zeros((count, dim), dtype), (axis, "head_dim"))
-            if config.has_qkv_bias
-            else None
+        self.query_bias, self.key_bias, self.value_bias = (
+            zero_param((axis, "head_dim"), (n, dim), dtype, config.has_qkv_bias)
+            for axis, n in heads
         )
-        self.query, self.key, self.value = (draw(axes[x], heads[x]) for x in heads)
-        self.query_bias, self.key_bias, self.value_bias = (bias(axes[x], heads[x]) for x in heads)
-        out_shape = (config.q_heads, dim, width)
-        out_names = ("q_heads", "head_dim", "embed")
-        self.out = init_param(rngs, out_names, out_shape, dtype, fan_in=config.q_heads * dim)
-        self.out_bias = (
-            named_param(jnp.zeros((width,), dtype), ("embed",)) if config.has_out_bias else None
-        )
+        names, shape = ("q_heads", "head_dim", "embed"), (q_heads, dim, width)
+        self.out = init_param(rngs, names, shape, dtype, fan_in=q_heads * dim)
+        self.out_bias = zero_param(("embed",), (width,), dtype, config.has_out_bias)
         norm = lambda: Norm(config, dim, "head_dim", dtype) if config.has_qk_norm else None
         self.query_norm, self.key_norm = norm(), norm()
 
@@ -101,9 +172,7 @@ class Mlp(nnx.Module):
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, dtype):
         width, inner = config.width, config.mlp_width
         wide = lambda: init_param(rngs, ("embed", "mlp"), (width, inner), dtype, fan_in=width)
-        bias = lambda size, axis: (
-            named_param(jnp.zeros((size,), dtype), (axis,)) if config.has_mlp_bias else None
-        )
+        bias = lambda size, axis: zero_param((axis,), (size,), dtype, config.has_mlp_bias)
         self.activation = config.activation
         self.gate = wide() if config.is_gated else None
         self.gate_bias = bias(inner, "mlp") if config.is_gated else None

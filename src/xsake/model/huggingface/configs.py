@@ -11,7 +11,7 @@ from xsake.model.config import SCALINGS, DecoderConfig, LayerKind, Rope, YarnSca
 from xsake.model.huggingface import config_reader as kinds
 from xsake.model.huggingface.config_reader import FLAG, NUMBER, SIZE, ConfigReader
 from xsake.model.huggingface.families import DERIVED, FAMILIES, FULL, SLIDING, ModelFamily
-from xsake.model.rope import yarn_attention_factor
+from xsake.model.layers import yarn_attention_factor
 
 MAX_PARAMETERS = 2**40
 _DEFAULT_WINDOW = 4096
