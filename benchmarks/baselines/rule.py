@@ -2,13 +2,14 @@
 
 import dataclasses
 import enum
+import math
 from typing import Protocol, runtime_checkable
 
 import numpy as np
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from xsake.errors import ArgumentError
-from xsake.hads.budget import ForcedBlocks
+from xsake.hads.budget import ForcedBlocks, require_feasible
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -177,3 +178,94 @@ def forced_grid(blocks: int, *, num_sink: int = 1, num_local: int = 2) -> Bool[n
                [1, 0, 1, 1]])
     """
     return ForcedBlocks(num_sink, num_local).grid(blocks)
+
+
+def take_rows(
+    priority: Float[np.ndarray, "*heads Nq Nk"],
+    counts: Int[np.ndarray, "*heads Nq"],
+    forced: ForcedBlocks,
+) -> Bool[np.ndarray, "*heads Nq Nk"]:
+    """Select the forced blocks of each row, then the highest priorities, exactly `counts`.
+
+    Args:
+        priority: of blocks, may be infinite, not nan; ties go to the lower block number.
+        counts: of rows, from the forced to the visible blocks.
+        forced: selected first.
+
+    Example:
+        >>> take_rows(np.array([[0.0, 0, 0], [1, 0, 0], [3, 2, 0]]), np.array([1, 1, 2]),
+        ...           ForcedBlocks(num_sink=0, num_local=1)).astype(int)
+        array([[1, 0, 0],
+               [0, 1, 0],
+               [1, 0, 1]])
+    """
+    n = priority.shape[-1]
+    if (counts < forced.counts(n)).any() or (counts > np.arange(1, n + 1)).any():
+        raise ArgumentError(
+            "number of blocks per row out of range",
+            got=f"counts from {counts.min()} to {counts.max()}, {n=}",
+            expected="in each row from the forced to the visible blocks",
+        )
+    return row_ranks(priority, forced) < counts[..., None]
+
+
+def row_ranks(
+    priority: Float[np.ndarray, "*heads Nq Nk"], forced: ForcedBlocks
+) -> Int[np.ndarray, "*heads Nq Nk"]:
+    """Return the rank of each block in its row: forced blocks first, masked blocks last.
+
+    Example:
+        >>> row_ranks(np.array([[0.0, 0, 0], [1, 0, 0], [3, 2, 0]]), ForcedBlocks(0, 1))
+        array([[0, 1, 2],
+               [1, 0, 2],
+               [1, 2, 0]], dtype=int32)
+    """
+    ranks = np.empty(priority.shape, np.int32)
+    planes = (-1, *priority.shape[-2:])
+    numbers = np.arange(priority.shape[-1], dtype=np.int32)[None]
+    # One head at a time, which fits the CPU cache.
+    for plane, out in zip(priority.reshape(planes), ranks.reshape(planes), strict=True):
+        order = np.argsort(sort_keys(plane, forced), axis=-1, kind="stable")
+        np.put_along_axis(out, order, numbers, axis=-1)
+    return ranks
+
+
+def take_pool(
+    priority: Float[np.ndarray, "*heads Nq Nk"], total: int, forced: ForcedBlocks
+) -> Bool[np.ndarray, "*heads Nq Nk"]:
+    """Select the forced blocks of all heads, then the highest priorities, exactly `total`.
+
+    Args:
+        priority: of blocks, may be infinite, not nan; ties go to the first in memory.
+        total: blocks to select from the whole array.
+        forced: selected first.
+
+    Example:
+        >>> take_pool(np.array([[0.0, 9], [7, 0]]), 2, ForcedBlocks(0, 0)).astype(int)
+        array([[1, 0],
+               [1, 0]])
+    """
+    n = priority.shape[-1]
+    heads = math.prod(priority.shape[:-2])
+    require_feasible(total, heads, n, forced)
+    rank = sort_keys(priority, forced).reshape(-1)
+    if not total:
+        return np.zeros(priority.shape, bool)
+    last = np.partition(rank, total - 1)[total - 1]
+    taken = rank < last
+    ties = np.flatnonzero(rank == last)
+    taken[ties[: total - np.count_nonzero(taken)]] = True
+    return taken.reshape(priority.shape)
+
+
+def sort_keys(
+    priority: Float[np.ndarray, "*heads Nq Nk"], forced: ForcedBlocks
+) -> Float[np.ndarray, "*heads Nq Nk"]:
+    """Return ascending sort keys: -inf for forced blocks, inf for masked ones, else finite."""
+    if np.isnan(priority).any():
+        raise ArgumentError("priorities contain nan", got="nan", expected="finite or infinite")
+    n, largest = priority.shape[-1], np.finfo(priority.dtype).max
+    rank = np.clip(-priority, -largest, largest)
+    rank[..., ~np.tri(n, dtype=bool)] = np.inf
+    rank[..., forced.grid(n)] = -np.inf
+    return rank

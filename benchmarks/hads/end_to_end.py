@@ -26,7 +26,7 @@ from xsake._provenance import checkout_root, environment
 from xsake.cli.calibrate import COPIED_DOCUMENTS, EFFECT_DOCUMENTS
 from xsake.evaluation.record import CachedResult, ResultCache
 from xsake.evaluation.trial import Trial
-from xsake.hads.plan import make_plan, make_policy
+from xsake.hads import make_plan, make_policy
 from xsake.hads.selectors import Sampled
 from xsake.hads.sparse_attention import PlanAttention
 from xsake.model import Decoder

@@ -23,17 +23,16 @@ from benchmarks.hads.explored import WHOLE, Choices, Packed
 from benchmarks.smollm2 import directory
 from xsake._io import atomic_write
 from xsake._provenance import checkout_root, environment
+from xsake.hads import make_policy
 from xsake.hads.budget import ForcedBlocks
 from xsake.hads.calibrate import (
     COPY_DIVISOR,
     CalibrationDocument,
     DocumentMasses,
     append_copy,
-    document_masses,
 )
 from xsake.hads.curves import correct_estimates
 from xsake.hads.hooks import make_mass_hook
-from xsake.hads.plan import make_policy
 from xsake.hads.profile import Profile
 from xsake.hads.selectors import Sampled
 from xsake.model.huggingface import load
@@ -73,7 +72,7 @@ def main() -> None:
         f"{document.kind}: {document.name}", document.tokens[: profile.context]
     )
     observer = Observer(load(folder).model)
-    look = make_mass_hook(profile.block, {"sampled": Sampled()}, profile.components)
+    look = make_mass_hook(profile.block, (Sampled(),), profile.components)
     plain, copied = (
         _seen(observer(jnp.asarray(each.tokens)[None], look), profile)
         for each in (reading, append_copy(reading))
@@ -84,7 +83,7 @@ def main() -> None:
 
 
 def _seen(found, profile: Profile) -> Seen:
-    masses = document_masses(found, 0)
+    masses = DocumentMasses.of(found, 0)
     weights = profile.selector_weights["sampled"].reshape(profile.model.heads, -1)
     order = correct_estimates(masses.estimates["sampled"], weights)
     return Seen(masses, Packed.of(masses.true, order, profile.forced))

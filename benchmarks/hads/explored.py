@@ -12,7 +12,8 @@ import gzip
 import numpy as np
 from jaxtyping import Float, Int, UInt
 
-from xsake.hads.budget import ForcedBlocks, head_row_counts, row_ranks
+from benchmarks.baselines.rule import row_ranks
+from xsake.hads.budget import ForcedBlocks, row_counts
 
 WHOLE = 2**16 - 1  # the code of a mass of 1
 
@@ -110,7 +111,7 @@ class Choices:
 
     def kept(self, totals: Int[np.ndarray, " X"]) -> Kept:
         """What is kept with `totals` blocks of each head, spread over rows as plans do."""
-        counts = head_row_counts(totals, self.n, self.forced)
+        counts = row_counts(totals, self.n, self.forced)
         asked = counts[..., None].astype(np.int64)
         kept = np.take_along_axis(self._kept, asked, -1)[..., 0] / self._kept[..., -1]
         agreed = np.take_along_axis(self._agreed, asked, -1)[..., 0]

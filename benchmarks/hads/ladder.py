@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.baselines import RULES, LayerSample, RuleScope, SelectionRule
-from benchmarks.baselines.rule import Uncalibrated
+from benchmarks.baselines.rule import Uncalibrated, row_ranks, take_pool
 from benchmarks.hads.capture import CACHE, SCALE, Replay, captured
 from benchmarks.hads.corpus import Document, documents
 from benchmarks.hads.losses import Ballot, Loss, Masses
@@ -29,17 +29,15 @@ from benchmarks.smollm2 import directory
 from xsake._io import atomic_write
 from xsake._provenance import checkout_root, environment
 from xsake.cli.calibrate import COPIED_DOCUMENTS, EFFECT_DOCUMENTS
+from xsake.hads import SparsityPlan, make_plan, make_policy
 from xsake.hads.budget import (
     ForcedBlocks,
     apportion,
-    head_row_counts,
-    row_ranks,
-    take_pool,
+    row_counts,
     visible_blocks,
 )
 from xsake.hads.budget import total_blocks as blocks_for
 from xsake.hads.calibrate import CalibrationDocument, CalibrationSettings, MassCache, calibrate
-from xsake.hads.plan import SparsityPlan, make_plan, make_policy
 from xsake.hads.profile import CalibratedModel, Profile
 from xsake.hads.selectors import Antidiagonal, Cumulant, Pooled, Sampled, Selector
 from xsake.hads.sparse_attention import PlanAttention
@@ -277,7 +275,7 @@ class Ladder:
         places = row_ranks(priority, none)
         for total in totals:
             of_heads = apportion(weights, total, least, most)
-            yield places < head_row_counts(of_heads[None], n, FORCED)[0][..., None]
+            yield places < row_counts(of_heads, n, FORCED)[..., None]
 
 
 @functools.partial(jax.jit, static_argnames="spread")

@@ -7,14 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.baselines import LayerSample, RuleScope, SelectionRule
+from benchmarks.baselines.rule import take_pool, take_rows
 from benchmarks.hads.losses import measured_rows
 from xsake.attention import BlockSparseAttention
 from xsake.hads.budget import (
     ForcedBlocks,
     apportion,
-    head_row_counts,
-    take_pool,
-    take_rows,
+    row_counts,
     total_blocks,
     visible_blocks,
 )
@@ -68,7 +67,7 @@ class Ruled:
         totals = self._totals(q)[int(call.layer)]
         if self.rule.scope is RuleScope.MODEL:
             return take_pool(priority, int(totals.sum()), NONE)
-        return take_rows(priority, head_row_counts(totals[None], n, FORCED)[0], NONE)
+        return take_rows(priority, row_counts(totals, n, FORCED), NONE)
 
     def _totals(self, q) -> np.ndarray:
         """Blocks of every head of every layer."""

@@ -8,7 +8,7 @@ import pytest
 
 from xsake import hads
 from xsake.errors import ArgumentError
-from xsake.hads import curves as fit
+from xsake.hads import curves
 from xsake.hads.selectors import Pooled, Sampled
 
 LAYERS, HEADS, DIM, VOCABULARY = 2, 2, 8, 32
@@ -39,8 +39,16 @@ def readings():
 
 
 @pytest.fixture(scope="module")
-def profile(observe, readings):
-    return hads.calibrate(observe, MODEL, readings, SETTINGS)
+def calibrate(observe, readings):
+    def run(documents=readings, settings=SETTINGS, **keywords):
+        return hads.calibrate(observe, MODEL, documents, settings, **keywords)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def profile(calibrate):
+    return calibrate()
 
 
 def test_a_profile_says_what_was_measured(profile):
@@ -53,66 +61,45 @@ def test_a_profile_says_what_was_measured(profile):
 
 
 @pytest.mark.slow  # one more calibration
-def test_the_order_of_documents_changes_nothing(profile, observe, readings):
-    assert hads.calibrate(observe, MODEL, readings[::-1], SETTINGS).digest == profile.digest
+def test_the_order_of_documents_changes_nothing(profile, calibrate, readings):
+    assert calibrate(readings[::-1]).digest == profile.digest
 
 
-def test_a_run_that_was_stopped_goes_on(profile, observe, readings, tmp_path):
+def test_a_run_that_was_stopped_goes_on(profile, calibrate, tmp_path):
     def stop_after_one(progress):
         if progress.done == 1:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        hads.calibrate(
-            observe,
-            MODEL,
-            readings,
-            SETTINGS,
-            cache=hads.MassCache(tmp_path),
-            on_progress=stop_after_one,
-        )
+        calibrate(cache=hads.MassCache(tmp_path), on_progress=stop_after_one)
     seen = []
-    again = hads.calibrate(
-        observe, MODEL, readings, SETTINGS, cache=hads.MassCache(tmp_path), on_progress=seen.append
-    )
+    again = calibrate(cache=hads.MassCache(tmp_path), on_progress=seen.append)
     assert [(progress.done, progress.is_new) for progress in seen] == [
         (1, False), (2, True), (3, True)
     ]  # fmt: skip
     assert again.digest == profile.digest
 
 
-def test_a_damaged_file_is_measured_again(profile, observe, readings, tmp_path):
-    hads.calibrate(observe, MODEL, readings, SETTINGS, cache=hads.MassCache(tmp_path))
+def test_a_damaged_file_is_measured_again(profile, calibrate, tmp_path):
+    calibrate(cache=hads.MassCache(tmp_path))
     next(tmp_path.iterdir()).write_bytes(b"half of it")
-    again = hads.calibrate(observe, MODEL, readings, SETTINGS, cache=hads.MassCache(tmp_path))
-    assert again.digest == profile.digest
+    assert calibrate(cache=hads.MassCache(tmp_path)).digest == profile.digest
 
 
 @pytest.mark.slow  # one more calibration
-def test_documents_side_by_side_give_the_same_profile(profile, observe, readings):
-    wide = dataclasses.replace(SETTINGS, batch_size=2)
-    found = hads.calibrate(observe, MODEL, readings, wide)
+def test_documents_side_by_side_give_the_same_profile(profile, calibrate):
+    found = calibrate(settings=dataclasses.replace(SETTINGS, batch_size=2))
     assert np.allclose(found.curves["sampled"], profile.curves["sampled"], atol=2e-3)
 
 
-def test_documents_of_other_lengths_or_too_short_are_refused(observe, readings):
+def test_documents_of_other_lengths_or_too_short_are_refused(calibrate, readings):
     longer = hads.CalibrationDocument("longer", np.zeros(72, np.int32))
     with pytest.raises(ArgumentError, match="same length"):
-        hads.calibrate(observe, MODEL, [*readings, longer], SETTINGS)
+        calibrate([*readings, longer])
     with pytest.raises(ArgumentError, match="too short"):
-        hads.calibrate(observe, MODEL, readings, dataclasses.replace(SETTINGS, block=32))
+        calibrate(settings=dataclasses.replace(SETTINGS, block=32))
     with pytest.raises(ArgumentError, match="duplicate"):
-        hads.calibrate(observe, MODEL, [readings[0], readings[0]], SETTINGS)
-
-
-def test_kl_is_minus_the_log_of_kept_mass():
-    random = np.random.default_rng(0)
-    logits = random.normal(size=(5, 40))
-    dense = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
-    keep = random.random((5, 40)) < 0.4
-    sparse = np.where(keep, dense, 0) / (dense * keep).sum(-1, keepdims=True)
-    divergence = np.where(keep, sparse * np.log(np.where(keep, sparse, 1) / dense), 0).sum(-1)
-    assert np.abs(divergence + np.log((dense * keep).sum(-1))).max() < 1e-5
+        calibrate([readings[0], readings[0]])
 
 
 def test_a_curve_is_what_its_choice_keeps():
@@ -121,7 +108,7 @@ def test_a_curve_is_what_its_choice_keeps():
     true = np.tri(n) * random.random((2, n, n))
     true /= true.sum(-1, keepdims=True)
     order = random.random((2, n, n))
-    found = fit.loss_curve(true, order, forced)
+    found = curves.loss_curve(true, order, forced)
     for k in range(n + 1):
         losses = []
         for row in range(n):
@@ -138,6 +125,5 @@ def test_corrections_find_the_weights_that_made_the_masses():
     random = np.random.default_rng(2)
     estimate = (np.tri(n) * random.random((1, n, n))).astype(np.float32)
     weights = np.array([[0.6, 0.3, 0.2]])
-    correction = fit.Correction(1, n, forced)
-    correction.add(fit.correct_estimates(estimate, weights), estimate)
-    assert np.allclose(correction.weights(), weights, atol=1e-3)
+    true = curves.correct_estimates(estimate, weights)
+    assert np.allclose(curves.fit_correction([(true, estimate)], forced), weights, atol=1e-3)

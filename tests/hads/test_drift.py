@@ -7,12 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.baselines.rule import take_rows
 from tests.hads.sample import POOLED
 from tests.hads.sample import profile as made_up
 from xsake import hads
 from xsake.errors import ArgumentError
 from xsake.hads import drift
-from xsake.hads.budget import ForcedBlocks, level_totals, take_rows
+from xsake.hads.budget import ForcedBlocks, level_totals
 from xsake.hads.curves import correct_estimates
 from xsake.hads.hooks import ComponentMoments, LayerMasses, moments_hook
 from xsake.hads.plan import SparsityPlan
@@ -86,7 +87,7 @@ def test_estimates_are_made_with_the_selector_and_components_of_the_plan(monkeyp
     monkeypatch.setattr(drift, "make_mass_hook", lambda *look: asked.append(look))
     list(drift.measure_documents(observe, plan(), readings(2, seed=5)))
     ((block, selectors, components),) = asked
-    assert (block, selectors) == (BLOCK, {"sampled": SELECTOR})
+    assert (block, selectors) == (BLOCK, (SELECTOR,))
     np.testing.assert_array_equal(components, calibrated().components)
 
 

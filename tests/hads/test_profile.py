@@ -88,6 +88,7 @@ def test_a_written_profile_fits_the_schema():
         {"entropy": None},
         {"need90": [[1.5, 0, 0], [0, 0, 0]]},
         {"outside": [[-0.1, 0, 0], [0, 0, 0]]},
+        {"selector_weights": {"scalar": 1.0}},
         {"curves": {"rising": [[[0, 0, 0, 0, 0, 0, 1]] * 3] * 2}},
         {"curves": {"below": [[[0, 0, 0, 0, 0, 0, -1]] * 3] * 2}},
         {"curves": {"short": [[[0, 0]] * 3] * 2}},

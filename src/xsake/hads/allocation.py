@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from xsake.errors import ArgumentError
-from xsake.hads.budget import ForcedBlocks, level_totals, take_pool, visible_blocks
+from xsake.hads.budget import ForcedBlocks, level_totals, require_feasible
 
 
 def water_fill(
@@ -25,44 +25,32 @@ def water_fill(
     of its hull. All but one do: the last gets a part of its segment, which `row_counts` turns into
     rows of `k` and `k + 1` blocks.
 
-    Args:
-        losses: at `k` from 0 to `n` blocks per row; constant below the forced blocks.
-        total: blocks of all heads.
-        forced: blocks that every head computes.
-        floor: minimum blocks per row beyond the forced ones. None: 1 if the total allows it, else
-            0. Without it a head without measured benefit would get forced blocks only.
-
-    Returns:
-        Blocks of each head; their sum is `total`.
+    `floor` is the minimum of blocks per row beyond the forced ones. None: 1 if the total allows it,
+    else 0. Without it a head without measured benefit would get forced blocks only.
 
     Example:
         >>> steep, flat = [3.0, 3, 3, 3, 1, 0], [1.0, 1, 1, 1, 0.5, 0]
         >>> water_fill(np.array([[steep, flat]]), 27, ForcedBlocks(), floor=0)
         array([[15, 12]])
     """
-    layers, heads, n = losses.shape[0], losses.shape[1], losses.shape[2] - 1
-    count = layers * heads
+    n, count = losses.shape[2] - 1, losses.shape[0] * losses.shape[1]
     first = _first_level(total, count, n, forced, floor)
     cost = level_totals(np.arange(first, n + 1), n, forced)
     segments = [_hull_segments(cost, loss) for loss in losses.reshape(count, -1)[:, first:]]
-    saved = np.concatenate([each.saved for each in segments])
-    blocks = np.concatenate([each.blocks for each in segments])
-    head = np.repeat(np.arange(count), [each.blocks.size for each in segments])
+    saved, blocks = (np.concatenate(parts) for parts in zip(*segments, strict=True))
+    head = np.repeat(np.arange(count), [each.size for each, _ in segments])
     order = np.argsort(-saved / blocks, kind="stable")
     blocks, head = blocks[order], head[order]
     remaining = total - count * int(cost[0]) - (np.cumsum(blocks) - blocks)
     totals = np.full(count, cost[0])
     np.add.at(totals, head, np.clip(remaining, 0, blocks))
-    return totals.reshape(layers, heads)
+    return totals.reshape(losses.shape[:2])
 
 
-class _HullSegments(NamedTuple):
-    saved: Float[np.ndarray, " segments"]
-    blocks: Int[np.ndarray, " segments"]
-
-
-def _hull_segments(cost: Int[np.ndarray, " K"], loss: Float[np.ndarray, " K"]) -> _HullSegments:
-    """Return the segments of the lower convex hull of a head's losses over blocks."""
+def _hull_segments(
+    cost: Int[np.ndarray, " K"], loss: Float[np.ndarray, " K"]
+) -> tuple[Float[np.ndarray, " segments"], Int[np.ndarray, " segments"]]:
+    """Return loss saved and blocks of each segment of the lower convex hull of a head's losses."""
     corners = [0]
     x, y = cost.tolist(), loss.tolist()
     for k in range(1, len(x)):
@@ -72,11 +60,11 @@ def _hull_segments(cost: Int[np.ndarray, " K"], loss: Float[np.ndarray, " K"]) -
                 break
             corners.pop()
         corners.append(k)
-    return _HullSegments(-np.diff(loss[corners]), np.diff(cost[corners]))
+    return -np.diff(loss[corners]), np.diff(cost[corners])
 
 
 def _first_level(total: int, heads: int, n: int, forced: ForcedBlocks, floor: int | None) -> int:
-    _require_feasible(total, heads, n, forced)
+    require_feasible(total, heads, n, forced)
     lowest = min(forced.blocks_per_row, n)
     level = min(lowest + (1 if floor is None else floor), n)
     required = heads * int(level_totals(np.array([level]), n, forced)[0])
@@ -90,25 +78,6 @@ def _first_level(total: int, heads: int, n: int, forced: ForcedBlocks, floor: in
             fix="lower or omit the floor, or raise the budget",
         )
     return lowest
-
-
-def _require_feasible(total: int, heads: int, n: int, forced: ForcedBlocks) -> None:
-    minimum, maximum = heads * forced.total(n), heads * visible_blocks(n)
-    if not minimum <= total <= maximum:
-        raise ArgumentError(
-            "total number of blocks out of range",
-            got=f"{total=}, {heads=}, {n=}",
-            expected=f"{minimum} (forced) to {maximum} (visible)",
-        )
-
-
-def dropped_mass(curves: Float[np.ndarray, "L Hq levels"]) -> Float[np.ndarray, "L Hq levels"]:
-    """Return `1 - exp(-curve)`.
-
-    A curve is a mean of logarithms, so `exp(-curve)` is the geometric mean of the kept mass over
-    queries, which is at most the arithmetic mean: queries with large losses weigh more.
-    """
-    return -np.expm1(-curves)
 
 
 class StaticUnits(NamedTuple):
@@ -129,20 +98,15 @@ def static_units(
 
     A diagonal `d` has `n - d` blocks, a column `j` has `n - j`; blocks that are selected already
     have no cost and no gain. The first unit that does not fit ends the selection: its head gets
-    the remaining blocks, which `take_units` places next to the diagonal.
-
-    Args:
-        offset_mass: mean mass of the blocks of each diagonal.
-        column_mass: mean mass of the blocks of each column below the diagonal.
-        total: blocks of all heads.
-        forced: blocks that every head computes.
+    the remaining blocks, which `take_units` places next to the diagonal. Masses are means over the
+    blocks of a diagonal, and of a column below the diagonal.
     """
-    layers, heads, n = offset_mass.shape
+    n = offset_mass.shape[-1]
     rows = zip(offset_mass.reshape(-1, n), column_mass.reshape(-1, n), strict=True)
     states = [_HeadUnits(offsets, columns, forced) for offsets, columns in rows]
     totals = np.full(len(states), forced.total(n))
     remaining = total - int(totals.sum())
-    _require_feasible(total, len(states), n, forced)
+    require_feasible(total, len(states), n, forced)
     queue = [(*state.best(), head) for head, state in enumerate(states)]
     heapq.heapify(queue)
     while remaining > 0:
@@ -154,7 +118,7 @@ def static_units(
             states[head].take(unit)
             heapq.heappush(queue, (*states[head].best(), head))
     return StaticUnits(
-        totals.reshape(layers, heads),
+        totals.reshape(offset_mass.shape[:2]),
         tuple(state.selection(0)[min(forced.num_local, n) :] for state in states),
         tuple(state.selection(1)[min(forced.num_sink, n) :] for state in states),
     )
@@ -163,12 +127,7 @@ def static_units(
 class _HeadUnits:
     """Remaining gain and cost of the units of a head: 0..n-1 diagonals, n..2n-1 columns."""
 
-    def __init__(
-        self,
-        offset_mass: Float[np.ndarray, " Nk"],
-        column_mass: Float[np.ndarray, " Nk"],
-        forced: ForcedBlocks,
-    ):
+    def __init__(self, offset_mass: np.ndarray, column_mass: np.ndarray, forced: ForcedBlocks):
         self.n = len(offset_mass)
         number = np.arange(self.n)
         self._mass = np.concatenate([offset_mass, column_mass])
@@ -177,10 +136,10 @@ class _HeadUnits:
         self._gain = self._mass * blocks
         self.cost = np.tile(self.n - number, 2)
         self._is_open = np.ones(2 * self.n, bool)
-        for offset in range(min(forced.num_local, self.n)):
-            self.take(offset)
-        for column in range(min(forced.num_sink, self.n)):
-            self.take(self.n + column)
+        for unit in number[: forced.num_local].tolist():
+            self.take(unit)
+        for unit in (self.n + number[: forced.num_sink]).tolist():
+            self.take(unit)
 
     def take(self, unit: int) -> None:
         """Select a unit; open units that cross it lose the shared block."""
@@ -215,14 +174,8 @@ def take_units(
     """Return exactly `total` blocks of a static head at any length.
 
     Forced blocks come first, then diagonals and columns by number, then further diagonals, nearest
-    first. The unit at which the total is reached keeps its last rows.
-
-    Args:
-        offsets: of diagonals; ignored from `n` on.
-        columns: numbers of columns.
-        total: blocks of the head, forced ones included.
-        n: query blocks.
-        forced: blocks that every head computes.
+    first. The unit at which the total is reached keeps its last rows. Diagonals and
+    columns from `n` on are ignored.
 
     Example:
         >>> take_units((3,), (), 17, 6, ForcedBlocks(num_sink=0, num_local=2)).astype(int)
@@ -235,9 +188,13 @@ def take_units(
     """
     number = np.arange(n)
     diagonal_rank, column_rank = 2 * n + number, np.full(n, 3 * n)
-    listed = np.array([offset for offset in offsets if offset < n], int)
+    listed = np.intersect1d(offsets, number).astype(int)
     diagonal_rank[listed] = 2 * listed
-    listed = np.array([column for column in columns if column < n], int)
+    listed = np.intersect1d(columns, number).astype(int)
     column_rank[listed] = 2 * listed + 1
     rank = np.minimum(diagonal_rank[np.abs(number[:, None] - number)], column_rank)
-    return take_pool(number[:, None] - float(n) * rank, total, forced)
+    require_feasible(total, 1, n, forced)
+    # Different for all blocks that are neither forced nor masked.
+    order = np.where(np.tri(n, dtype=bool), float(n) * rank - number[:, None], np.inf)
+    order[forced.grid(n)] = -np.inf
+    return order <= np.partition(order.ravel(), total - 1)[total - 1] if total else order < -np.inf

@@ -44,13 +44,10 @@ class ForcedBlocks:
     num_local: int = 2
 
     def __post_init__(self) -> None:
-        for name, value in (("num_sink", self.num_sink), ("num_local", self.num_local)):
+        for name, value in vars(self).items():
             if type(value) is not int or not 0 <= value <= MAX_BLOCKS:
-                raise ArgumentError(
-                    f"invalid `{name}`",
-                    got=repr(value),
-                    expected=f"an int from 0 to {MAX_BLOCKS}",
-                )
+                expected = f"an int from 0 to {MAX_BLOCKS}"
+                raise ArgumentError(f"invalid `{name}`", got=repr(value), expected=expected)
 
     @property
     def blocks_per_row(self) -> int:
@@ -87,14 +84,7 @@ def level_totals(
 def total_blocks(budget: float, *, heads: int, n: int, forced: ForcedBlocks) -> int:
     """Return the blocks that a budget allows over the whole model, forced blocks included.
 
-    Args:
-        budget: computed / causally visible blocks.
-        heads: query heads of all layers.
-        n: query blocks.
-        forced: blocks that every head computes.
-
-    Returns:
-        `budget * heads * visible_blocks(n)`, rounded half up.
+    That is `budget * heads * visible_blocks(n)`, rounded half up.
 
     Example:
         >>> total_blocks(0.2, heads=270, n=64, forced=ForcedBlocks())
@@ -117,20 +107,30 @@ def closest_total(budget: float, *, heads: int, n: int, forced: ForcedBlocks) ->
     return max(_round_total(budget, heads, n), heads * forced.total(n))
 
 
+def require_feasible(total: int, heads: int, n: int, forced: ForcedBlocks) -> None:
+    """Raise unless `total` blocks of all heads include the forced and are visible."""
+    minimum, maximum = heads * forced.total(n), heads * visible_blocks(n)
+    if not minimum <= total <= maximum:
+        raise ArgumentError(
+            "total number of blocks out of range",
+            got=f"{total=}, {heads=}, {n=}",
+            expected=f"{minimum} (forced) to {maximum} (visible)",
+        )
+
+
 def _round_total(budget: float, heads: int, n: int) -> int:
     if not 0 < budget <= 1:  # also rejects nan
-        raise ArgumentError(
-            "a budget is a share of the visible blocks",
-            got=f"{budget=}",
-            expected="a number above 0, at most 1",
-        )
+        what = "a budget is a share of the visible blocks"
+        raise ArgumentError(what, got=f"{budget=}", expected="a number above 0, at most 1")
     # The decimal value: 0.3 means three tenths, not the nearest binary number.
     exact = fractions.Fraction(str(float(budget))) * heads * visible_blocks(n)
     return math.floor(exact + fractions.Fraction(1, 2))
 
 
-def row_counts(total: int, n: int, forced: ForcedBlocks) -> Int[np.ndarray, " Nq"]:
-    """Spread `total` blocks of a head over its rows with a constant `k`.
+def row_counts(
+    totals: int | Int[np.ndarray, "*heads"], n: int, forced: ForcedBlocks
+) -> Int[np.ndarray, "*heads Nq"]:
+    """Spread the blocks of each head over its rows with a constant `k` per head; int32.
 
     A row gets `k` blocks, at least its forced and at most its visible ones. The remainder goes to
     the last rows, one block each.
@@ -139,13 +139,7 @@ def row_counts(total: int, n: int, forced: ForcedBlocks) -> Int[np.ndarray, " Nq
         >>> row_counts(13, 5, ForcedBlocks()).tolist()
         [1, 2, 3, 3, 4]
     """
-    return head_row_counts(np.array([total]), n, forced)[0]
-
-
-def head_row_counts(
-    totals: Int[np.ndarray, "*heads"], n: int, forced: ForcedBlocks
-) -> Int[np.ndarray, "*heads Nq"]:
-    """Return `row_counts` of many heads, int32."""
+    totals = np.asarray(totals)
     levels = np.arange(min(forced.blocks_per_row, n), n + 1)
     cost = level_totals(levels, n, forced)
     if totals.size and not cost[0] <= totals.min() <= totals.max() <= cost[-1]:
@@ -155,33 +149,29 @@ def head_row_counts(
             expected=f"{cost[0]} (forced) to {cost[-1]} (visible)",
         )
     index = np.searchsorted(cost, totals, side="right") - 1
-    remainder = totals - cost[index]
+    remainder = np.asarray(totals - cost[index])
     rows = np.arange(n, dtype=np.int32)
-    counts = np.minimum(rows + 1, levels[index][..., None].astype(np.int32))
+    counts = np.minimum(rows + 1, np.asarray(levels[index], np.int32)[..., None])
     return counts + (rows >= (n - remainder)[..., None])
 
 
 def apportion(
     weights: Float[np.ndarray, " X"],
     total: int,
-    minimum: Int[np.ndarray, " X"],
-    maximum: Int[np.ndarray, " X"],
+    minimum: int | Int[np.ndarray, " X"],
+    maximum: int | Int[np.ndarray, " X"],
 ) -> Int[np.ndarray, " X"]:
     """Return integers proportional to `weights` within bounds whose sum is `total`.
 
     Largest-remainder method: entries inside their bounds get their proportional share rounded
-    down, then one more in the order of the rounding loss; ties go to the first.
-
-    Args:
-        weights: finite, at least 0; equal if all are 0.
-        total: the exact sum.
-        minimum: lower bound of each.
-        maximum: upper bound of each.
+    down, then one more in the order of the rounding loss; ties go to the first. Equal shares if all
+    weights are 0.
 
     Example:
         >>> apportion(np.array([1.0, 1.0, 8.0]), 11, np.array([2, 0, 0]), np.array([9, 9, 7]))
         array([2, 2, 7])
     """
+    minimum, maximum = (np.broadcast_to(bound, weights.shape) for bound in (minimum, maximum))
     if not (np.isfinite(weights).all() and (weights >= 0).all() and (minimum <= maximum).all()):
         raise ArgumentError(
             "invalid weights or bounds",
@@ -189,11 +179,8 @@ def apportion(
             expected="finite weights >= 0, minimum <= maximum",
         )
     if not minimum.sum() <= total <= maximum.sum():
-        raise ArgumentError(
-            "total outside of the bounds",
-            got=f"{total=}",
-            expected=f"{minimum.sum()} to {maximum.sum()}",
-        )
+        expected = f"{minimum.sum()} to {maximum.sum()}"
+        raise ArgumentError("total outside of the bounds", got=f"{total=}", expected=expected)
     if not weights.size:
         return minimum.astype(np.int64)
     # Entries of weight 0 get something only after all others are at their maximum.
@@ -210,99 +197,3 @@ def apportion(
         order = np.argsort(shares - quotas, kind="stable")
         shares[order[(shares < maximum)[order]][:missing]] += 1
     return shares
-
-
-def take_rows(
-    priority: Float[np.ndarray, "*heads Nq Nk"],
-    counts: Int[np.ndarray, "*heads Nq"],
-    forced: ForcedBlocks,
-) -> Bool[np.ndarray, "*heads Nq Nk"]:
-    """Select the forced blocks of each row, then the highest priorities, exactly `counts`.
-
-    Args:
-        priority: of blocks, may be infinite, not nan; ties go to the lower block number.
-        counts: of rows, from the forced to the visible blocks.
-        forced: selected first.
-
-    Example:
-        >>> take_rows(np.array([[0.0, 0, 0], [1, 0, 0], [3, 2, 0]]), np.array([1, 1, 2]),
-        ...           ForcedBlocks(num_sink=0, num_local=1)).astype(int)
-        array([[1, 0, 0],
-               [0, 1, 0],
-               [1, 0, 1]])
-    """
-    n = priority.shape[-1]
-    if (counts < forced.counts(n)).any() or (counts > np.arange(1, n + 1)).any():
-        raise ArgumentError(
-            "number of blocks per row out of range",
-            got=f"counts from {counts.min()} to {counts.max()}, {n=}",
-            expected="in each row from the forced to the visible blocks",
-        )
-    return row_ranks(priority, forced) < counts[..., None]
-
-
-def row_ranks(
-    priority: Float[np.ndarray, "*heads Nq Nk"], forced: ForcedBlocks
-) -> Int[np.ndarray, "*heads Nq Nk"]:
-    """Return the rank of each block in its row: forced blocks first, masked blocks last.
-
-    Example:
-        >>> row_ranks(np.array([[0.0, 0, 0], [1, 0, 0], [3, 2, 0]]), ForcedBlocks(0, 1))
-        array([[0, 1, 2],
-               [1, 0, 2],
-               [1, 2, 0]], dtype=int32)
-    """
-    ranks = np.empty(priority.shape, np.int32)
-    planes = (-1, *priority.shape[-2:])
-    numbers = np.arange(priority.shape[-1], dtype=np.int32)[None]
-    # One head at a time, which fits the CPU cache.
-    for plane, out in zip(priority.reshape(planes), ranks.reshape(planes), strict=True):
-        order = np.argsort(_sort_keys(plane, forced), axis=-1, kind="stable")
-        np.put_along_axis(out, order, numbers, axis=-1)
-    return ranks
-
-
-def take_pool(
-    priority: Float[np.ndarray, "*heads Nq Nk"], total: int, forced: ForcedBlocks
-) -> Bool[np.ndarray, "*heads Nq Nk"]:
-    """Select the forced blocks of all heads, then the highest priorities, exactly `total`.
-
-    Args:
-        priority: of blocks, may be infinite, not nan; ties go to the first in memory.
-        total: blocks to select from the whole array.
-        forced: selected first.
-
-    Example:
-        >>> take_pool(np.array([[0.0, 9], [7, 0]]), 2, ForcedBlocks(0, 0)).astype(int)
-        array([[1, 0],
-               [1, 0]])
-    """
-    n = priority.shape[-1]
-    heads = math.prod(priority.shape[:-2])
-    if not heads * forced.total(n) <= total <= heads * visible_blocks(n):
-        raise ArgumentError(
-            "total number of blocks out of range",
-            got=f"{total=}, {heads=}, {n=}",
-            expected=f"{heads * forced.total(n)} to {heads * visible_blocks(n)}",
-        )
-    rank = _sort_keys(priority, forced).reshape(-1)
-    if not total:
-        return np.zeros(priority.shape, bool)
-    last = np.partition(rank, total - 1)[total - 1]
-    taken = rank < last
-    ties = np.flatnonzero(rank == last)
-    taken[ties[: total - np.count_nonzero(taken)]] = True
-    return taken.reshape(priority.shape)
-
-
-def _sort_keys(
-    priority: Float[np.ndarray, "*heads Nq Nk"], forced: ForcedBlocks
-) -> Float[np.ndarray, "*heads Nq Nk"]:
-    """Return ascending sort keys: -inf for forced blocks, inf for masked ones, else finite."""
-    if np.isnan(priority).any():
-        raise ArgumentError("priorities contain nan", got="nan", expected="finite or infinite")
-    n, largest = priority.shape[-1], np.finfo(priority.dtype).max
-    rank = np.clip(-priority, -largest, largest)
-    rank[..., ~np.tri(n, dtype=bool)] = np.inf
-    rank[..., forced.grid(n)] = -np.inf
-    return rank

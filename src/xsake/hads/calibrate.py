@@ -6,11 +6,12 @@ import io
 import json
 import time
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
@@ -18,126 +19,13 @@ from xsake._io import atomic_write
 from xsake._progress import Progress, ProgressFn
 from xsake._provenance import checkout_root, environment, source_digest
 from xsake.errors import ArgumentError
-from xsake.hads import curves as fit
+from xsake.hads import curves
 from xsake.hads.budget import ForcedBlocks
-from xsake.hads.hooks import (
-    ComponentMoments,
-    LayerMasses,
-    ObserveFn,
-    make_mass_hook,
-    moments_hook,
-)
+from xsake.hads.hooks import LayerMasses, ObserveFn, make_mass_hook, moments_hook
 from xsake.hads.profile import CalibratedModel, DocumentRecord, Profile
 from xsake.hads.selectors import Sampled, Selector
 from xsake.hads.sensitivity import make_effect_hook
 from xsake.layout.grid import count_blocks
-
-
-class DocumentMasses(NamedTuple):
-    """Attention masses of a document; X: heads of all layers."""
-
-    entropy: Float[np.ndarray, " X"]
-    true: Float[np.ndarray, "X n n"]
-    estimates: dict[str, Float[np.ndarray, "X n n"]]
-
-
-class MassCache:
-    """Cache of document masses by key, stored as the causal triangle in float16.
-
-    Args:
-        folder: of the files; None: in memory.
-        overwrite: ignore existing files.
-    """
-
-    def __init__(self, folder: Path | None = None, *, overwrite: bool = False):
-        self._folder, self._overwrite = folder, overwrite
-        self._memory: dict[str, dict[str, np.ndarray]] = {}
-
-    def __contains__(self, key: str) -> bool:
-        if self._folder is None or self._overwrite:
-            return key in self._memory
-        return _load_arrays(self._path(key)) is not None
-
-    def put(self, key: str, masses: DocumentMasses) -> None:
-        """Store a document; the file is complete when this returns."""
-        arrays = {"entropy": masses.entropy.astype(np.float32), "true": _pack(masses.true)}
-        arrays |= {f"estimate {name}": _pack(m) for name, m in masses.estimates.items()}
-        self._put(key, arrays)
-
-    def get(self, key: str) -> DocumentMasses:
-        """Return a stored document."""
-        arrays = self._get(key)
-        estimates = [name for name in arrays if name.startswith("estimate ")]
-        return DocumentMasses(
-            arrays["entropy"],
-            _unpack(arrays["true"]),
-            {name.removeprefix("estimate "): _unpack(arrays[name]) for name in estimates},
-        )
-
-    def put_effects(self, key: str, effects: dict[str, Float[np.ndarray, "X levels"]]) -> None:
-        """Store the effects of a document, by selector."""
-        self._put(key, {name: each.astype(np.float32) for name, each in effects.items()})
-
-    def effects(self, key: str) -> dict[str, Float[np.ndarray, "X levels"]]:
-        """Return stored effects."""
-        return self._get(key)
-
-    def _put(self, key: str, arrays: dict[str, np.ndarray]) -> None:
-        if self._folder is None:
-            self._memory[key] = arrays
-            return
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            atomic_write(self._path(key), _npz_bytes(arrays))
-        except OSError as error:
-            raise ArgumentError(
-                "cannot write the calibration cache",
-                got=f"{self._folder}: {error.strerror}",
-                expected="a writable folder",
-                fix="choose another path with -o",
-            ) from error
-
-    def _get(self, key: str) -> dict[str, np.ndarray]:
-        arrays = self._memory.get(key) if self._folder is None else _load_arrays(self._path(key))
-        assert arrays is not None, "key not in the cache"
-        return arrays
-
-    def _path(self, key: str) -> Path:
-        assert self._folder is not None
-        return self._folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.npz"
-
-
-def _pack(masses: Float[np.ndarray, "X n n"]) -> np.ndarray:
-    rows, columns = np.tril_indices(masses.shape[-1])
-    return masses[:, rows, columns].astype(np.float16)
-
-
-def _unpack(packed: np.ndarray) -> Float[np.ndarray, "X n n"]:
-    n = int((np.sqrt(8 * packed.shape[-1] + 1) - 1) / 2 + 0.5)
-    masses = np.zeros((len(packed), n, n), np.float32)
-    rows, columns = np.tril_indices(n)
-    masses[:, rows, columns] = packed
-    return masses
-
-
-def _npz_bytes(arrays: dict[str, np.ndarray]) -> bytes:
-    file = io.BytesIO()
-    np.savez(file, allow_pickle=False, **arrays)
-    return file.getvalue()
-
-
-def _load_arrays(path: Path) -> dict[str, np.ndarray] | None:
-    """Return the arrays of a file; None if it is missing or incomplete."""
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            return {name: file[name] for name in file.files}
-    except (FileNotFoundError, ValueError, EOFError, zipfile.BadZipFile):
-        return None
-    except OSError as error:
-        raise ArgumentError(
-            "cannot read the calibration cache", got=f"{path}: {error.strerror}"
-        ) from error
-
 
 # Sources that determine the measurements; their digest is part of cache keys.
 SOURCES = (
@@ -145,6 +33,8 @@ SOURCES = (
 )  # fmt: skip
 MOMENT_TOKENS = 1024  # tokens per document for the component moments
 COPY_DIVISOR = 8  # a copy has 1 / COPY_DIVISOR of the document's tokens
+
+Arrays = dict[str, np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,20 +50,6 @@ class CalibrationDocument:
 
 
 Documents = Sequence[CalibrationDocument]
-
-
-def append_copy(document: CalibrationDocument) -> CalibrationDocument:
-    """Return the document with its last tokens replaced by a copy of its first.
-
-    Example:
-        >>> append_copy(CalibrationDocument("counting", np.arange(16))).tokens.tolist()[-4:]
-        [12, 13, 0, 1]
-    """
-    copied = len(document.tokens) // COPY_DIVISOR
-    tokens = np.concatenate(
-        [document.tokens[: len(document.tokens) - copied], document.tokens[:copied]]
-    )
-    return CalibrationDocument(f"{document.name}, ending with a copy", tokens)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,6 +75,99 @@ class CalibrationSettings:
     batch_size: int = 1
 
 
+class DocumentMasses(NamedTuple):
+    """Attention masses of a document; X: heads of all layers."""
+
+    entropy: Float[np.ndarray, " X"]
+    true: Float[np.ndarray, "X n n"]
+    estimates: dict[str, Float[np.ndarray, "X n n"]]
+
+    @classmethod
+    def of(cls, masses: LayerMasses, row: int) -> "DocumentMasses":
+        """Return one document of a batch, layers and heads flattened."""
+        flat = lambda x: np.asarray(x[:, row]).reshape(-1, *x.shape[3:])
+        estimates = {name: flat(each) for name, each in masses.estimates.items()}
+        return cls(flat(masses.entropy), flat(masses.true), estimates)
+
+    def pack(self) -> Arrays:
+        """Return the arrays of a cache file: causal triangles in float16."""
+        pack = lambda x: x[:, *np.tril_indices(x.shape[-1])].astype(np.float16)
+        estimates = {f"estimate {name}": pack(each) for name, each in self.estimates.items()}
+        return {"entropy": self.entropy.astype(np.float32), "true": pack(self.true)} | estimates
+
+    @classmethod
+    def unpack(cls, arrays: Arrays) -> "DocumentMasses":
+        """Return the masses of a cache file."""
+        triangles = {name: _unpack(x) for name, x in arrays.items() if name != "entropy"}
+        true = triangles.pop("true")
+        estimates = {name.removeprefix("estimate "): x for name, x in triangles.items()}
+        return cls(arrays["entropy"], true, estimates)
+
+
+def _unpack(packed: np.ndarray) -> Float[np.ndarray, "X n n"]:
+    n = int((np.sqrt(8 * packed.shape[-1] + 1) - 1) / 2 + 0.5)
+    masses = np.zeros((len(packed), n, n), np.float32)
+    masses[:, *np.tril_indices(n)] = packed
+    return masses
+
+
+class MassCache:
+    """Cache of measured arrays by key, in memory or as .npz files.
+
+    Args:
+        folder: of the files; None: in memory.
+        overwrite: ignore existing files.
+    """
+
+    def __init__(self, folder: Path | None = None, *, overwrite: bool = False):
+        self._folder, self._overwrite = folder, overwrite
+        self._memory: dict[str, Arrays] = {}
+
+    def __contains__(self, key: str) -> bool:
+        return not (self._folder and self._overwrite) and self._load(key) is not None
+
+    def __getitem__(self, key: str) -> Arrays:
+        arrays = self._load(key)
+        assert arrays is not None, "key not in the cache"
+        return arrays
+
+    def __setitem__(self, key: str, arrays: Arrays) -> None:
+        """Store arrays; the file is complete when this returns."""
+        if self._folder is None:
+            self._memory[key] = arrays
+            return
+        file = io.BytesIO()
+        np.savez(file, allow_pickle=False, **arrays)
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            atomic_write(_cache_path(self._folder, key), file.getvalue())
+        except OSError as error:
+            raise ArgumentError(
+                "cannot write the calibration cache",
+                got=f"{self._folder}: {error.strerror}",
+                expected="a writable folder",
+                fix="choose another path with -o",
+            ) from error
+
+    def _load(self, key: str) -> Arrays | None:
+        """Return stored arrays; None if they are missing or incomplete."""
+        if self._folder is None:
+            return self._memory.get(key)
+        path = _cache_path(self._folder, key)
+        try:
+            with np.load(path, allow_pickle=False) as file:
+                return {name: file[name] for name in file.files}
+        except (FileNotFoundError, ValueError, EOFError, zipfile.BadZipFile):
+            return None
+        except OSError as error:
+            got = f"{path}: {error.strerror}"
+            raise ArgumentError("cannot read the calibration cache", got=got) from error
+
+
+def _cache_path(folder: Path, key: str) -> Path:
+    return folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.npz"
+
+
 def calibrate(
     observe: ObserveFn,
     model: CalibratedModel,
@@ -215,33 +184,44 @@ def calibrate(
 
     Args:
         observe: runs the model with a hook; see `xsake.model.Observer` and `hads.observer`. Effects
-            also require its method `grads`, an `hooks.GradsFn`.
+            also require its method `grads`, a `hooks.GradsFn`.
         model: identity of the model.
         documents: of equal length.
         settings: what to measure.
         cache: of measured documents; None: in memory.
         on_progress: called after each batch.
     """
-    documents = sorted(_validate(documents, settings), key=lambda document: document.sha256)
-    if settings.effect_documents:
-        _require_grads(observe)
-    cache = MassCache() if cache is None else cache
+    documents = sorted(documents, key=lambda document: document.sha256)
+    _validate(observe, documents, settings)
     components = _rank_components(observe, documents, settings)
-    keys = [_key(model, document, settings, components) for document in documents]
-    chosen = [
-        append_copy(document) if index < settings.copied_documents else document
-        for index, document in enumerate(documents[: settings.effect_documents])
-    ]
-    progress = ProgressTracker(len(documents) + len(chosen), on_progress)
-    _measure_masses(observe, documents, keys, settings, components, cache, progress)
-    n = count_blocks(len(documents[0].tokens), settings.block)
-    weights = _fit_corrections(model, keys, n, settings, cache)
-    args = settings, components, weights
-    effects = _measure_effects(observe, model, chosen, *args, cache, progress) if chosen else {}
-    return _build_profile(model, documents, keys, settings, components, weights, effects, cache)
+    total = len(documents) + len(documents[: settings.effect_documents])
+    cache = MassCache() if cache is None else cache
+    run = _Calibration(observe, model, settings, components, cache, total, on_progress)
+    keys = run.measure_masses(documents)
+    weights = {
+        selector.name: curves.fit_correction(
+            ((x.true, x.estimates[selector.name]) for x in run.masses(keys)), settings.forced
+        )
+        for selector in settings.selectors
+    }
+    effects = run.measure_effects(documents[: settings.effect_documents], weights)
+    return run.build_profile(documents, keys, weights, effects)
 
 
-def _validate(documents: Documents, settings: CalibrationSettings) -> Documents:
+def append_copy(document: CalibrationDocument) -> CalibrationDocument:
+    """Return the document with its last tokens replaced by a copy of its first.
+
+    Example:
+        >>> append_copy(CalibrationDocument("counting", np.arange(16))).tokens.tolist()[-4:]
+        [12, 13, 0, 1]
+    """
+    length = len(document.tokens)
+    copied = length // COPY_DIVISOR
+    tokens = np.concatenate([document.tokens[: length - copied], document.tokens[:copied]])
+    return CalibrationDocument(f"{document.name}, ending with a copy", tokens)
+
+
+def _validate(observe: ObserveFn, documents: Documents, settings: CalibrationSettings) -> None:
     lengths = {len(document.tokens) for document in documents}
     if len(lengths) != 1:
         raise ArgumentError(
@@ -249,154 +229,15 @@ def _validate(documents: Documents, settings: CalibrationSettings) -> Documents:
             got=f"lengths {sorted(lengths)}" if lengths else "no document",
             expected="at least one document, all of the same number of tokens",
         )
-    n = count_blocks(min(lengths), settings.block)
-    if n <= settings.forced.blocks_per_row:
-        raise ArgumentError(
-            "the documents are too short for block selection",
-            got=f"{min(lengths)} tokens, {n} blocks of {settings.block}",
-            expected=f"more than the {settings.forced.blocks_per_row} forced blocks",
-            fix="use longer documents or smaller blocks",
-        )
-    names: dict[str, str] = {}
-    for document in documents:
-        if document.sha256 in names:
+    require_length(min(lengths), settings.block, settings.forced)
+    for one, other in zip(documents, documents[1:], strict=False):
+        if one.sha256 == other.sha256:
             raise ArgumentError(
                 "duplicate calibration document",
-                got=f"{names[document.sha256]} and {document.name}",
+                got=f"{one.name} and {other.name}",
                 expected="every text once",
             )
-        names[document.sha256] = document.name
-    return documents
-
-
-def _batches(count: int, batch_size: int) -> list[list[int]]:
-    """Return batches of indices; the last index is repeated to fill the last batch."""
-    starts = range(0, count, batch_size)
-    return [[min(start + i, count - 1) for i in range(batch_size)] for start in starts]
-
-
-def _rank_components(
-    observe: ObserveFn, documents: Documents, settings: CalibrationSettings
-) -> Int[np.ndarray, "L Hk D"]:
-    """Return components of queries and keys by descending contribution to scores."""
-    spread = 0.0
-    for batch in _batches(len(documents), settings.batch_size):
-        tokens = np.stack([documents[i].tokens[:MOMENT_TOKENS] for i in batch])
-        moments: ComponentMoments = observe(jax.numpy.asarray(tokens), moments_hook)
-        queries, keys = (np.asarray(x, np.float64) for x in moments)
-        for row in range(len(set(batch))):
-            spread = spread + queries[:, row] * keys[:, row]
-    # A stable sort: constant components keep their order.
-    return np.argsort(-spread, axis=-1, kind="stable").astype(np.int32)
-
-
-def _key(model: CalibratedModel, document: CalibrationDocument, settings, components) -> str:
-    """Return the cache key of a document's masses."""
-    return json.dumps({
-        "model": model.digest,
-        "tokens": document.sha256,
-        "block": settings.block,
-        "selectors": [repr(selector) for selector in settings.selectors],
-        "components": hashlib.sha256(components.tobytes()).hexdigest(),
-        "versions": environment().versions,
-        "source": source_digest(*SOURCES),
-    }, sort_keys=True)  # fmt: skip
-
-
-class ProgressTracker:
-    """Count of measured documents and estimate of the remaining time."""
-
-    def __init__(self, total: int, on_progress: ProgressFn):
-        self._total, self._on_progress = total, on_progress
-        self._done, self._new, self._spent = 0, 0, 0.0
-
-    def skip(self, count: int) -> None:
-        """Count cached documents."""
-        if count:
-            self._done += count
-            self._send("earlier runs", None)
-
-    def add(self, names: Sequence[str], seconds: float) -> None:
-        """Count documents that were measured in `seconds`."""
-        self._done, self._new = self._done + len(names), self._new + len(names)
-        self._spent += seconds
-        self._send(names[-1], self._spent / self._new * (self._total - self._done))
-
-    def _send(self, label: str, remaining: float | None) -> None:
-        state = self._done, self._total, label, remaining is not None, self._spent, remaining
-        self._on_progress(Progress(*state))
-
-
-def _measure_missing(documents, keys, batch_size: int, cache, progress, measure) -> None:
-    """Call `measure(tokens, rows, unique)` for documents that are not in the cache.
-
-    `rows` are document indices of the rows of `tokens`, the last one repeated to fill a batch;
-    `unique` are the same without repetition.
-    """
-    missing = [i for i, key in enumerate(keys) if key not in cache]
-    progress.skip(len(keys) - len(missing))
-    for batch in _batches(len(missing), batch_size):
-        begin = time.monotonic()
-        rows = [missing[i] for i in batch]
-        unique = list(dict.fromkeys(rows))
-        tokens = jax.numpy.asarray(np.stack([documents[i].tokens for i in rows]))
-        measure(tokens, rows, unique)
-        progress.add([documents[i].name for i in unique], time.monotonic() - begin)
-
-
-def _measure_masses(observe, documents, keys, settings, components, cache, progress) -> None:
-    selectors = {selector.name: selector for selector in settings.selectors}
-    hook = make_mass_hook(settings.block, selectors, components)
-
-    def measure(tokens, _, unique) -> None:
-        masses: LayerMasses = observe(tokens, hook)
-        for row, index in enumerate(unique):
-            cache.put(keys[index], document_masses(masses, row))
-
-    _measure_missing(documents, keys, settings.batch_size, cache, progress, measure)
-
-
-def _fit_corrections(
-    model: CalibratedModel, keys, n: int, settings: CalibrationSettings, cache: MassCache
-) -> dict[str, Float[np.ndarray, "X 3"]]:
-    """Fit the correction weights of each selector."""
-    fits = {s.name: fit.Correction(model.heads, n, settings.forced) for s in settings.selectors}
-    for key in keys:
-        document = cache.get(key)
-        for name, correction in fits.items():
-            correction.add(document.true, document.estimates[name])
-    return {name: correction.weights() for name, correction in fits.items()}
-
-
-def _measure_effects(
-    observe, model: CalibratedModel, documents, settings, components, weights, cache, progress
-) -> dict[str, Float[np.ndarray, "X levels"]]:
-    """Measure the effect of heads on predictions, mean over documents, by selector."""
-    heads = (model.layers, model.q_heads)
-    by_head = {name: each.reshape(*heads, -1) for name, each in weights.items()}
-    selectors = {selector.name: selector for selector in settings.selectors}
-    hook = make_effect_hook(selectors, by_head, components, settings.block, settings.forced)
-    digests = [source_digest("hads/sensitivity.py"), repr(settings.forced)]
-    digests += [hashlib.sha256(each.tobytes()).hexdigest() for each in weights.values()]
-    keys = [f"effects {digests} {_key(model, x, settings, components)}" for x in documents]
-    levels = count_blocks(len(documents[0].tokens), settings.block) + 1
-
-    def measure(tokens, rows, unique) -> None:
-        seeds = jax.numpy.asarray([int(documents[i].sha256[:7], 16) for i in rows])
-        shape = (model.layers, len(rows), model.q_heads, levels)
-        zeros = {name: jax.numpy.zeros(shape, jax.numpy.float32) for name in selectors}
-        effects = jax.tree.map(np.asarray, observe.grads(tokens, seeds, hook, zeros))
-        for row, index in enumerate(unique):
-            each = {name: x[:, row].reshape(-1, levels) for name, x in effects.items()}
-            cache.put_effects(keys[index], each)
-
-    _measure_missing(documents, keys, settings.batch_size, cache, progress, measure)
-    parts = [cache.effects(key) for key in keys]
-    return {name: np.mean([x[name].astype(np.float64) for x in parts], axis=0) for name in weights}
-
-
-def _require_grads(observe) -> None:
-    if not hasattr(observe, "grads"):
+    if settings.effect_documents and not hasattr(observe, "grads"):
         raise ArgumentError(
             "cannot measure the effect of heads on predictions",
             got=f"{type(observe).__name__} without `grads`",
@@ -405,51 +246,174 @@ def _require_grads(observe) -> None:
         )
 
 
-def document_masses(masses: LayerMasses, row: int) -> DocumentMasses:
-    """Return one document of a batch, layers and heads flattened."""
-    flat = lambda x: np.asarray(x[:, row]).reshape(-1, *x.shape[3:])
-    estimates = {name: flat(each) for name, each in masses.estimates.items()}
-    return DocumentMasses(flat(masses.entropy), flat(masses.true), estimates)
+def require_length(tokens: int, block: int, forced: ForcedBlocks) -> None:
+    """Raise unless a document has more blocks than are forced."""
+    n = count_blocks(tokens, block)
+    if n <= forced.blocks_per_row:
+        raise ArgumentError(
+            "the documents are too short for block selection",
+            got=f"{tokens} tokens, {n} blocks of {block}",
+            expected=f"more than the {forced.blocks_per_row} forced blocks",
+            fix="use longer documents or smaller blocks",
+        )
 
 
-def _build_profile(
-    model: CalibratedModel, documents, keys, settings, components, weights, effects, cache
-) -> Profile:
-    context = len(documents[0].tokens)
-    forced, count = settings.forced, len(keys)
-    names = [selector.name for selector in settings.selectors]
-    summaries, entropy = [], 0.0
-    curves: dict[str, Any] = dict.fromkeys(("oracle", *names), 0.0)
-    for key in keys:
-        document = cache.get(key)
-        entropy = entropy + document.entropy.astype(np.float64) / count
-        summaries.append(fit.summarise(document.true, forced))
-        for name in curves:
-            order = document.true
-            if name != "oracle":
-                order = fit.correct_estimates(document.estimates[name], weights[name])
-            curves[name] = curves[name] + fit.loss_curve(document.true, order, forced) / count
-    heads = (model.layers, model.q_heads)
-    by_head = lambda x: np.asarray(x).reshape(*heads, *np.shape(x)[1:])
-    mean: dict[str, Any] = {
-        field.name: by_head(np.mean([getattr(s, field.name) for s in summaries], axis=0))
-        for field in dataclasses.fields(fit.HeadSummary)
-    }
-    return Profile(
-        model=model,
-        documents=tuple(
-            DocumentRecord(name=document.name, sha256=document.sha256, tokens=context)
-            for document in documents
-        ),
-        context=context,
-        block=settings.block,
-        forced=forced,
-        seed=0,
-        environment=environment(checkout_root()),
-        entropy=by_head(entropy),
-        curves={name: by_head(values) for name, values in curves.items()},
-        effects={name: by_head(values) for name, values in effects.items()},
-        selector_weights={name: by_head(values) for name, values in weights.items()},
-        components=components,
-        **mean,
-    )
+def _rank_components(
+    observe: ObserveFn, documents: Documents, settings: CalibrationSettings
+) -> Int[np.ndarray, "L Hk D"]:
+    """Return components of queries and keys by descending contribution to scores."""
+    spread = 0.0
+    for batch in _batches(documents, settings.batch_size):
+        tokens = np.stack([document.tokens[:MOMENT_TOKENS] for document in batch])
+        moments = observe(jnp.asarray(tokens), moments_hook)
+        queries, keys = (np.asarray(x, np.float64) for x in moments)
+        for row in range(len({document.sha256 for document in batch})):
+            spread = spread + queries[:, row] * keys[:, row]
+    # A stable sort: constant components keep their order.
+    return np.argsort(-spread, axis=-1, kind="stable").astype(np.int32)
+
+
+def _batches(documents: Documents, size: int) -> list[list[CalibrationDocument]]:
+    """Return batches; the last document is repeated to fill the last one."""
+    starts, last = range(0, len(documents), size), len(documents) - 1
+    return [[documents[min(start + i, last)] for i in range(size)] for start in starts]
+
+
+@dataclasses.dataclass
+class _Calibration:
+    """Measurements of one run: documents that are not cached, counted and timed."""
+
+    observe: Any
+    model: CalibratedModel
+    settings: CalibrationSettings
+    components: Int[np.ndarray, "L Hk D"]
+    cache: MassCache
+    total: int
+    on_progress: ProgressFn
+    done: int = 0
+    new: int = 0
+    seconds: float = 0.0
+
+    def measure_masses(self, documents: Documents) -> list[str]:
+        """Measure masses and estimates; returns the cache key of each document."""
+        settings = self.settings
+        hook = make_mass_hook(settings.block, settings.selectors, self.components)
+
+        def measure(batch: Documents, tokens) -> list[Arrays]:
+            masses: LayerMasses = self.observe(tokens, hook)
+            return [DocumentMasses.of(masses, row).pack() for row in range(len(batch))]
+
+        return self._measure(documents, "", measure)
+
+    def measure_effects(
+        self, documents: Documents, weights: dict[str, Float[np.ndarray, "X 3"]]
+    ) -> dict[str, Float[np.ndarray, "X levels"]]:
+        """Measure the effect of heads on predictions, mean over documents, by selector."""
+        if not documents:
+            return {}
+        settings, model = self.settings, self.model
+        copies = settings.copied_documents
+        documents = [*map(append_copy, documents[:copies]), *documents[copies:]]
+        by_head = {name: self._by_head(each) for name, each in weights.items()}
+        hook = make_effect_hook(
+            settings.selectors, by_head, self.components, settings.block, settings.forced
+        )
+        levels = count_blocks(len(documents[0].tokens), settings.block) + 1
+
+        def measure(batch: Documents, tokens) -> list[Arrays]:
+            seeds = jnp.asarray([int(document.sha256[:7], 16) for document in batch])
+            shape = (model.layers, len(batch), model.q_heads, levels)
+            zeros = {name: jnp.zeros(shape, jnp.float32) for name in weights}
+            effects = jax.tree.map(np.asarray, self.observe.grads(tokens, seeds, hook, zeros))
+            flat = lambda x, row: x[:, row].reshape(-1, levels).astype(np.float32)
+            rows = range(len(batch))
+            return [{name: flat(x, row) for name, x in effects.items()} for row in rows]
+
+        digests = [source_digest("hads/sensitivity.py"), repr(settings.forced)]
+        digests += [hashlib.sha256(each.tobytes()).hexdigest() for each in weights.values()]
+        keys = self._measure(documents, f"effects {digests} ", measure)
+        parts = [self.cache[key] for key in keys]
+        mean = lambda name: np.mean([part[name].astype(np.float64) for part in parts], axis=0)
+        return {name: mean(name) for name in weights}
+
+    def build_profile(self, documents: Documents, keys: Sequence[str], weights, effects) -> Profile:
+        """Return the means over documents as a profile."""
+        settings, count = self.settings, len(keys)
+        forced, summaries, entropy = settings.forced, [], 0.0
+        losses: dict[str, Any] = dict.fromkeys(("oracle", *weights), 0.0)
+        for document in self.masses(keys):
+            entropy = entropy + document.entropy.astype(np.float64) / count
+            summaries.append(curves.summarize(document.true, forced))
+            for name in losses:
+                order = document.true
+                if name != "oracle":
+                    order = curves.correct_estimates(document.estimates[name], weights[name])
+                losses[name] = (
+                    losses[name] + curves.loss_curve(document.true, order, forced) / count
+                )
+        mean: dict[str, Any] = {
+            name: self._by_head(np.mean([each[name] for each in summaries], axis=0))
+            for name in summaries[0]
+        }
+        context = len(documents[0].tokens)
+        return Profile(
+            model=self.model,
+            documents=tuple(
+                DocumentRecord(name=document.name, sha256=document.sha256, tokens=context)
+                for document in documents
+            ),
+            context=context,
+            block=settings.block,
+            forced=forced,
+            seed=0,
+            environment=environment(checkout_root()),
+            entropy=self._by_head(entropy),
+            curves={name: self._by_head(each) for name, each in losses.items()},
+            effects={name: self._by_head(each) for name, each in effects.items()},
+            selector_weights={name: self._by_head(each) for name, each in weights.items()},
+            components=self.components,
+            **mean,
+        )
+
+    def _measure(self, documents: Documents, prefix: str, measure: Callable) -> list[str]:
+        """Call `measure(batch, tokens)` for documents that are not cached; returns all keys."""
+        base = prefix + self._base_key()
+        keys = {document.sha256: f"{base} {document.sha256}" for document in documents}
+        missing = [document for document in documents if keys[document.sha256] not in self.cache]
+        if len(missing) < len(documents):
+            self._report(len(documents) - len(missing), "earlier runs", None)
+        for batch in _batches(missing, self.settings.batch_size):
+            begin = time.monotonic()
+            tokens = jnp.asarray(np.stack([document.tokens for document in batch]))
+            results: dict[str, Arrays] = {}
+            for document, arrays in zip(batch, measure(batch, tokens), strict=True):
+                results.setdefault(keys[document.sha256], arrays)
+            for key, arrays in results.items():
+                self.cache[key] = arrays
+            self._report(len(results), batch[-1].name, time.monotonic() - begin)
+        return list(keys.values())
+
+    def _base_key(self) -> str:
+        return json.dumps({
+            "model": self.model.digest,
+            "block": self.settings.block,
+            "selectors": [repr(selector) for selector in self.settings.selectors],
+            "components": hashlib.sha256(self.components.tobytes()).hexdigest(),
+            "versions": environment().versions,
+            "source": source_digest(*SOURCES),
+        }, sort_keys=True)  # fmt: skip
+
+    def _report(self, count: int, label: str, seconds: float | None) -> None:
+        """Count documents, cached ones if `seconds` is None, and send the progress."""
+        self.done, remaining = self.done + count, None
+        if seconds is not None:
+            self.new, self.seconds = self.new + count, self.seconds + seconds
+            remaining = self.seconds / self.new * (self.total - self.done)
+        state = self.done, self.total, label, seconds is not None, self.seconds, remaining
+        self.on_progress(Progress(*state))
+
+    def masses(self, keys: Sequence[str]) -> Iterator[DocumentMasses]:
+        return (DocumentMasses.unpack(self.cache[key]) for key in keys)
+
+    def _by_head(self, x) -> np.ndarray:
+        return np.asarray(x).reshape(self.model.layers, self.model.q_heads, *np.shape(x)[1:])

@@ -11,33 +11,29 @@ from jaxtyping import Float, Int
 
 from xsake._progress import Progress, ProgressFn
 from xsake.errors import ArgumentError
-from xsake.hads import curves as fit
+from xsake.hads import curves
 from xsake.hads.budget import ForcedBlocks, level_totals
-from xsake.hads.calibrate import CalibrationDocument, DocumentMasses, MassCache, document_masses
-from xsake.hads.hooks import LayerMasses, ObserveFn, make_mass_hook
+from xsake.hads.calibrate import (
+    CalibrationDocument,
+    DocumentMasses,
+    require_length,
+)
+from xsake.hads.hooks import ObserveFn, make_mass_hook
 from xsake.hads.plan import SparsityPlan
 from xsake.hads.profile import Profile
-from xsake.hads.sparse_attention import selector_from_spec
-from xsake.layout.grid import count_blocks
+from xsake.hads.selectors import from_spec
 
 MAX_HEADS = 10
 
 
 @dataclasses.dataclass(frozen=True)
 class DriftLimits:
-    """Limits within which a plan still fits.
+    """Limits within which a plan still fits."""
 
-    Args:
-        head_ratio: a head has drifted if its KL exceeds `head_ratio` times its calibrated KL
-        head_nats: and exceeds it by more than `head_nats` nats.
-        mean_ratio: maximum mean KL over heads, relative to the calibrated mean.
-        lost_share: maximum share of drifted heads.
-    """
-
-    head_ratio: float = 2.0
-    head_nats: float = 0.1
-    mean_ratio: float = 1.5
-    lost_share: float = 0.05
+    head_ratio: float = 2.0  # a head has drifted if its KL exceeds this multiple of the calibrated
+    head_nats: float = 0.1  # and exceeds it by more than this
+    mean_ratio: float = 1.5  # maximum mean KL over heads, relative to the calibrated mean
+    lost_share: float = 0.05  # maximum share of drifted heads
 
     def __str__(self) -> str:
         return (
@@ -50,18 +46,11 @@ class DriftLimits:
 
 @dataclasses.dataclass(frozen=True)
 class Drift:
-    """Mean KL(sparse || dense) over queries of every head, calibrated and measured.
-
-    Args:
-        calibrated: on the calibration documents.
-        measured: on other documents.
-        documents: number of other documents.
-        limits: within which the plan fits.
-    """
+    """Mean KL(sparse || dense) over queries of every head, calibrated and on other documents."""
 
     calibrated: Float[np.ndarray, "L Hq"]
     measured: Float[np.ndarray, "L Hq"]
-    documents: int
+    documents: int  # number of other documents
     limits: DriftLimits = DriftLimits()
 
     @property
@@ -112,23 +101,18 @@ class Drift:
 
 
 def loss_at(
-    curves: Float[np.ndarray, "L Hq levels"], totals: Int[np.ndarray, "L Hq"], forced: ForcedBlocks
+    losses: Float[np.ndarray, "L Hq levels"], totals: Int[np.ndarray, "L Hq"], forced: ForcedBlocks
 ) -> Float[np.ndarray, "L Hq"]:
     """Return the loss of each head at its number of blocks, by linear interpolation of its curve.
-
-    Args:
-        curves: at `k` from 0 to `n` blocks per row.
-        totals: blocks of each head.
-        forced: blocks that every head computes.
 
     Example:
         >>> loss_at(np.array([[[3.0, 3, 3, 3, 1, 0]]]), np.array([[13]]), ForcedBlocks())
         array([[2.]])
     """
-    n = curves.shape[-1] - 1
+    n = losses.shape[-1] - 1
     levels = np.arange(min(forced.blocks_per_row, n), n + 1)
     cost = level_totals(levels, n, forced)
-    flat = zip(totals.ravel(), curves[..., levels].reshape(totals.size, -1), strict=True)
+    flat = zip(totals.ravel(), losses[..., levels].reshape(totals.size, -1), strict=True)
     return np.array([np.interp(total, cost, curve) for total, curve in flat]).reshape(totals.shape)
 
 
@@ -164,28 +148,16 @@ def measure_documents(
     on_progress: ProgressFn = lambda _: None,
 ) -> Iterator[DocumentMasses]:
     """Measure true block masses and the selector's estimates on other documents."""
-    _require_length(plan, documents)
-    selector, begin = selector_from_spec(plan.selector), time.monotonic()
-    hook = make_mass_hook(plan.block, {selector.name: selector}, plan.components_array)
+    shortest = min((len(document.tokens) for document in documents), default=0)
+    require_length(shortest, plan.block, plan.forced)
+    begin = time.monotonic()
+    hook = make_mass_hook(plan.block, (from_spec(plan.selector),), plan.components_array)
     for done, document in enumerate(documents, start=1):
-        masses: LayerMasses = observe(jnp.asarray(document.tokens)[None], hook)
-        cache = MassCache()  # rounds to float16 as in calibration
-        cache.put(document.sha256, document_masses(masses, 0))
+        measured = DocumentMasses.of(observe(jnp.asarray(document.tokens)[None], hook), 0)
         elapsed = time.monotonic() - begin
         to_go = elapsed / done * (len(documents) - done)
         on_progress(Progress(done, len(documents), document.name, True, elapsed, to_go))
-        yield cache.get(document.sha256)
-
-
-def _require_length(plan: SparsityPlan, documents: Sequence[CalibrationDocument]) -> None:
-    shortest = min((len(document.tokens) for document in documents), default=0)
-    if count_blocks(shortest, plan.block) <= plan.forced.blocks_per_row:
-        raise ArgumentError(
-            "the documents are too short for block selection",
-            got=f"{shortest} tokens, blocks of {plan.block}",
-            expected=f"more than the {plan.forced.blocks_per_row} forced blocks",
-            fix="use longer documents",
-        )
+        yield DocumentMasses.unpack(measured.pack())  # rounded to float16 as in calibration
 
 
 def mean_loss(
@@ -195,18 +167,17 @@ def mean_loss(
 
     Blocks are ranked by the plan's selector and its corrections, with the same number in every row
     of a head, as for the curves of the profile.
-
-    Args:
-        plan: with a selector.
-        documents: measured with that selector and the plan's components.
     """
     weights = plan.weights.reshape(plan.model.heads, -1)
     total, count = np.zeros(plan.blocks.shape), 0
     for document in documents:
-        order = fit.correct_estimates(document.estimates[plan.selector.name], weights)
-        curves = fit.loss_curve(document.true, order, plan.forced)
-        by_head = curves.reshape(*plan.blocks.shape, -1)
-        total += loss_at(by_head, plan.totals(document.true.shape[-1]), plan.forced)
+        order = curves.correct_estimates(document.estimates[plan.selector.name], weights)
+        losses = curves.loss_curve(document.true, order, plan.forced)
+        total += loss_at(
+            losses.reshape(*plan.blocks.shape, -1),
+            plan.totals(document.true.shape[-1]),
+            plan.forced,
+        )
         count += 1
     return total / max(count, 1), count
 

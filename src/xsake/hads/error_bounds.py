@@ -146,11 +146,7 @@ class BlockBounds(NamedTuple):
     ) -> Float[Array, "B S Hq runs"]:
         """Return an upper bound on `q.k` for the keys of each run, up to `rounding`.
 
-        It is inf where an intermediate result overflows.
-
-        Args:
-            q: queries, times the scale of logits.
-            kind: which bound.
+        It is inf where an intermediate result overflows. `q` are queries times the scale.
 
         Example:
             >>> keys = jnp.array([[[[1.0, 0.0]], [[0.0, 1.0]]]])  # a run of two keys
@@ -477,11 +473,8 @@ def rounding(
 ) -> Float[Array, "B S Hq"]:
     """Return an upper bound on the rounding error of computed log-odds of dropped and kept mass.
 
-    Args:
-        q: queries times the scale.
-        reach: upper bound on the norm of keys and of vectors of their components' extremes.
-        block: keys of a block.
-        tokens: keys of the sequence.
+    `q` are queries times the scale, `reach` is an upper bound on the norm of keys and of vectors of
+    their components' extremes.
     """
     # With u the unit roundoff, X = |q| reach and any order of summation (Higham's gamma_n):
     # - The error of a kernel's logit is at most (D + 8) u X: the scale, D products and D sums, the

@@ -1,8 +1,8 @@
 """Hooks that measure the attention of each layer, and observers of models that run them."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,34 +17,13 @@ from xsake.kernels.statistics import block_statistics
 from xsake.layout.grid import count_blocks
 from xsake.masks import AbstractMask, Causal
 
-
-@runtime_checkable
-class AttentionCall(Protocol):
-    """Attention arguments of a layer other than queries, keys and values."""
-
-    @property
-    def layer(self) -> Any: ...
-
-    @property
-    def scale(self) -> float: ...
-
-    @property
-    def mask(self) -> AbstractMask: ...
-
-    @property
-    def softcap(self) -> float | None: ...
-
-
-ForwardHook = Callable[
-    [Float[Array, "B T Hq D"], Float[Array, "B T Hk D"], Any, AttentionCall], Any
-]
+ForwardHook = Callable[[Float[Array, "B T Hq D"], Float[Array, "B T Hk D"], Any, LayerCall], Any]
 """Called with the queries, keys, values and the call of a layer; returns arrays to collect."""
 
 ObserveFn = Callable[[Int[Array, "B T"], ForwardHook], Any]
 """Run a model on tokens and return the outputs of a hook, stacked over the layers."""
 
-
-BackwardHook = Callable[[Array, Array, Array, Array, AttentionCall, Any], Array]
+BackwardHook = Callable[[Array, Array, Array, Array, LayerCall, Any], Array]
 """`hook(out, q, k, v, call, perturbation)`: identity on `out` with a custom gradient.
 
 The hook defines the gradient with respect to `perturbation`, zero arrays of [layers, ...]."""
@@ -69,24 +48,20 @@ class LayerMasses(NamedTuple):
     estimates: dict[str, Float[Array, "B Hq Nq Nk"]]  # by selector
 
 
-def moments_hook(q, k, v, call: AttentionCall) -> ComponentMoments:
+def moments_hook(q, k, v, call: LayerCall) -> ComponentMoments:
     """Measure which components of q and k contribute most to scores; a `ForwardHook`."""
-    del v, call
     batch, tokens, kv_heads, dim = k.shape
     squares = jnp.square(q.astype(jnp.float32)).reshape(batch, tokens, kv_heads, -1, dim)
     return ComponentMoments(squares.mean((1, 3)), k.astype(jnp.float32).var(1))
 
 
 def make_mass_hook(
-    block: int,
-    selectors: Mapping[str, Selector],
-    components: Int[Array | np.ndarray, "L Hk D"],
+    block: int, selectors: Sequence[Selector], components: Int[Array | np.ndarray, "L Hk D"]
 ) -> ForwardHook:
     """Build a `ForwardHook` that measures true block masses and the estimates of selectors."""
     components = jnp.asarray(components)
 
-    def hook(q, k, v, call: AttentionCall) -> LayerMasses:
-        del v
+    def hook(q, k, v, call: LayerCall) -> LayerMasses:
         context = ScoringContext(block, call.scale, call.mask, call.softcap)
         statistics = block_statistics(
             q, k, block_kv=block, mask=call.mask, scale=call.scale, softcap=call.softcap
@@ -95,19 +70,10 @@ def make_mass_hook(
         return LayerMasses(
             statistics.entropy.mean(1),
             _row_means(statistics.mass(), block),
-            {
-                name: s.masses(q, k, context, scored_components(s, ordered))
-                for name, s in selectors.items()
-            },
+            {selector.name: selector.masses(q, k, context, ordered) for selector in selectors},
         )
 
     return hook
-
-
-def scored_components(selector: Selector, ordered: Int[Array, "Hk D"]) -> Int[Array, "Hk R"] | None:
-    """Return the components that a selector multiplies; None: all."""
-    count = getattr(selector, "dims", None)
-    return None if count is None or count >= ordered.shape[-1] else ordered[:, :count]
 
 
 def _row_means(masses: Float[Array, "B T Hq Nk"], block: int) -> Float[Array, "B Hq Nq Nk"]:
@@ -194,34 +160,24 @@ class HookedModel:
         self._compiled: dict[Callable, Callable] = {}
 
     def __call__(self, tokens, hook: ForwardHook):
-        if hook not in self._compiled:
-            apply = lambda params, tokens: _apply_hook(self._run, params, tokens, hook)
-            self._compiled[hook] = jax.jit(apply)
-        return self._compiled[hook](self._params, tokens)
+        def apply(params, tokens):
+            recorder = AttentionRecorder(hook)
+            self._run(params, tokens, recorder)
+            return jax.tree.map(lambda *x: jnp.stack(x), *recorder.outputs)
+
+        compiled = self._compiled.setdefault(hook, jax.jit(apply))
+        return compiled(self._params, tokens)
 
     def grads(self, tokens, seeds, hook: BackwardHook, perturbation):
         """See `GradsFn`."""
-        if hook not in self._compiled:
-            score = lambda perturbation, params, tokens, seeds: _sampled_log_prob(
-                self._run(
-                    params,
-                    tokens,
-                    AttentionRecorder(_no_hook, backward_hook=hook, perturbation=perturbation),
-                ),
-                seeds,
-            )
-            self._compiled[hook] = jax.jit(jax.grad(score))
-        return self._compiled[hook](perturbation, self._params, tokens, seeds)
 
+        def score(perturbation, params, tokens, seeds):
+            hooks = {"backward_hook": hook, "perturbation": perturbation}
+            recorder = AttentionRecorder(lambda *_: None, **hooks)
+            return _sampled_log_prob(self._run(params, tokens, recorder), seeds)
 
-def _apply_hook(run, params, tokens, hook: ForwardHook):
-    recorder = AttentionRecorder(hook)
-    run(params, tokens, recorder)
-    return jax.tree.map(lambda *x: jnp.stack(x), *recorder.outputs)
-
-
-def _no_hook(q, k, v, call) -> None:
-    """Collect nothing."""
+        compiled = self._compiled.setdefault(hook, jax.jit(jax.grad(score)))
+        return compiled(perturbation, self._params, tokens, seeds)
 
 
 def _sampled_log_prob(logits, seeds):

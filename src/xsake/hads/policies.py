@@ -1,28 +1,24 @@
 """Policies: allocate a budget of blocks to heads by the measurements of a profile."""
 
+import abc
 import dataclasses
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import ClassVar
 
 import numpy as np
 from jaxtyping import Float, Int
 
 from xsake.errors import ArgumentError
-from xsake.hads import allocation
-from xsake.hads.budget import (
-    ForcedBlocks,
-    apportion,
-    level_totals,
-    total_blocks,
-    visible_blocks,
-)
+from xsake.hads.allocation import StaticUnits, static_units, water_fill
+from xsake.hads.budget import ForcedBlocks, apportion, level_totals, total_blocks, visible_blocks
 from xsake.hads.profile import Profile
+from xsake.hads.selectors.base import make_by_name
 
 Totals = Int[np.ndarray, "L Hq"]
+Curves = Float[np.ndarray, "L Hq levels"]
 
 
-@runtime_checkable
-class Policy(Protocol):
-    """Allocation rule.
+class Policy(abc.ABC):
+    """Allocation rule; a frozen dataclass of its settings.
 
     Attributes:
         name: key in `POLICIES` and in plan files.
@@ -30,6 +26,7 @@ class Policy(Protocol):
 
     name: ClassVar[str]
 
+    @abc.abstractmethod
     def plan_shares(self, profile: Profile, budget: float | None) -> Totals:
         """Return the blocks of each head at the calibrated length.
 
@@ -38,21 +35,20 @@ class Policy(Protocol):
             budget: computed / causally visible blocks of the whole model, met exactly; None for
                 policies without a budget.
         """
-        ...
 
 
 @dataclasses.dataclass(frozen=True)
-class Uniform:
+class Uniform(Policy):
     """Equal numbers of blocks for all heads."""
 
     name: ClassVar[str] = "uniform"
 
     def plan_shares(self, profile: Profile, budget: float | None) -> Totals:
-        return _allocate(np.ones_like(profile.entropy), profile, budget, profile.forced)
+        return _apportion(np.ones_like(profile.entropy), profile, budget, profile.forced)
 
 
 @dataclasses.dataclass(frozen=True)
-class Entropy:
+class Entropy(Policy):
     """Shares of the original HADS, a linear map of each head's entropy, without a budget.
 
     `skipped = 0.9 - 0.8 (H - Hmin) / (Hmax - Hmin)` over all heads: the lowest entropy skips 90 %
@@ -63,21 +59,21 @@ class Entropy:
 
     def plan_shares(self, profile: Profile, budget: float | None) -> Totals:
         _reject_budget(self.name, budget)
-        return _blocks_from_shares(entropy_shares(profile.entropy), profile.n, profile.forced)
+        return _round_shares(entropy_shares(profile.entropy), profile.n, profile.forced)
 
 
 @dataclasses.dataclass(frozen=True)
-class EntropyBudget:
+class EntropyBudget(Policy):
     """Shares of `entropy`, rescaled within bounds to the budget."""
 
     name: ClassVar[str] = "entropy_budget"
 
     def plan_shares(self, profile: Profile, budget: float | None) -> Totals:
-        return _allocate(entropy_shares(profile.entropy), profile, budget, profile.forced)
+        return _apportion(entropy_shares(profile.entropy), profile, budget, profile.forced)
 
 
 @dataclasses.dataclass(frozen=True)
-class EntropyRandom:
+class EntropyRandom(Policy):
     """The original HADS: entropy shares, a local window and random blocks, no sink block.
 
     Shares are those of `entropy_budget` with a budget, else those of `entropy`.
@@ -97,14 +93,14 @@ class EntropyRandom:
         return ForcedBlocks(num_sink=0, num_local=self.window + 1)
 
     def plan_shares(self, profile: Profile, budget: float | None) -> Totals:
-        kept = entropy_shares(profile.entropy)
+        shares = entropy_shares(profile.entropy)
         if budget is None:
-            return _blocks_from_shares(kept, profile.n, self.forced)
-        return _allocate(kept, profile, budget, self.forced)
+            return _round_shares(shares, profile.n, self.forced)
+        return _apportion(shares, profile, budget, self.forced)
 
 
 @dataclasses.dataclass(frozen=True)
-class KL:
+class KL(Policy):
     """Minimize the mean KL(sparse || dense) over heads, by the curves of the selector.
 
     Args:
@@ -119,58 +115,44 @@ class KL:
 
     def plan_shares(self, profile: Profile, budget: float | None) -> Totals:
         total = _total_blocks(profile, budget, profile.forced)
-        losses = selector_curve(profile, self.curve)
-        return allocation.water_fill(losses, total, profile.forced, floor=self.floor)
+        return water_fill(self._losses(profile), total, profile.forced, floor=self.floor)
+
+    def _losses(self, profile: Profile) -> Curves:
+        return _curve(profile.curves, self.curve)
 
 
-@dataclasses.dataclass(frozen=True)
-class Sensitivity:
+class KeptMass(KL):
+    """Maximize the kept mass `exp(-curve)` over heads; arguments as for `KL`."""
+
+    name: ClassVar[str] = "mass"
+
+    def _losses(self, profile: Profile) -> Curves:
+        # A curve is a mean of logarithms, so `exp(-curve)` is the geometric mean of the kept mass
+        # over queries, at most the arithmetic mean: queries with large losses weigh more.
+        return -np.expm1(-_curve(profile.curves, self.curve))
+
+
+class Sensitivity(KL):
     """Minimize the change of the model's predictions, by the measured effect of each head.
 
-    Args:
-        curve: as for `KL`.
-        floor: as for `KL`.
+    Arguments as for `KL`.
     """
 
-    curve: str | None = None
-    floor: int | None = None
     name: ClassVar[str] = "effect"
 
-    def plan_shares(self, profile: Profile, budget: float | None) -> Totals:
-        total = _total_blocks(profile, budget, profile.forced)
+    def _losses(self, profile: Profile) -> Curves:
         if not profile.effects:
             raise ArgumentError(
                 "the profile has no effects on predictions",
                 got="no effects",
                 fix="calibrate with CalibrationSettings(effect_documents=6), or use the policy kl",
             )
-        losses = _curve(profile.effects, self.curve)
         # A measured effect may rise with more blocks by chance; use the running minimum.
-        losses = np.minimum.accumulate(losses, axis=-1)
-        return allocation.water_fill(losses, total, profile.forced, floor=self.floor)
+        return np.minimum.accumulate(_curve(profile.effects, self.curve), axis=-1)
 
 
 @dataclasses.dataclass(frozen=True)
-class KeptMass:
-    """Maximize the kept mass `exp(-curve)` over heads.
-
-    Args:
-        curve: as for `KL`.
-        floor: as for `KL`.
-    """
-
-    curve: str | None = None
-    floor: int | None = None
-    name: ClassVar[str] = "mass"
-
-    def plan_shares(self, profile: Profile, budget: float | None) -> Totals:
-        total = _total_blocks(profile, budget, profile.forced)
-        losses = allocation.dropped_mass(selector_curve(profile, self.curve))
-        return allocation.water_fill(losses, total, profile.forced, floor=self.floor)
-
-
-@dataclasses.dataclass(frozen=True)
-class TopP:
+class TopP(Policy):
     """Fewest blocks per row of each head that keep the mass `p`, without a budget.
 
     Args:
@@ -187,29 +169,28 @@ class TopP:
 
     def plan_shares(self, profile: Profile, budget: float | None) -> Totals:
         _reject_budget(self.name, budget)
-        is_enough = np.exp(-selector_curve(profile, self.curve)) >= self.p
+        is_enough = np.exp(-_curve(profile.curves, self.curve)) >= self.p
         is_enough[..., -1] = True
         return level_totals(is_enough.argmax(axis=-1), profile.n, profile.forced)
 
 
 @dataclasses.dataclass(frozen=True)
-class Static:
+class Static(Policy):
     """Whole diagonals and columns by calibrated mass per block; no run-time selection."""
 
     name: ClassVar[str] = "static"
 
-    def units(self, profile: Profile, budget: float | None) -> allocation.StaticUnits:
+    def units(self, profile: Profile, budget: float | None) -> StaticUnits:
         """Return diagonals, columns and block totals of each head."""
         total = _total_blocks(profile, budget, profile.forced)
-        masses = profile.offset_mass, profile.column_mass
-        return allocation.static_units(*masses, total, profile.forced)
+        return static_units(profile.offset_mass, profile.column_mass, total, profile.forced)
 
     def plan_shares(self, profile: Profile, budget: float | None) -> Totals:
         return self.units(profile, budget).totals
 
 
 @dataclasses.dataclass(frozen=True)
-class Bounded:
+class Bounded(Policy):
     """Budgets of `kl`; at run time blocks are added until no query drops more than `eps`.
 
     Args:
@@ -240,6 +221,18 @@ POLICIES: dict[str, type[Policy]] = {
 """Policies by name."""
 
 
+def make_policy(name: str, **settings: int | float | str) -> Policy:
+    """Build a policy by name."""
+    return make_by_name("policy", POLICIES, name, settings)
+
+
+def with_curve(policy: Policy, selector: str) -> Policy:
+    """Return the policy with `curve` set to a selector, if it uses curves and has none."""
+    if isinstance(policy, KL | TopP | Bounded) and policy.curve is None:
+        return dataclasses.replace(policy, curve=selector)
+    return policy
+
+
 def entropy_shares(entropy: Float[np.ndarray, "L Hq"]) -> Float[np.ndarray, "L Hq"]:
     """Return the share of blocks of each head in the original HADS, 0.1 to 0.9 by entropy.
 
@@ -253,14 +246,8 @@ def entropy_shares(entropy: Float[np.ndarray, "L Hq"]) -> Float[np.ndarray, "L H
     return 1 - skipped
 
 
-def selector_curve(profile: Profile, name: str | None) -> Float[np.ndarray, "L Hq levels"]:
-    """Return the loss curves of a selector; None: of the only one."""
-    return _curve(profile.curves, name)
-
-
-def _curve(
-    curves: dict[str, Float[np.ndarray, "L Hq levels"]], name: str | None
-) -> Float[np.ndarray, "L Hq levels"]:
+def _curve(curves: dict[str, Curves], name: str | None) -> Curves:
+    """Return the curves of a selector; None: of the only one."""
     if name is None and len(curves) == 1:
         return next(iter(curves.values()))
     if name not in curves:
@@ -273,32 +260,23 @@ def _curve(
     return curves[name]
 
 
-def with_curve(policy: Policy, selector: str) -> Policy:
-    """Return the policy with `curve` set to a selector, if it uses curves and has none."""
-    if isinstance(policy, Sensitivity | KL | KeptMass | TopP | Bounded) and policy.curve is None:
-        return dataclasses.replace(policy, curve=selector)
-    return policy
-
-
 def _total_blocks(profile: Profile, budget: float | None, forced: ForcedBlocks) -> int:
     if budget is None:
-        raise ArgumentError(
-            "this policy requires a budget", got="budget=None", expected="0 < .. <= 1"
-        )
+        expected = "0 < .. <= 1"
+        raise ArgumentError("this policy requires a budget", got="budget=None", expected=expected)
     return total_blocks(budget, heads=profile.model.heads, n=profile.n, forced=forced)
 
 
-def _allocate(
+def _apportion(
     weights: Float[np.ndarray, "L Hq"], profile: Profile, budget: float | None, forced: ForcedBlocks
 ) -> Totals:
     total = _total_blocks(profile, budget, forced)
-    minimum = np.full(weights.size, forced.total(profile.n))
-    maximum = np.full(weights.size, visible_blocks(profile.n))
-    return apportion(weights.ravel(), total, minimum, maximum).reshape(weights.shape)
+    bounds = forced.total(profile.n), visible_blocks(profile.n)
+    return apportion(weights.ravel(), total, *bounds).reshape(weights.shape)
 
 
-def _blocks_from_shares(kept: Float[np.ndarray, "L Hq"], n: int, forced: ForcedBlocks) -> Totals:
-    blocks = np.floor(kept * visible_blocks(n) + 0.5).astype(np.int64)
+def _round_shares(shares: Float[np.ndarray, "L Hq"], n: int, forced: ForcedBlocks) -> Totals:
+    blocks = np.floor(shares * visible_blocks(n) + 0.5).astype(np.int64)
     return np.clip(blocks, forced.total(n), visible_blocks(n))
 
 

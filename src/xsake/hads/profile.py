@@ -100,6 +100,7 @@ ForcedField = Annotated[
 EnvironmentField = Annotated[Environment, _strict_dataclass(Environment)]
 
 
+WHAT = "a calibration profile"
 MAX_BYTES, MAX_CONTAINERS = 2**26, 2**18
 MAX_HEADS = 2**14  # of all layers
 MAX_WEIGHTS = 256  # of a selector, for one head
@@ -181,31 +182,32 @@ class Profile(Frozen, populate_by_name=True, serialize_by_alias=True):
     def _validate(self) -> "Profile":
         if self.n > MAX_BLOCKS:
             raise ValueError(f"{self.n} blocks exceed {MAX_BLOCKS}")
-        heads = (self.model.layers, self.model.q_heads)
-        kv_heads = (self.model.layers, self.model.kv_heads)
-        shares = {"need90": self.need90, "outside": self.outside}
-        masses = {"offset_mass": self.offset_mass, "column_mass": self.column_mass}
-        for name, array in {"entropy": self.entropy, "block_entropy": self.block_entropy}.items():
-            _require_shape(name, array, heads)
-        for name, array in (shares | masses).items():
-            _require_shape(name, array, heads if name in shares else (*heads, self.n))
-            if array.min() < 0 or array.max() > 1:
+        model, curves, effects = self.model, self.curves.items(), self.effects.items()
+        heads = (model.layers, model.q_heads)
+        shapes = dict.fromkeys(("entropy", "block_entropy", "need90", "outside"), heads)
+        shapes |= dict.fromkeys(("offset_mass", "column_mass"), (*heads, self.n))
+        shapes["components"] = (model.layers, model.kv_heads, model.head_dim)
+        arrays = [(name, getattr(self, name), shape) for name, shape in shapes.items()]
+        levels = (*heads, self.n + 1)
+        arrays += [(f"curve {name!r}", curve, levels) for name, curve in curves]
+        arrays += [(f"effect {name!r}", effect, levels) for name, effect in effects]
+        for name, weights in self.selector_weights.items():
+            limit = min(weights.shape[-1], MAX_WEIGHTS) if weights.ndim else 0
+            arrays.append((f"weights {name!r}", weights, (*heads, limit)))
+        for name, array, shape in arrays:
+            if array.shape != shape:
+                raise ValueError(f"{name} has shape {array.shape}, expected {shape}")
+        for name in ("need90", "outside", "offset_mass", "column_mass"):
+            if getattr(self, name).min() < 0 or getattr(self, name).max() > 1:
                 raise ValueError(f"{name} is not in 0..1")
-        for name, curve in self.curves.items():
-            _require_shape(f"curve {name!r}", curve, (*heads, self.n + 1))
+        for name, curve in curves:
             if curve.min() < -CURVE_TOLERANCE or np.diff(curve).max() > CURVE_TOLERANCE:
                 raise ValueError(f"the curve {name!r} is negative or increasing")
-        for name, effect in self.effects.items():
-            _require_shape(f"effect {name!r}", effect, (*heads, self.n + 1))
+        for name, effect in effects:
             if effect.min() < 0:
                 raise ValueError(f"the effect {name!r} is negative")
-        _require_shape("components", self.components, (*kv_heads, self.model.head_dim))
-        if (np.sort(self.components) != np.arange(self.model.head_dim)).any():
+        if (np.sort(self.components) != np.arange(model.head_dim)).any():
             raise ValueError("components are not a permutation")
-        for name, weights in self.selector_weights.items():
-            _require_shape(
-                f"weights {name!r}", weights, (*heads, min(weights.shape[-1], MAX_WEIGHTS))
-            )
         return self
 
     @property
@@ -238,15 +240,9 @@ class Profile(Frozen, populate_by_name=True, serialize_by_alias=True):
     @classmethod
     def from_json(cls, data: bytes) -> "Profile":
         """Parse and validate a profile file."""
-        what = "a calibration profile"
-        document = _json.loads(
-            data,
-            what=what,
-            max_bytes=MAX_BYTES,
-            max_containers=MAX_CONTAINERS,
-            max_values=MAX_BYTES,
-        )
-        return validate(cls, document, what=what)
+        limits = {"max_containers": MAX_CONTAINERS, "max_values": MAX_BYTES}
+        document = _json.loads(data, what=WHAT, max_bytes=MAX_BYTES, **limits)
+        return validate(cls, document, what=WHAT)
 
     def save(self, path: Path) -> None:
         """Write the file atomically."""
@@ -256,8 +252,3 @@ class Profile(Frozen, populate_by_name=True, serialize_by_alias=True):
     def load(cls, path: Path) -> "Profile":
         """Read a file of at most 64 MB."""
         return cls.from_json(_json.read(path, max_bytes=MAX_BYTES))
-
-
-def _require_shape(name: str, array: np.ndarray, expected: tuple[int, ...]) -> None:
-    if array.shape != expected:
-        raise ValueError(f"{name} has shape {array.shape}, expected {expected}")

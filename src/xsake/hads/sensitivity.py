@@ -7,16 +7,17 @@ need one number per query and block, `g . sum_j p_j v_j`, so no sparse pass has 
 """
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from xsake.attention.layer_call import LayerCall
 from xsake.hads.budget import ForcedBlocks
 from xsake.hads.curves import MIN_MASS
-from xsake.hads.hooks import AttentionCall, BackwardHook, scored_components
+from xsake.hads.hooks import BackwardHook
 from xsake.hads.selectors import ScoringContext, Selector, correct_masses
 from xsake.layout.grid import count_blocks
 
@@ -26,7 +27,7 @@ MASKED = -1e30  # score of a masked key
 
 
 def make_effect_hook(
-    selectors: Mapping[str, Selector],
+    selectors: Sequence[Selector],
     weights: Mapping[str, Float[np.ndarray, "L Hq 3"]],
     components: Int[np.ndarray, "L Hk D"],
     block: int,
@@ -38,13 +39,14 @@ def make_effect_hook(
 
     def effects(q, k, v, layer, grad, context: ScoringContext):
         by_selector = {}
-        for name, selector in selectors.items():
-            estimate = selector.masses(q, k, context, scored_components(selector, ordered[layer]))
-            order = _block_order(correct_masses(estimate, corrections[name][layer]), forced)
-            by_selector[name] = head_effects(q, k, v, grad, order, context, forced)
+        for selector in selectors:
+            estimate = selector.masses(q, k, context, ordered[layer])
+            corrected = correct_masses(estimate, corrections[selector.name][layer])
+            order = _block_order(corrected, forced)
+            by_selector[selector.name] = head_effects(q, k, v, grad, order, context, forced)
         return by_selector
 
-    def hook(out, q, k, v, call: AttentionCall, perturbation):
+    def hook(out, q, k, v, call: LayerCall, perturbation):
         context = ScoringContext(block, call.scale, call.mask, call.softcap)
 
         @jax.custom_vjp
@@ -77,17 +79,8 @@ def head_effects(
 ) -> Float[Array, "B Hq levels"]:
     """Return the KL that each head causes alone with max(forced, k) blocks per row, k in 0..n.
 
-    Args:
-        q: queries after rotary embedding.
-        k: keys after rotary embedding.
-        v: values.
-        grad: gradient of the log-probability with respect to the attention output.
-        order: blocks of each row in the order of selection.
-        context: block size, scale and mask.
-        forced: blocks that are always computed.
-
-    Returns:
-        Nats per token.
+    `grad` is the gradient of the log-probability with respect to the attention output, `order` the
+    blocks of each row in the order of selection. The unit is nats per token.
     """
     tokens, n = q.shape[1], order.shape[-1]
     rows = max(QUERY_CHUNK // context.block, 1)
@@ -114,7 +107,8 @@ def head_effects(
         return jnp.square(change).sum(3)  # [B, Hq, rows, blocks kept - 1]
 
     segments = []
-    for first, last in _segments(chunks):  # later blocks are masked
+    bounds = sorted({chunks * part // NUM_SEGMENTS for part in range(NUM_SEGMENTS + 1)})
+    for first, last in itertools.pairwise(bounds):  # later blocks are masked
         segment = jax.tree.map(lambda x, a=first, b=last: x[a:b], parts)
         segments.append(jax.lax.map(lambda part, b=last * rows: changes(part, b), segment))
     change = jnp.moveaxis(jnp.concatenate(segments), 0, 2)
@@ -122,12 +116,6 @@ def head_effects(
     levels = np.maximum(np.arange(n + 1)[None], forced.counts(n)[:, None]) - 1
     levels = np.broadcast_to(levels, (*change.shape[:2], *levels.shape))
     return jnp.take_along_axis(change, levels, axis=-1).sum(2) / (2 * tokens)
-
-
-def _segments(chunks: int) -> list[tuple[int, int]]:
-    """Return ranges of chunks that are padded to the same number of keys."""
-    bounds = sorted({chunks * part // NUM_SEGMENTS for part in range(NUM_SEGMENTS + 1)})
-    return list(itertools.pairwise(bounds))
 
 
 def _block_sums(q, k, v, grad, start, tokens: int, context: ScoringContext):

@@ -13,9 +13,8 @@ from xsake.attention.layer_call import LayerCall
 from xsake.errors import ArgumentError, UnsupportedError
 from xsake.hads.budget import visible_blocks
 from xsake.hads.error_bounds import audited_choice
-from xsake.hads.hooks import scored_components
-from xsake.hads.plan import SelectorSpec, SparsityPlan
-from xsake.hads.selectors import SELECTORS, ScoringContext, Selector, correct_masses
+from xsake.hads.plan import SparsityPlan
+from xsake.hads.selectors import ScoringContext, correct_masses, from_spec
 from xsake.hads.topk import BudgetScope, choose
 from xsake.layout import BlockLayout
 from xsake.layout.grid import count_blocks
@@ -59,26 +58,24 @@ class PlanAttention:
         tokens, block = q.shape[1], self.plan.block
         chosen = self.chosen(q, k, call)
         n = count_blocks(tokens, block)
-        per_sequence = self._tables(n).layer_totals.max()
+        per_sequence = int(self.counts(n).sum((1, 2)).max())
         if self._eps is not None:
             per_sequence = chosen.shape[1] * visible_blocks(n)
-        capacity = chosen.shape[0] * int(per_sequence)
         return BlockLayout.from_block_mask(
             chosen, q_tokens=tokens, kv_tokens=tokens, block_q=block, block_kv=block,
-            mask=call.mask, capacity=capacity,
+            mask=call.mask, capacity=chosen.shape[0] * per_sequence,
         )  # fmt: skip
 
     def chosen(
         self, q: Float[Array, "B T Hq D"], k: Float[Array, "B T Hk D"], call: LayerCall
     ) -> Bool[Array, "B Hq Nq Nk"]:
         """Return True for the blocks that one layer computes."""
-        tables = self._tables(count_blocks(q.shape[1], self.plan.block))
-        if tables.static is not None:
-            grid = jnp.asarray(tables.static)[call.layer]
+        _, static = self._tables(count_blocks(q.shape[1], self.plan.block))
+        if static is not None:
+            grid = jnp.asarray(static)[call.layer]
             return jnp.broadcast_to(grid, (q.shape[0], *grid.shape))
         chosen = self.choice(self.masses(q, k, call), call)
-        eps = self._eps
-        return chosen if eps is None else self._enforce_eps(q, k, chosen, call, eps)
+        return chosen if self._eps is None else self._enforce_eps(q, k, chosen, call, self._eps)
 
     @property
     def _eps(self) -> float | None:
@@ -108,53 +105,35 @@ class PlanAttention:
 
     def counts(self, n: int) -> Int[np.ndarray, "L Hq Nq"]:
         """Return the blocks of each row of a sequence of `n` blocks."""
-        return self._tables(n).counts
+        return self._tables(n)[0]
 
     def masses(self, q, k, call: LayerCall) -> Float[Array, "B Hq Nq Nk"]:
         """Estimate block masses with the plan's selector and its per-head correction."""
-        spec, tables = self.plan.selector, self._tables(count_blocks(q.shape[1], self.plan.block))
+        spec, block = self.plan.selector, self.plan.block
         if spec.name == "random":
-            n = tables.counts.shape[-1]
+            n = count_blocks(q.shape[1], block)
             key = jax.random.fold_in(jax.random.key(int(spec.settings["seed"])), call.layer)
             masses = jax.random.uniform(key, (q.shape[2], n, n), jnp.float32, 1e-6, 1.0)
             return jnp.broadcast_to(masses, (q.shape[0], *masses.shape))
-        ids = call.segment_ids
-        context = ScoringContext(self.plan.block, call.scale, call.mask, call.softcap, ids)
-        selector = selector_from_spec(spec)
-        dims = scored_components(selector, jnp.asarray(self.plan.components_array)[call.layer])
+        context = ScoringContext(block, call.scale, call.mask, call.softcap, call.segment_ids)
+        components = jnp.asarray(self.plan.components_array)[call.layer]
         weights = jnp.asarray(self.plan.weights, jnp.float32)[call.layer]
-        return correct_masses(selector.masses(q, k, context, dims), weights)
+        return correct_masses(from_spec(spec).masses(q, k, context, components), weights)
 
-    def _tables(self, n: int) -> "_PlanTables":
-        """Return the tables for sequences of `n` blocks, computed once."""
+    def _tables(self, n: int) -> tuple[np.ndarray, np.ndarray | None]:
+        """Return counts and static grids [L, Hq, Nq, Nk] of sequences of `n` blocks, cached."""
         if n not in self._tables_by_length:
-            self._tables_by_length[n] = _PlanTables.of(self.plan, n)
+            counts, static = self.plan.row_counts(n).astype(np.int32), None
+            if self.plan.selector.name == "none":
+                heads = range(self.plan.model.q_heads)
+                grids = [
+                    [self.plan.static_grid(layer, head, n) for head in heads]
+                    for layer in range(self.plan.model.layers)
+                ]
+                static = np.array(grids)
+            self._tables_by_length[n] = counts, static
         return self._tables_by_length[n]
 
     @functools.cached_property
-    def _tables_by_length(self) -> "dict[int, _PlanTables]":
+    def _tables_by_length(self) -> dict[int, tuple[np.ndarray, np.ndarray | None]]:
         return {}
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _PlanTables:
-    """Counts and static grids of a plan for sequences of one length."""
-
-    counts: np.ndarray  # [L, Hq, Nq]
-    layer_totals: np.ndarray  # [L]
-    static: np.ndarray | None  # [L, Hq, Nq, Nk]
-
-    @classmethod
-    def of(cls, plan: SparsityPlan, n: int) -> "_PlanTables":
-        counts = plan.row_counts(n).astype(np.int32)
-        static = None
-        if plan.selector.name == "none":
-            layers, heads = counts.shape[:2]
-            grids = [[plan.static_grid(i, h, n) for h in range(heads)] for i in range(layers)]
-            static = np.array(grids)
-        return cls(counts, counts.sum((1, 2)), static)
-
-
-def selector_from_spec(spec: SelectorSpec) -> Selector:
-    """Build the selector of a plan; `making.selector_spec` is the inverse."""
-    return SELECTORS[spec.name](**spec.settings)

@@ -38,16 +38,8 @@ def choose(
 
     The gain of a block of mass `m` is `log(c / (c - m))`, with `c` the mass of all blocks of its
     row that are at least as heavy, forced ones included: its gain in greedy selection by log-mass.
-    Blocks of a row are taken in descending mass; ties go to the first.
-
-    Args:
-        masses: estimated share of each block in the attention of a row's queries.
-        counts: blocks of each row, forced ones included; wider scopes use their sum only.
-        forced: blocks that are always selected.
-        scope: unit that shares one budget.
-
-    Returns:
-        True for selected blocks, all of them causally visible.
+    Blocks of a row are taken in descending mass; ties go to the first. `counts` includes forced
+    blocks; scopes wider than a row use their sum only. All selected blocks are causally visible.
     """
     batch, heads, rows, _ = masses.shape
     ranks = _block_ranks(masses, forced)

@@ -22,7 +22,7 @@ from xsake.attention import BlockSparseAttention
 from xsake.distributed import HeadPlacement, place_heads
 from xsake.errors import ArgumentError
 from xsake.hads.policies import Sensitivity
-from xsake.hads.sparse_attention import selector_from_spec
+from xsake.hads.selectors import from_spec
 from xsake.hads.topk import BudgetScope
 from xsake.model import (
     AttentionFn,
@@ -72,9 +72,7 @@ class PlanRecipe(NamedTuple):
         plan = hads.SparsityPlan.load(section.plan)
         policy = hads.POLICIES[plan.policy.name](**plan.policy.settings)
         is_scored = plan.selector.name in hads.SELECTORS
-        selector = (
-            selector_from_spec(plan.selector) if is_scored else hads.make_selector(section.selector)
-        )
+        selector = from_spec(plan.selector) if is_scored else hads.make_selector(section.selector)
         has_own_budget = plan.policy.name in ("entropy", "top_p")
         return cls(policy, selector, plan.block, (None if has_own_budget else plan.budget,))
 

@@ -1,18 +1,18 @@
 """XAttention selector: softmax over antidiagonal sums of small cells, summed over blocks."""
 
 import dataclasses
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
 
 from xsake.errors import ArgumentError
-from xsake.hads.selectors.base import ScoringContext, group_heads, split_blocks
+from xsake.hads.selectors.base import ScoringContext, Selector, group_heads, split_blocks
 
 
 @dataclasses.dataclass(frozen=True)
-class Antidiagonal:
+class Antidiagonal(Selector):
     """XAttention selector; the antidiagonal of a cell covers each of its queries and keys once.
 
     Args:
@@ -20,15 +20,9 @@ class Antidiagonal:
     """
 
     stride: int = 8
-    name: str = dataclasses.field(default="antidiagonal", init=False)
+    name: ClassVar[str] = "antidiagonal"
 
-    def masses(
-        self,
-        q: Float[Array, "B T Hq D"],
-        k: Float[Array, "B T Hk D"],
-        context: ScoringContext,
-        dims=None,
-    ) -> Float[Array, "B Hq Nq Nk"]:
+    def masses(self, q, k, context: ScoringContext, components=None):
         """See `Selector.masses`."""
         if context.block % self.stride:
             raise ArgumentError(

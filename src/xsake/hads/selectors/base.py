@@ -1,13 +1,20 @@
-"""Selector protocol: estimates of block masses from queries and keys, and their cost."""
+"""Selector interface: estimates of block masses from queries and keys, their cost and JSON form."""
 
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+import abc
+import dataclasses
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
+from pydantic import Field
 
+from xsake._schema import Fraction, Frozen, Number, Text
+from xsake.errors import ArgumentError
 from xsake.masks import AbstractMask, Causal
+
+SpecSettings = dict[Text, Annotated[int, Field(strict=True)] | Number | Text]
 
 
 class ScoringContext(NamedTuple):
@@ -20,19 +27,30 @@ class ScoringContext(NamedTuple):
     segment_ids: Any = None  # [B, T]
 
 
-@runtime_checkable
-class Selector(Protocol):
-    """Block scorer at run time."""
+class SelectorSpec(Frozen):
+    """Name, settings and cost of the selector that scores blocks at run time."""
 
-    @property
-    def name(self) -> str: ...
+    name: Text
+    settings: SpecSettings = Field(default_factory=dict)
+    cost: Fraction = Field(description="of scoring all heads / dense causal attention, in flops")
 
+
+class Selector(abc.ABC):
+    """Block scorer at run time; a frozen dataclass of its settings.
+
+    Attributes:
+        name: key in `SELECTORS` and in plan files.
+    """
+
+    name: ClassVar[str]
+
+    @abc.abstractmethod
     def masses(
         self,
         q: Float[Array, "B T Hq D"],
         k: Float[Array, "B T Hk D"],
         context: ScoringContext,
-        dims: Int[Array | np.ndarray, "Hk R"] | None = None,
+        components: Int[Array | np.ndarray, "Hk R"] | None = None,
     ) -> Float[Array, "B Hq Nq Nk"]:
         """Estimate the attention mass of each block, mean over the queries of a row.
 
@@ -40,13 +58,35 @@ class Selector(Protocol):
             q: queries after rotary embedding.
             k: keys after rotary embedding.
             context: block size, scale and mask.
-            dims: components of queries and keys to use; None: all.
+            components: of queries and keys by descending contribution to scores, for selectors
+                that use a part of them; None: all.
         """
-        ...
 
+    @abc.abstractmethod
     def cost(self, tokens: int, block: int, head_dim: int) -> float:
         """Return flops of scoring / flops of dense causal attention."""
-        ...
+
+    def spec(self, tokens: int, block: int, head_dim: int) -> SelectorSpec:
+        """Return the JSON form, with the cost at this length."""
+        cost = round(self.cost(tokens, block, head_dim), 9)
+        return SelectorSpec(name=self.name, settings=vars(self), cost=cost)
+
+
+def make_by_name(
+    what: str, registry: Mapping[str, type], name: str, settings: Mapping[str, Any]
+) -> Any:
+    """Build a dataclass of a registry; errors name what exists."""
+    if name not in registry:
+        raise ArgumentError(f"unknown {what}", got=name, expected=", ".join(registry))
+    try:
+        return registry[name](**settings)
+    except TypeError as error:
+        fields = [field.name for field in dataclasses.fields(registry[name])]
+        raise ArgumentError(
+            f"unknown settings of the {what} {name!r}",
+            got=", ".join(settings) or "none",
+            expected=", ".join(fields) or "none",
+        ) from error
 
 
 def split_blocks(x: Float[Array, "B T H D"], block: int) -> Float[Array, "B N b H D"]:
@@ -59,12 +99,6 @@ def split_blocks(x: Float[Array, "B T H D"], block: int) -> Float[Array, "B N b 
 def group_heads(q: Float[Array, "*rest Hq D"], kv_heads: int) -> Float[Array, "*rest Hk G D"]:
     """Split query heads into groups that share a kv head."""
     return q.reshape(*q.shape[:-2], kv_heads, -1, q.shape[-1])
-
-
-def causal_softmax(scores: Float[Array, "*rest Nq Nk"]) -> Float[Array, "*rest Nq Nk"]:
-    """Return the softmax over the visible blocks of each row; masked ones get 0."""
-    visible = np.tri(scores.shape[-1], dtype=bool)
-    return jax.nn.softmax(scores.astype(jnp.float32), axis=-1, where=visible)
 
 
 def correct_masses(

@@ -2,17 +2,17 @@
 
 import dataclasses
 import math
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
 
-from xsake.hads.selectors.base import ScoringContext, group_heads, split_blocks
+from xsake.hads.selectors.base import ScoringContext, Selector, group_heads, split_blocks
 
 
 @dataclasses.dataclass(frozen=True)
-class Cumulant:
+class Cumulant(Selector):
     """`log run + q.mean + q^2.variance / 2` for each run of keys, with every `stride`-th query.
 
     The first two terms are a lower bound of the run's log-sum-exp (Jensen); the third is the next
@@ -25,15 +25,9 @@ class Cumulant:
 
     run: int = 16
     stride: int = 4
-    name: str = dataclasses.field(default="cumulant", init=False)
+    name: ClassVar[str] = "cumulant"
 
-    def masses(
-        self,
-        q: Float[Array, "B T Hq D"],
-        k: Float[Array, "B T Hk D"],
-        context: ScoringContext,
-        dims=None,
-    ) -> Float[Array, "B Hq Nq Nk"]:
+    def masses(self, q, k, context: ScoringContext, components=None):
         """See `Selector.masses`."""
         run, stride = min(self.run, context.block), min(self.stride, context.block)
         keys = split_blocks(k, context.block).astype(jnp.float32)

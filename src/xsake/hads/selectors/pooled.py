@@ -1,31 +1,29 @@
 """Pooled selector: softmax over blocks of (mean query of the row) . (mean key of the block)."""
 
 import dataclasses
+from typing import ClassVar
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+import numpy as np
 
-from xsake.hads.selectors.base import ScoringContext, causal_softmax, group_heads, split_blocks
+from xsake.hads.selectors.base import ScoringContext, Selector, group_heads, split_blocks
 
 
 @dataclasses.dataclass(frozen=True)
-class Pooled:
+class Pooled(Selector):
     """Mean queries times mean keys; nearly free, inaccurate."""
 
-    name: str = dataclasses.field(default="pooled", init=False)
+    name: ClassVar[str] = "pooled"
 
-    def masses(
-        self,
-        q: Float[Array, "B T Hq D"],
-        k: Float[Array, "B T Hk D"],
-        context: ScoringContext,
-        dims=None,
-    ) -> Float[Array, "B Hq Nq Nk"]:
+    def masses(self, q, k, context: ScoringContext, components=None):
         """See `Selector.masses`."""
         rows = group_heads(split_blocks(q, context.block).mean(2), k.shape[2])
         means = split_blocks(k, context.block).mean(2)
         scores = context.scale * jnp.einsum("bihgd,bjhd->bhgij", rows, means)
-        return causal_softmax(scores.reshape(q.shape[0], q.shape[2], *scores.shape[-2:]))
+        n = means.shape[1]
+        scores = scores.reshape(q.shape[0], q.shape[2], n, n).astype(jnp.float32)
+        return jax.nn.softmax(scores, axis=-1, where=np.tri(n, dtype=bool))
 
     def cost(self, tokens: int, block: int, head_dim: int) -> float:
         """Return the cost: one product per block; attention has two per pair of tokens."""

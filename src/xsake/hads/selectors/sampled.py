@@ -1,17 +1,18 @@
 """Sampled selector: block masses of a few queries per row from the most important components."""
 
 import dataclasses
+from typing import ClassVar
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
 
-from xsake.hads.selectors.base import ScoringContext, group_heads
+from xsake.hads.selectors.base import ScoringContext, Selector, group_heads
 from xsake.kernels.statistics import block_statistics
+from xsake.layout.grid import count_blocks
 
 
 @dataclasses.dataclass(frozen=True)
-class Sampled:
+class Sampled(Selector):
     """Block masses of `queries` evenly spaced queries per row, from `dims` components of q and k.
 
     The softmax covers every key, so single important keys count, which block means and moments
@@ -24,26 +25,19 @@ class Sampled:
 
     queries: int = 2
     dims: int = 32
-    name: str = dataclasses.field(default="sampled", init=False)
+    name: ClassVar[str] = "sampled"
 
-    def masses(
-        self,
-        q: Float[Array, "B T Hq D"],
-        k: Float[Array, "B T Hk D"],
-        context: ScoringContext,
-        dims: Int[Array | np.ndarray, "Hk R"] | None = None,
-    ) -> Float[Array, "B Hq Nq Nk"]:
-        """See `Selector.masses`; without `dims` all components are used."""
-        tokens, kv_heads = k.shape[1:3]
-        rows = -(-tokens // context.block)
-        queries = min(self.queries, context.block)
+    def masses(self, q, k, context: ScoringContext, components=None):
+        """See `Selector.masses`."""
+        tokens, kv_heads, dim = k.shape[1:]
+        rows, queries = count_blocks(tokens, context.block), min(self.queries, context.block)
         inside = (2 * np.arange(queries) + 1) * context.block // (2 * queries)
         position = np.minimum(np.arange(rows)[:, None] * context.block + inside, tokens - 1).ravel()
         q = group_heads(q[:, position], kv_heads)
-        if dims is not None:
-            components = jnp.asarray(dims)
-            q = jnp.take_along_axis(q, components[None, None, :, None], axis=-1)
-            k = jnp.take_along_axis(k, components[None, None], axis=-1)
+        if components is not None and self.dims < dim:
+            kept = jnp.asarray(components)[:, : self.dims]
+            q = jnp.take_along_axis(q, kept[None, None, :, None], axis=-1)
+            k = jnp.take_along_axis(k, kept[None, None], axis=-1)
         ids = context.segment_ids
         masses = block_statistics(
             q.reshape(*q.shape[:2], -1, q.shape[-1]),

@@ -98,7 +98,7 @@ def test_an_effect_is_the_divergence_of_predictions(params):
     n, draws = len(tokens) // BLOCK, 256
     weights = np.array([[[1.0, 0, 0]] * HEADS])
     hook = make_effect_hook(
-        {"pooled": Pooled()}, {"pooled": weights}, np.zeros((1, 1, DIM), int), BLOCK, FORCED
+        (Pooled(),), {"pooled": weights}, np.zeros((1, 1, DIM), int), BLOCK, FORCED
     )
     reader = hads.observer(toy, params)
     perturbation = {"pooled": jnp.zeros((LAYERS, draws, HEADS, n + 1))}
@@ -141,7 +141,7 @@ def test_a_backward_hook_leaves_the_model_as_it_is(params):
     tokens = np.random.default_rng(1).integers(0, VOCABULARY, (1, 32)).astype(np.int32)
     weights = np.array([[[1.0, 0, 0]] * HEADS])
     hook = make_effect_hook(
-        {"pooled": Pooled()}, {"pooled": weights}, np.zeros((1, 1, DIM), int), BLOCK, FORCED
+        (Pooled(),), {"pooled": weights}, np.zeros((1, 1, DIM), int), BLOCK, FORCED
     )
     perturbation = {"pooled": jnp.zeros((LAYERS, 1, HEADS, 5))}
     recorder = functools.partial(hads.AttentionRecorder, lambda *_: None)

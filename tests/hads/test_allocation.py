@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xsake.errors import ArgumentError
-from xsake.hads.allocation import dropped_mass, static_units, take_units, water_fill
+from xsake.hads.allocation import static_units, take_units, water_fill
 from xsake.hads.budget import ForcedBlocks, level_totals, visible_blocks
 
 FORCED = ForcedBlocks()
@@ -93,10 +93,6 @@ def test_impossible_totals_are_refused(total):
         water_fill(np.zeros((1, 2, 6)), total, FORCED)
     with pytest.raises(ArgumentError, match="24 .forced. to 30"):
         static_units(np.zeros((1, 2, 5)), np.zeros((1, 2, 5)), total, FORCED)
-
-
-def test_dropped_mass_is_what_a_curve_says():
-    np.testing.assert_allclose(dropped_mass(np.array([[[0.0, np.log(4)]]])), [[[0, 0.75]]])
 
 
 def test_a_diagonal_and_a_column_that_hold_the_mass_are_chosen():

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from tests.hads.sample import profile
 from xsake.errors import ArgumentError
+from xsake.hads.allocation import water_fill
 from xsake.hads.budget import ForcedBlocks, level_totals, row_counts, total_blocks, visible_blocks
 from xsake.hads.policies import (
     KL,
@@ -24,16 +25,9 @@ from xsake.hads.policies import (
 )
 
 WITH_BUDGET = (
-    Uniform(),
-    EntropyBudget(),
-    EntropyRandom(),
-    KeptMass(curve="pooled"),
-    Sensitivity(),
-    KL(curve="pooled"),
-    KL(curve="oracle", floor=0),
-    Static(),
-    Bounded(eps=0.05, curve="pooled"),
-)
+    Uniform(), EntropyBudget(), EntropyRandom(), KeptMass(curve="pooled"), Sensitivity(),
+    KL(curve="pooled"), KL(curve="oracle", floor=0), Static(), Bounded(eps=0.05, curve="pooled"),
+)  # fmt: skip
 WITHOUT = (Entropy(), EntropyRandom(), TopP(0.9, curve="pooled"))
 
 
@@ -105,6 +99,14 @@ def test_the_default_loses_least_of_all_at_the_same_budget(seed, budget):
     slack = found.curves["pooled"].max() / 6
     for policy in WITH_BUDGET:
         assert best <= loss_of(found, policy.plan_shares(found, budget)) + slack
+
+
+def test_kept_mass_is_what_a_curve_keeps():
+    found = profile(n=16)
+    dropped = 1 - np.exp(-found.curves["pooled"])
+    total = total_blocks(0.4, heads=6, n=16, forced=found.forced)
+    expected = water_fill(dropped, total, found.forced)
+    np.testing.assert_array_equal(KeptMass("pooled").plan_shares(found, 0.4), expected)
 
 
 def test_bounded_has_the_budgets_of_kl_and_keeps_its_bound():

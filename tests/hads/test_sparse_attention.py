@@ -67,7 +67,7 @@ def test_a_layer_computes_the_blocks_that_were_chosen(profile, policy):
     assert chosen.sum((1, 2, 3)).tolist() == [total, total]
 
 
-@pytest.mark.slow  # test_bounds has it without a model
+@pytest.mark.slow  # test_error_bounds has it without a model
 def test_a_bounded_plan_drops_no_more_than_it_promises(model, tokens, profile):
     selector = hads.make_selector("sampled")
     policy = hads.make_policy("bounded", eps=0.3)
@@ -95,7 +95,7 @@ def test_new_inputs_compile_nothing(model, tokens, profile):
     assert run._cache_size() == 1
 
 
-@pytest.mark.slow  # test_choose has it without a model
+@pytest.mark.slow  # test_topk has it without a model
 def test_rows_of_their_own_count_do_not_see_later_tokens(model, tokens, profile):
     attend = planned(profile, scope=hads.BudgetScope.ROW)
     other = tokens.at[:, 5 * BLOCK :].set(0)
