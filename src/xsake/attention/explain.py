@@ -109,10 +109,8 @@ class Explanation:
         yield "logits", f"scale {scale}{softcap}"
         yield "mask", textwrap.shorten(self.mask, 80, placeholder=" ...")
         pruned_by = "".join(f", pruned by {source}" for source in self.pruned_by)
-        yield (
-            "layout",
-            f"{self.layout_origin}{pruned_by}; {self.block_q} x {self.block_kv} tokens",
-        )
+        tokens = f"{self.block_q} x {self.block_kv} tokens"
+        yield "layout", f"{self.layout_origin}{pruned_by}; {tokens}"
         yield "blocks", self._blocks_text()
         for each in self.passes:
             yield each.name, _pass_text(each)
@@ -243,15 +241,10 @@ def _blocks(operands: BlockSparseInputs, listed: int, is_counted: bool) -> Block
         return BlockSummary(listed, None, None, num_blocks, False, listed / num_blocks)
     stats = layout.stats()
     copies = planes // (layout.batch * layout.heads)
-    visible = stats.visible_blocks * copies
-    return BlockSummary(
-        listed,
-        stats.full * copies,
-        stats.partial * copies,
-        visible,
-        stats.is_causal,
-        listed / visible,
+    full, partial, visible = (
+        copies * number for number in (stats.full, stats.partial, stats.visible_blocks)
     )
+    return BlockSummary(listed, full, partial, visible, stats.is_causal, listed / visible)
 
 
 def _arrays(operands: BlockSparseInputs, sinks) -> dict[str, str]:
@@ -310,9 +303,9 @@ def _pass_text(each: KernelCost) -> str:
     tiles = ""
     if each.tiles is not None:
         tiles = f"; tiles of {each.tiles.rows} rows x {each.tiles.blocks} blocks"
-    launches = (
-        "" if each.launches is None else f"; {each.launches} launch" + "es" * (each.launches > 1)
-    )
+    launches = ""
+    if each.launches is not None:
+        launches = f"; {each.launches} launch" + "es" * (each.launches > 1)
     if each.balance is not None:
         launches += f"; max / mean of {each.cores} cores {each.balance:.2f}"
     if each.padded is not None:

@@ -66,13 +66,8 @@ def _item_coordinates(layout: BlockLayout):
     """Return (batch, head, query block, kv block) of each item."""
     row = item_rows(jnp, jnp.asarray(layout.row_starts), layout.capacity)
     row = jnp.minimum(row, layout.rows - 1)
-    head = row // layout.q_blocks
-    return (
-        head // layout.heads,
-        head % layout.heads,
-        row % layout.q_blocks,
-        jnp.asarray(layout.kv_block),
-    )
+    head, q_block = row // layout.q_blocks, row % layout.q_blocks
+    return head // layout.heads, head % layout.heads, q_block, jnp.asarray(layout.kv_block)
 
 
 def _position_codes(operands: PruningInputs):

@@ -36,7 +36,7 @@ class MeshSplit(NamedTuple):
 
 
 def attention_on_mesh(
-    mesh: Mesh | Placing,
+    where: Mesh | Placing,
     inputs: BlockSparseInputs,
     config: BlockSparseConfig,
     implementation: Implementation,
@@ -48,12 +48,12 @@ def attention_on_mesh(
     which is that of the arrays' types. A block list shared by all heads and batch elements is
     replicated. Otherwise it is split into one list of equal capacity per device.
     """
-    if isinstance(mesh, Placing):
-        batch = (mesh.batch,) if isinstance(mesh.batch, str) else mesh.batch
-        mesh, split = mesh.mesh, MeshSplit(batch, mesh.heads, *mesh.parts)
+    if isinstance(where, Placing):
+        batch = (where.batch,) if isinstance(where.batch, str) else where.batch
+        mesh, split = where.mesh, MeshSplit(batch, where.heads, *where.parts)
         _check_mask_heads(inputs, split)
     else:
-        split = split_over_mesh(mesh, inputs)
+        mesh, split = where, split_over_mesh(where, inputs)
     layout = inputs.layout
     arrays = {**inputs._asdict(), "sinks": sinks}
     del arrays["layout"]
@@ -234,7 +234,5 @@ def split_layout(layout: BlockLayout, split: MeshSplit) -> Items:
 
 def num_parts(layout: BlockLayout, split: MeshSplit) -> tuple[int, int]:
     """Return the number of lists by batch and by head."""
-    return (
-        split.batch_parts if layout.batch > 1 else 1,
-        split.head_parts if layout.heads > 1 else 1,
-    )
+    batch = split.batch_parts if layout.batch > 1 else 1
+    return batch, split.head_parts if layout.heads > 1 else 1

@@ -12,6 +12,8 @@ from typing import Any
 
 from jax import Array
 
+from xsake.masks import AbstractMask
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TileSide:
@@ -42,6 +44,19 @@ class TileSide:
         """Segment ids, negative for padding."""
         x = self.integers.segments
         return None if x is None else self.along_axis(x)
+
+
+def rule_of_heads(
+    mask: AbstractMask | None, heads: int, head: Callable[[], Array]
+) -> Callable[[Array, Array], Any] | None:
+    """The mask on positions for some of `heads` query heads; None without a mask.
+
+    `head()` gives their indices, broadcast to the tile, to masks whose rule depends on them.
+    """
+    if mask is None:
+        return None
+    which = None if mask.heads is None else head() * mask.heads // heads
+    return lambda q_pos, kv_pos: mask.allows(q_pos, kv_pos, which)
 
 
 def element_mask(

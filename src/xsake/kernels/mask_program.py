@@ -308,15 +308,12 @@ class _Tracer:
             raise _Refused(f"uses {name!r}" + " on booleans" * on_booleans)
         if name == "select_n" and not on_booleans:
             raise _Refused("selects by number")
-        if (
-            name in ("div", "rem")
-            and isinstance(values[1], _Constant)
-            and not values[1].by_row().all()
-        ):
+        known = values[-1].by_row() if isinstance(values[-1], _Constant) else None
+        if name in ("div", "rem") and known is not None and not known.all():
             raise _Refused("divides by zero")
         if name.startswith("shift"):
             # Further than the word is long, hardware and compilers disagree.
-            amount = values[1].by_row() if isinstance(values[1], _Constant) else np.array(-1)
+            amount = np.array(-1) if known is None else known
             if amount.min() < 0 or amount.max() > 31:
                 raise _Refused("shifts by a number that is not known to be in 0..31")
         step = ProgramStep(name, terms)
@@ -369,17 +366,14 @@ def _evaluate(equation: JaxprEqn, values: Sequence[_Constant]) -> list[_Constant
     return [_Constant(output, by_head) for output in bind(*(value.array for value in values))]
 
 
-def unsupported_mask(
-    program: MaskProgram | str | None, *, is_static: bool, has_positions: bool
-) -> str | None:
-    """Why a kernel cannot apply a mask; None if it can.
+def unsupported_mask(program: MaskProgram | str | None, inputs: Any) -> str | None:
+    """Why a kernel cannot apply the mask of a block-sparse call; None if it can.
 
     Precomputed element masks replace a program; they need a static layout and know no positions.
     """
     if not isinstance(program, str):
         return None
-    if not is_static:
+    if not inputs.layout.is_static:
         return f"{program}, and a traced layout cannot hold element masks"
-    if has_positions:
-        return f"{program}, and positions are not known before the call"
-    return None
+    has_positions = inputs.q_positions is not None or inputs.kv_positions is not None
+    return f"{program}, and positions are not known before the call" if has_positions else None

@@ -16,7 +16,7 @@ from jax import Array, lax
 from xsake.kernels import online_softmax
 from xsake.kernels.block_sparse.types import TileSizes
 from xsake.kernels.blocking import RowTileSide, pad_axis, take
-from xsake.kernels.element_mask import element_mask
+from xsake.kernels.element_mask import element_mask, rule_of_heads
 from xsake.kernels.online_softmax import LOG2E, exp2, log_sum_exp
 from xsake.kernels.row_loop import RowBody, RowTable, Step, loop_rows
 from xsake.kernels.sharding import axes_of
@@ -170,14 +170,14 @@ class StatisticsCall(NamedTuple):
 
     def element_mask(self, rows: Array, span: Array) -> Array:
         """Element mask of such a tile."""
-        mask, heads, cut = self.config.mask, self.cut.heads, self.cut
+        heads, cut = self.cut.heads, self.cut
         head, chunk = rows // self.chunks, rows % self.chunks
         batch, head = head // heads, head % heads
-        which = None if mask.heads is None else (head * mask.heads // heads)[:, None, None]
         q_tokens, kv_tokens = self.inputs.q.shape[1], self.inputs.k.shape[1]
         q = RowTileSide(self.q_tokens, q_tokens, cut.chunk, batch, chunk, axis=2)
         kv = RowTileSide(self.kv_tokens, kv_tokens, cut.span, batch, span, axis=1)
-        visible = element_mask(q, kv, lambda q_pos, kv_pos: mask.allows(q_pos, kv_pos, which))
+        allows = rule_of_heads(self.config.mask, heads, lambda: head[:, None, None])
+        visible = element_mask(q, kv, allows)
         assert visible is not None
         return jnp.tile(visible, (1, 1, self.queries // cut.chunk))
 

@@ -35,7 +35,7 @@ type State = tuple[Array, ...]  # what a loop carries, in registers
 
 def common_reason(inputs: BlockSparseInputs, config: BlockSparseConfig) -> str | None:
     """Why no GPU kernel serves a call, on any GPU; None if one may."""
-    layout, dtype = inputs.layout, inputs.q.dtype
+    dtype = inputs.q.dtype
     if inputs.bias is not None:
         return "it adds no bias to the logits"
     if dtype not in (jnp.bfloat16, jnp.float16):
@@ -44,9 +44,7 @@ def common_reason(inputs: BlockSparseInputs, config: BlockSparseConfig) -> str |
         return "its tiles follow from the head dimension"
     if max(inputs.q.shape[-1], inputs.v.shape[-1]) > MAX_FEATURES:
         return f"its registers hold heads of at most {MAX_FEATURES} features"
-    program = schedule.gpu_mask_program(layout.mask)
-    has_positions = inputs.q_positions is not None or inputs.kv_positions is not None
-    return unsupported_mask(program, is_static=layout.is_static, has_positions=has_positions)
+    return unsupported_mask(schedule.gpu_mask_program(inputs.layout.mask), inputs)
 
 
 def define_passes(

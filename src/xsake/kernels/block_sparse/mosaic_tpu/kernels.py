@@ -36,16 +36,15 @@ def unsupported_reason(
     inputs: BlockSparseInputs, config: BlockSparseConfig, platform: str
 ) -> str | None:
     """Why this backend cannot serve the call on a TPU; None if it can."""
-    layout, dtype = inputs.layout, inputs.q.dtype
+    dtype = inputs.q.dtype
     if inputs.bias is not None:
         return "it adds no bias to the logits"
     if dtype not in (jnp.float32, jnp.bfloat16):
         return f"TPUs compute in float32 and bfloat16, not in {dtype}"
     if schedule.has_too_many_blocks(inputs):
         return "there are more blocks than 29 bits can number; use larger blocks"
-    program = None if layout.mask is None else trace_mask(layout.mask)
-    has_positions = inputs.q_positions is not None or inputs.kv_positions is not None
-    return unsupported_mask(program, is_static=layout.is_static, has_positions=has_positions)
+    mask = inputs.layout.mask
+    return unsupported_mask(None if mask is None else trace_mask(mask), inputs)
 
 
 def count_passes(

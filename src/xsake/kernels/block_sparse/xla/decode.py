@@ -16,7 +16,7 @@ from xsake.kernels import blocking, online_softmax
 from xsake.kernels.block_sparse import cost
 from xsake.kernels.block_sparse.types import BlockSparseConfig, BlockSparseInputs, TileSizes
 from xsake.kernels.blocking import TokenBlocks
-from xsake.kernels.element_mask import ExpandedSide, element_mask
+from xsake.kernels.element_mask import ExpandedSide, element_mask, rule_of_heads
 from xsake.kernels.online_softmax import isolate_nonfinite
 from xsake.kernels.row_loop import RowBody, Step, loop_rows
 from xsake.kernels.validation import sum_dtype
@@ -145,13 +145,9 @@ class _Reader:
 
     def element_mask(self, place: _ListCoords, block: Array) -> Array:
         """The element mask of a block."""
-        inputs, mask, first, allows = self.inputs, self.layout.mask, self._first(block), None
-        if mask is not None:
-            which = None
-            if mask.heads is not None:
-                which = place.head + jnp.arange(self.heads, dtype=jnp.int32)[None, :, None, None]
-                which = which * mask.heads // inputs.q.shape[2]
-            allows = lambda q_pos, kv_pos: mask.allows(q_pos, kv_pos, which)
+        inputs, first = self.inputs, self._first(block)
+        heads = lambda: place.head + jnp.arange(self.heads, dtype=jnp.int32)[None, :, None, None]
+        allows = rule_of_heads(self.layout.mask, inputs.q.shape[2], heads)
         q = self._side(inputs.q_positions, inputs.q_segment_ids, self._query_integers, place)
         at = functools.partial(self._key_integers, first=first)
         kv = self._side(inputs.kv_positions, inputs.kv_segment_ids, at, place)

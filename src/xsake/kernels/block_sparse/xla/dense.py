@@ -14,7 +14,7 @@ from jax import Array, lax
 from xsake.kernels import online_softmax
 from xsake.kernels.block_sparse.types import BlockSparseConfig, BlockSparseInputs, Gradients
 from xsake.kernels.blocking import TokenBlocks
-from xsake.kernels.element_mask import ExpandedSide, element_mask
+from xsake.kernels.element_mask import ExpandedSide, element_mask, rule_of_heads
 from xsake.kernels.online_softmax import isolate_nonfinite, zero_nonfinite
 from xsake.kernels.validation import sum_dtype
 from xsake.layout import BlockLayout
@@ -214,12 +214,8 @@ def _visible(part: _Part, layout: BlockLayout):
 
 def _mask_pairs(part: _Part, layout: BlockLayout) -> Array | None:
     """Pairs that mask and segment ids allow; None if neither is given."""
-    mask, heads, allows = layout.mask, part.q.shape[2], None
-    if mask is not None:
-        which = None
-        if mask.heads is not None:
-            which = (jnp.arange(heads) * mask.heads // heads)[None, :, None, None]
-        allows = lambda q_pos, kv_pos: mask.allows(q_pos, kv_pos, which)
+    heads = part.q.shape[2]
+    allows = rule_of_heads(layout.mask, heads, lambda: jnp.arange(heads)[None, :, None, None])
     q = _side(part.q_positions, part.q_segment_ids, layout.q_tokens, (1, 3))
     kv = _side(part.kv_positions, part.kv_segment_ids, layout.kv_tokens, (1, 2))
     return element_mask(q, kv, allows)

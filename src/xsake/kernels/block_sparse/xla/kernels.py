@@ -24,7 +24,7 @@ from xsake.kernels.block_sparse.types import (
 )
 from xsake.kernels.block_sparse.xla import decode, dense
 from xsake.kernels.blocking import BlockLists, RowTileSide, TokenBlocks, take
-from xsake.kernels.element_mask import element_mask
+from xsake.kernels.element_mask import element_mask, rule_of_heads
 from xsake.kernels.online_softmax import matmul, zero_nonfinite
 from xsake.kernels.row_loop import RowBody, Step, loop_rows
 from xsake.kernels.sharding import axes_of
@@ -172,17 +172,13 @@ class BlockedCall(NamedTuple):
         return None if self.bias is None else step.exists[..., None]
 
     def _pair_mask(self, rows: Array, kv_block: Array, exists: Array) -> Array:
-        layout, mask = self.layout, self.layout.mask
+        layout = self.layout
         head, q_block = rows // layout.q_blocks, rows % layout.q_blocks
         batch, head = head // self.q_heads, head % self.q_heads
         kv_block = jnp.minimum(kv_block, layout.kv_blocks - 1)
         q = RowTileSide(self.q_tokens, layout.q_tokens, layout.block_q, batch, q_block, axis=1)
         kv = RowTileSide(self.kv_tokens, layout.kv_tokens, layout.block_kv, batch, kv_block, axis=2)
-        allows = None
-        if mask is not None:
-            which = None if mask.heads is None else head * mask.heads // self.q_heads
-            which = None if which is None else which[:, None, None]
-            allows = lambda q_pos, kv_pos: mask.allows(q_pos, kv_pos, which)
+        allows = rule_of_heads(layout.mask, self.q_heads, lambda: head[:, None, None])
         allowed, exists = element_mask(q, kv, allows), exists[..., None]
         return exists if allowed is None else allowed & exists
 
