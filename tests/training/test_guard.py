@@ -136,14 +136,6 @@ def test_numbers_that_are_not_finite_are_refused_unless_it_is_off(bad, place):
         assert bool(should_update(section, init_guard(section), **numbers)) != enabled
 
 
-def test_norms_that_never_move_are_no_reason_to_skip():
-    section = GuardSection(window=2)
-    guard = init_guard(section)
-    for _ in range(5):
-        assert bool(should_update(section, guard, scalar(1.0), scalar(2.0)))
-        guard = update_guard(section, guard, scalar(2.0), jnp.asarray(True))
-
-
 def refused(section: GuardSection, norms) -> list[int]:
     """Which of a run's norms are refused."""
     guard, found = init_guard(section), []
@@ -154,24 +146,23 @@ def refused(section: GuardSection, norms) -> list[int]:
     return found
 
 
-def test_gradients_that_stay_large_become_usual():
-    section, rng = GuardSection(window=16), np.random.default_rng(0)
-    usual = rng.normal(1.0, 0.1, 32).clip(0.5)
-    assert refused(section, [*usual, *(20 * usual)]) == [32, 33]
-    assert refused(section, [*usual, *(3 * usual), 60.0, *(3 * usual)]) == [32, 33, 64]
+USUAL = np.random.default_rng(0).normal(1.0, 0.1, 32).clip(0.5)
+SPIKES = np.where(np.isin(np.arange(32), [20, 21, 30]), 50, 1)
 
 
-def test_spikes_that_come_and_go_stay_spikes():
-    section, rng = GuardSection(window=16), np.random.default_rng(0)
-    norms = rng.normal(1.0, 0.1, 64).clip(0.5)
-    spikes = [20, 21, 30, 45]
-    norms[spikes] *= 50
-    assert refused(section, norms) == spikes
-
-
-def test_a_large_norm_among_nan_does_not_save_a_run():
-    section = GuardSection(window=2)
-    assert refused(section, [1.0, 1.0, 50.0, np.nan, np.nan]) == [2, 3, 4]
+@pytest.mark.parametrize(
+    ("window", "norms", "expected"),
+    [
+        (2, [2.0] * 7, []),
+        (16, [*USUAL, *(20 * USUAL)], [32, 33]),  # gradients that stay large become usual
+        (16, [*USUAL, *(3 * USUAL), 60.0, *(3 * USUAL)], [32, 33, 64]),
+        (16, USUAL * SPIKES, [20, 21, 30]),  # spikes that come and go stay spikes
+        (2, [1.0, 1.0, 50.0, np.nan, np.nan], [2, 3, 4]),
+    ],
+    ids=["constant", "larger", "larger twice", "spikes", "among nan"],
+)
+def test_norms_of_a_run_are_refused_while_they_are_unusual(window, norms, expected):
+    assert refused(GuardSection(window=window), norms) == expected
 
 
 def test_what_is_kept_is_kept_bit_for_bit():

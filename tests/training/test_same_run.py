@@ -14,6 +14,7 @@ LONG = "optimizer.total_steps=100"
 def test_a_run_that_has_begun_keeps_its_settings(tmp_path):
     require_same_run(config(LONG), tmp_path)
     (tmp_path / "metrics.jsonl").touch()
+    require_same_run(config('data.folder="elsewhere"', 'data.verify="size"', LONG), tmp_path)
     require_same_run(config("run.steps=77", "run.log_interval=3", LONG), tmp_path)
     assert '"steps": 77' in (tmp_path / "config.json").read_text()
     with pytest.raises(ArgumentError, match=r"different in data\.seed, run\.eval_interval\n"):
@@ -38,12 +39,6 @@ def test_a_schedule_that_ends_with_the_run_keeps_its_end(tmp_path, steps):
         require_same_run(config(f"run.steps={steps}"), tmp_path)
     require_same_run(config(LONG), tmp_path)
     require_same_run(config("run.steps=60", LONG), tmp_path)
-
-
-def test_a_folder_of_data_may_move(tmp_path):
-    require_same_run(config(), tmp_path)
-    (tmp_path / "metrics.jsonl").touch()
-    require_same_run(config('data.folder="elsewhere"', 'data.verify="size"'), tmp_path)
 
 
 def write_metrics(folder, steps, *events, **values):

@@ -15,6 +15,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError, model_validator
 
+from xsake import _json
 from xsake._schema import Frozen
 from xsake.errors import ArgumentError, XsakeError, escape_controls
 from xsake.hads.budget import ForcedBlocks, total_blocks
@@ -82,16 +83,11 @@ class TrainingConfig(Frozen):
     @classmethod
     def read(cls, path: Path, overrides: Sequence[str] = ()) -> "TrainingConfig":
         """Read a TOML file of at most 1 MB; see `from_dict`."""
+        data = _json.read(path, max_bytes=MAX_BYTES)
         try:
-            with path.open("rb") as file:
-                data = file.read(MAX_BYTES + 1)
             if len(data) > MAX_BYTES:
                 raise ValueError(f"more than {MAX_BYTES} bytes")
             document = _parse_toml(data.decode("utf-8"))
-        except OSError as error:
-            raise ArgumentError(
-                "the configuration cannot be read", got=f"{path}: {error.strerror}"
-            ) from error
         except (ValueError, RecursionError) as error:
             raise ArgumentError(
                 "the configuration is not TOML", got=f"{path}: {error}", expected="UTF-8 TOML"
@@ -305,11 +301,7 @@ _SETTING = re.compile(r'    "(\w+)": ')
 
 
 def rename_settings(document: Any) -> Any:
-    """Return a configuration with every renamed setting under its current name.
-
-    Args:
-        document: nested dictionaries; anything else is returned as it is.
-    """
+    """Return a configuration with every renamed setting under its current name."""
     if not isinstance(document, dict):
         return document
     return {section: _rename_section(section, values) for section, values in document.items()}

@@ -183,19 +183,12 @@ class ReplicaSum:
 
 @dataclass(frozen=True)
 class ReplicaMismatch:
-    """Replicas of one shard of a leaf that differ.
-
-    Args:
-        leaf: its name.
-        suspects: the minority; all replicas if no value has a majority.
-        copies: number of replicas.
-        is_decided: whether more than half of the replicas agree.
-    """
+    """Replicas of one shard of a leaf that differ."""
 
     leaf: str
-    suspects: tuple[ReplicaSum, ...]
-    copies: int
-    is_decided: bool
+    suspects: tuple[ReplicaSum, ...]  # the minority; all replicas if no value has a majority
+    copies: int  # number of replicas
+    is_decided: bool  # whether more than half of them agree
 
     @property
     def processes(self) -> tuple[int, ...]:

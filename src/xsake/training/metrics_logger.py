@@ -16,31 +16,18 @@ from xsake.training.step import StepMetrics
 
 @dataclass(frozen=True)
 class TrainingProgress:
-    """Progress event passed to the callback.
+    """Progress event passed to the callback."""
 
-    Args:
-        step: number of the finished step, from 0.
-        steps: of the whole run.
-        loss: mean over the batch, nats per token.
-        gradient_norm: before clipping.
-        learning_rate: of the update.
-        is_skipped: whether the update was skipped.
-        budget: computed / visible blocks of attention; None for a mask.
-        tokens_per_second: since the previous event.
-        remaining_seconds: estimate at this speed.
-        note: other events, such as an evaluation.
-    """
-
-    step: int
-    steps: int
-    loss: float
-    gradient_norm: float
+    step: int  # that finished, from 0
+    steps: int  # of the whole run
+    loss: float  # mean over the batch, nats per token
+    gradient_norm: float  # before clipping
     learning_rate: float
-    is_skipped: bool
-    budget: float | None
-    tokens_per_second: float
-    remaining_seconds: float
-    note: str = ""
+    is_skipped: bool  # whether the update was skipped
+    budget: float | None  # computed / visible blocks of attention; None for a mask
+    tokens_per_second: float  # since the previous event
+    remaining_seconds: float  # at this speed
+    note: str = ""  # other events, such as an evaluation
 
 
 ProgressCallback = Callable[[TrainingProgress], None]
@@ -65,14 +52,7 @@ class SaveFailureCounter:
 
 
 class MetricsLogger:
-    """Writer of metrics and sender of progress events; only the primary process writes.
-
-    Args:
-        config: of the run.
-        on_progress: called every `run.log_interval` steps.
-        first_step: of this attempt.
-        failures: of saves.
-    """
+    """Writer of metrics and sender of progress events; only the primary process writes."""
 
     def __init__(
         self,

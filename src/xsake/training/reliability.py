@@ -365,12 +365,8 @@ def compare_processes(
 ) -> StragglerReport:
     """Compare the processes by seconds per step of local work and of waiting for results.
 
-    Args:
-        local: seconds of local work, by process.
-        waiting: seconds of waiting, by process.
-        before: the previous report; None for the first round.
-        ratio: slow means more than `ratio` times the median (lower median for an even count).
-        rounds: number of consecutive slow rounds that flags a process.
+    Slow means more than `ratio` times the lower median; `rounds` consecutive slow rounds, counted
+    from the report before, flag a process.
 
     Example:
         >>> local, waiting = np.array([0.1, 0.1, 2.1]), np.array([3.0, 3.0, 1.0])

@@ -14,6 +14,7 @@ from xsake.model.sharding import LOGICAL_AXES
 from xsake.observability.trackers import TrackerName
 
 Flag = Annotated[bool, Field(strict=True)]
+RunName = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
 PositiveNumber = Annotated[Number, Field(gt=0)]
 NonNegativeNumber = Annotated[Number, Field(ge=0)]
 DecayRate = Annotated[Number, Field(ge=0, lt=1)]
@@ -118,7 +119,7 @@ class CheckpointSection(Frozen):
 class RunSection(Frozen):
     """Length of the run and intervals of logging, evaluation and checks."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")] = "run"
+    name: RunName = "run"
     steps: Positive
     seed: Count = Field(default=0, description="of the initial weights and all random numbers")
     log_interval: Count = 10
@@ -304,7 +305,7 @@ class TrackSection(Frozen):
         default=1.0,
         description="trackers get at most one line of fast steps per interval; 0: every line",
     )
-    project: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")] = "xsake"
+    project: RunName = "xsake"
     is_online: Flag = Field(
         default=False, description="let wandb use the network; otherwise upload with `wandb sync`"
     )

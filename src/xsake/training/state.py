@@ -166,14 +166,7 @@ def reorder_heads(
     *,
     is_inverse: bool = False,
 ) -> Parameters:
-    """Return a decoder's parameters with reordered heads; its function is unchanged.
-
-    Args:
-        order: by layer, the kv head for each position.
-        parameters: of a decoder.
-        names: logical axis names of each parameter, by dotted path.
-        is_inverse: undo the order.
-    """
+    """Return a decoder's parameters with reordered heads; its function is unchanged."""
     flat = flat_parameters(parameters)
     kv_order, work = np.array(order), np.zeros((len(order), 1))
     q_heads = next(

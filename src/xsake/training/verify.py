@@ -61,14 +61,7 @@ DamageReason = Literal[
 
 
 class DamagedError(CheckpointError):
-    """A step that must not be used.
-
-    Args:
-        reason: kind of damage.
-        file: damaged file, relative to the step's folder.
-        got: actual content.
-        expected: expected content.
-    """
+    """A step that must not be used; `file` is relative to the step's folder."""
 
     def __init__(
         self, reason: DamageReason, file: str, *, got: object = None, expected: object = None
@@ -283,14 +276,8 @@ def verify_files(
 ) -> None:
     """Raise `DamagedError` unless a step's files match its manifest.
 
-    Links and special files raise in every mode.
-
-    Args:
-        folder: of the step.
-        manifest: of the step.
-        mode: `full` reads every byte, `size` compares names and sizes, `off` nothing.
-        process: index of this process; it reads its share of the files.
-        num_processes: number of processes that verify the step together.
+    `full` reads every byte, `size` compares names and sizes, `off` nothing; links and special files
+    raise in every mode. Of several processes, each one reads its share of the files.
     """
     sizes = list_files(folder)
     if mode == "off":
