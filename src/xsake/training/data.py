@@ -480,11 +480,6 @@ class TokenLoader:
         self._step += 1
         return batch
 
-    @property
-    def epoch(self) -> int:
-        """Epoch of the first window of the next batch, from 0."""
-        return self._step * self._start.batch // len(self.windows)
-
     def window_ids(self, step: int) -> Int64[np.ndarray, " B"]:
         """Return the windows of a step's whole batch, over all processes."""
         positions = step * self._start.batch + np.arange(self._start.batch, dtype=np.int64)
