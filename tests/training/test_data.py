@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent import futures
 from pathlib import Path
 
 import hypothesis
@@ -219,6 +220,15 @@ def test_mapped_files_stay_readable_and_replaced_ones_are_errors(tmp_path, monke
     np.testing.assert_array_equal(mapped.read(np.array([9]))[0], np.arange(90, 101))
     with pytest.raises(ArgumentError, match=r"(?s)replaced while.*train-00009\.bin"):
         limited.read(np.array([9]))
+
+
+def test_threads_read_the_same_windows_while_maps_are_dropped(tmp_path, monkeypatch):
+    monkeypatch.setattr(data, "MAX_MAPS", 2)
+    found = windows(data_sample.save_data(tmp_path / "data", 400, shard_tokens=10), context=7)
+    numbers = [np.random.default_rng(seed).permutation(len(found)) for seed in range(8)]
+    with futures.ThreadPoolExecutor(8) as pool:
+        for chosen, rows in zip(numbers, pool.map(found.read, numbers), strict=True):
+            np.testing.assert_array_equal(rows, chosen[:, None] * 7 + np.arange(8))
 
 
 def test_files_are_verified_once_before_use_and_late_damage_is_raised_later():
