@@ -247,13 +247,19 @@ def test_files_are_verified_once_before_use_and_late_damage_is_raised_later():
     for _ in range(5):
         slow.use([0])
     assert time.monotonic() - began < 5
-    slow.use(range(1, 100))
     release.set()
     with pytest.raises(ValueError, match="file 0"):
         while time.monotonic() - began < 20:
             time.sleep(0.01)
             slow.use([])
     slow.close()
+
+    release.clear()
+    unfinished = Verifier(lambda _: release.wait(), wait_seconds=0.0)
+    unfinished.use(range(100))
+    num_unverified = unfinished.close()
+    release.set()
+    assert 90 <= num_unverified < 100
 
 
 # Order
