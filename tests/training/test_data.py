@@ -222,6 +222,16 @@ def test_mapped_files_stay_readable_and_replaced_ones_are_errors(tmp_path, monke
         limited.read(np.array([9]))
 
 
+def test_a_closed_loader_keeps_no_file_open(folder):
+    count = lambda: len(list(Path("/proc/self/fd").iterdir()))
+    before = count()
+    loader = open_loader(folder)
+    next(loader)
+    assert count() >= before + 5
+    loader.close()
+    assert count() == before
+
+
 def test_threads_read_the_same_windows_while_maps_are_dropped(tmp_path, monkeypatch):
     monkeypatch.setattr(data, "MAX_MAPS", 2)
     found = windows(data_sample.save_data(tmp_path / "data", 400, shard_tokens=10), context=7)

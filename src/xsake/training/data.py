@@ -309,7 +309,8 @@ class Windows:
         return tokens
 
     def close(self) -> None:
-        """Stop verifying digests."""
+        """Stop verifying digests, and close all files."""
+        self._tokens.cache_clear()
         if self._verifier is not None and (num_unverified := self._verifier.close()):
             _LOG.warning("%d files of %s were read but not verified", num_unverified, self._folder)
 
