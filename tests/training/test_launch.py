@@ -268,29 +268,16 @@ def test_negative_limits_are_errors(wrong):
         RestartPolicy(**wrong)
 
 
-class TestCommand:
-    """`xsake launch` on the command line."""
-
-    @staticmethod
-    def invoke(*words):
-        app = typer.Typer()
-        app.command(context_settings={"allow_interspersed_args": False})(run_launch)
-        return CliRunner().invoke(app, words)
-
-    @pytest.mark.parametrize("mark", [[], ["--"]])
-    def test_words_after_the_command_are_its_own(self, mark):
-        code = "import sys; print(sys.argv[1:])"
-        found = self.invoke("-n", "2", *mark, sys.executable, "-I", "-S", "-c", code, "--processes")
-        assert found.exit_code == 0
-        assert sorted(found.stdout.splitlines()) == [f"[{n}] ['--processes']" for n in (0, 1)]
-
-    def test_the_exit_code_is_that_of_the_processes(self):
-        code = "import sys; sys.exit(7)"
-        found = self.invoke("--max-restarts", "0", sys.executable, "-I", "-S", "-c", code)
-        assert found.exit_code == 7
-        assert "giving up" in found.stderr
-
-    def test_a_command_that_cannot_be_started_is_told(self):
-        found = self.invoke("there-is-no-such-program")
-        assert found.exit_code == 2
-        assert "there-is-no-such-program" in found.stderr
+@pytest.mark.parametrize("mark", [[], ["--"]])
+def test_the_command_line_passes_arguments_and_exit_codes(mark):
+    app = typer.Typer()
+    app.command(context_settings={"allow_interspersed_args": False})(run_launch)
+    python = [*mark, sys.executable, "-I", "-S", "-c"]
+    code = "import sys; print(sys.argv[1:])"
+    done = CliRunner().invoke(app, ["-n", "2", *python, code, "--processes"])
+    assert done.exit_code == 0
+    assert sorted(done.stdout.splitlines()) == [f"[{n}] ['--processes']" for n in (0, 1)]
+    done = CliRunner().invoke(app, ["--max-restarts", "0", *python, "import sys; sys.exit(7)"])
+    assert done.exit_code == 7 and "giving up" in done.stderr
+    done = CliRunner().invoke(app, ["there-is-no-such-program"])
+    assert done.exit_code == 2 and "there-is-no-such-program" in done.stderr

@@ -1,6 +1,6 @@
-"""Signals become stops, a second Ctrl-C ends at once, and a step that hangs says where.
+"""Signals become stops, a second Ctrl-C ends at once, and a step that hangs dumps its stacks.
 
-What several processes agree on is in test_processes.py.
+Agreement of several processes is tested in test_processes.py.
 """
 
 import os
@@ -18,7 +18,7 @@ from xsake.training.stopping import PreemptionHandler
 
 
 def last_step(stop, seconds=10.0):
-    """Takes quick steps until one is the last; its number."""
+    """Take quick steps until one is the last; return its number."""
     end, step = time.monotonic() + seconds, 0
     while time.monotonic() < end:
         time.sleep(0.01)
@@ -30,43 +30,29 @@ def last_step(stop, seconds=10.0):
 
 @pytest.mark.parametrize("name", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_stops_after_a_step(name):
-    told = []
-    with PreemptionHandler(on_signal=told.append) as stop:
-        assert not stop.should_stop(1)
-        assert not stop.should_stop(2)
-        os.kill(os.getpid(), name)
-        assert last_step(stop) is not None
-        assert stop.should_stop(99)  # and it stays so
-    assert told == [name.name]
+    names, other = [], []
+    before = signal.signal(signal.SIGUSR2, lambda *_: other.append("kept"))
+    try:
+        with PreemptionHandler(on_signal=names.append) as stop:
+            os.kill(os.getpid(), signal.SIGUSR2)  # other signals keep their handlers
+            assert last_step(stop, 0.2) is None
+            os.kill(os.getpid(), name)
+            assert last_step(stop) is not None
+            assert stop.should_stop(99)  # and it stays so
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+    assert names == [name.name] and other == ["kept"]
 
 
-def test_a_signal_before_the_first_step_is_not_forgotten():
+def test_several_sigterms_before_the_first_step_are_one_request():
     with PreemptionHandler() as stop:
-        os.kill(os.getpid(), signal.SIGTERM)
+        for _ in range(5):
+            os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(0.2)
         assert stop.should_stop(1)
 
 
-def test_many_sigterms_are_one_request():
-    with PreemptionHandler() as stop:
-        for _ in range(5):
-            os.kill(os.getpid(), signal.SIGTERM)
-        assert last_step(stop) is not None
-
-
-def test_other_signals_keep_their_handlers():
-    heard = []
-    before = signal.signal(signal.SIGUSR2, lambda *_: heard.append("own"))
-    try:
-        with PreemptionHandler() as stop:
-            os.kill(os.getpid(), signal.SIGUSR2)
-            assert last_step(stop, 0.2) is None
-    finally:
-        signal.signal(signal.SIGUSR2, before)
-    assert heard == ["own"]
-
-
-def test_everything_is_as_before_afterwards():
+def test_handlers_and_threads_are_restored():
     names = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
     handlers, threads = [signal.getsignal(name) for name in names], threading.active_count()
     for _ in range(3):
@@ -77,7 +63,7 @@ def test_everything_is_as_before_afterwards():
     assert signal.set_wakeup_fd(-1) == -1
 
 
-def test_sigusr1_writes_what_every_thread_does(tmp_path):
+def test_sigusr1_writes_the_stacks_of_all_threads(tmp_path):
     path, is_over = tmp_path / "run" / "stacks.txt", threading.Event()
     other = threading.Thread(target=is_over.wait, name="other")
     other.start()
@@ -85,40 +71,31 @@ def test_sigusr1_writes_what_every_thread_does(tmp_path):
         os.kill(os.getpid(), signal.SIGUSR1)
     is_over.set()
     other.join()
-    assert "test_sigusr1_writes_what_every_thread_does" in path.read_text()
+    assert "test_sigusr1_writes_the_stacks_of_all_threads" in path.read_text()
     assert path.read_text().count("hread 0x") >= 2
 
 
-def test_a_slow_step_writes_stacks_and_a_quick_one_does_not(tmp_path):
-    path = tmp_path / "stacks.txt"
-    with PreemptionHandler(step_timeout_s=0.5, stack_file=path) as stop:
-        assert not stop.should_stop(1)
-        time.sleep(0.01)
-        assert not stop.should_stop(2)
-        assert path.read_text() == ""
-        _hang_for_long()
-        assert not stop.should_stop(3)
-    text = path.read_text()
-    assert "_hang_for_long" in text
-    assert "Stacks above: step 3, which took 0." in text
-
-
-def _hang_for_long():
+def _hang():
     time.sleep(0.8)
 
 
-def test_what_is_no_step_may_take_its_time(tmp_path):
+def test_only_a_slow_step_writes_stacks(tmp_path):
     path = tmp_path / "stacks.txt"
-    with PreemptionHandler(step_timeout_s=0.3, stack_file=path) as stop:
-        time.sleep(0.5)  # the first step compiles
+    with PreemptionHandler(step_timeout_s=0.5, stack_file=path) as stop:
+        _hang()  # the first step compiles
         assert not stop.should_stop(1)
         with stop.without_timeout():
-            time.sleep(0.5)
+            _hang()
         assert not stop.should_stop(2)
+        assert path.read_text() == ""
+        _hang()
+        assert not stop.should_stop(3)
+        text = path.read_text()
+        assert "_hang" in text and "Stacks above: step 3, which took 0." in text
         os.kill(os.getpid(), signal.SIGTERM)
         assert last_step(stop) is not None
-        time.sleep(0.5)  # saves
-    assert path.read_text() == ""
+        _hang()  # saves
+    assert path.read_text() == text
 
 
 HANGS = """
@@ -162,47 +139,34 @@ def test_a_second_interrupt_ends_even_a_step_that_hangs(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_step_that_hangs_can_be_made_to_end_the_process(tmp_path):
+def test_a_step_that_hangs_can_end_the_process(tmp_path):
     path = tmp_path / "stacks.txt"
     command = [sys.executable, "-c", HANGS, str(path), "fatal"]
     assert subprocess.run(command, check=False, timeout=100).returncode == 1
     assert 'File "<string>", line 16 in <module>' in path.read_text()
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"step_timeout_s": 0.0}, "must be positive"),
-        ({"step_timeout_s": 1.0}, "needs a file for stacks"),
-    ],
-)
-def test_a_watchdog_that_could_not_work_is_refused(wrong, message):
-    with pytest.raises(ArgumentError, match=message):
-        PreemptionHandler(**wrong)
-
-
-def test_stacks_that_cannot_be_written_are_refused_and_nothing_changes(tmp_path):
+def test_invalid_arguments_are_errors_and_change_nothing(tmp_path):
+    with pytest.raises(ArgumentError, match="must be positive"):
+        PreemptionHandler(step_timeout_s=0.0)
+    with pytest.raises(ArgumentError, match="needs a file for stacks"):
+        PreemptionHandler(step_timeout_s=1.0)
     (tmp_path / "file").touch()
     handler = signal.getsignal(signal.SIGTERM)
-    with (
-        pytest.raises(ArgumentError, match="cannot write the file for stacks"),
-        PreemptionHandler(stack_file=tmp_path / "file" / "stacks.txt"),
-    ):
+    unwritable = PreemptionHandler(stack_file=tmp_path / "file" / "stacks.txt")
+    with pytest.raises(ArgumentError, match="cannot write the file for stacks"), unwritable:
         pass
     assert signal.getsignal(signal.SIGTERM) == handler
-
-
-def test_signals_need_the_main_thread():
-    caught = []
+    errors = []
 
     def enter():
         try:
             with PreemptionHandler():
                 pass
         except UnsupportedError as error:
-            caught.append(str(error))
+            errors.append(str(error))
 
     thread = threading.Thread(target=enter)
     thread.start()
     thread.join()
-    assert "main thread" in caught[0]
+    assert "main thread" in errors[0]

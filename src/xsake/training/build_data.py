@@ -1,20 +1,21 @@
 """Build a data folder from texts: token shards and an index. Interrupted builds can be resumed."""
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
 import importlib.metadata
 import json
+import math
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Literal
+from typing import Any
 
 import numpy as np
 from jaxtyping import UInt
-from pydantic import TypeAdapter, ValidationError
 
 import xsake
 from xsake._io import JsonlLog, atomic_write
@@ -24,17 +25,7 @@ from xsake.model.tokenizer import TOKENIZER, Tokenizer
 from xsake.model.tokenizer_file import library_errors
 from xsake.training import data
 from xsake.training.corpus import MAX_PIECE_CHARS, ChangedTextError, Corpus, OnInvalid, Piece
-from xsake.training.data import (
-    BUILD_LOG,
-    INDEX,
-    ITEMSIZE,
-    SPLITS,
-    DataIndex,
-    Shard,
-    Split,
-    shard_path,
-    write_index,
-)
+from xsake.training.data import BUILD_LOG, INDEX, SPLITS, DataIndex, Shard, Split, write_index
 
 SHARD_TOKENS, MAX_SHARD_TOKENS = 2**26, 2**30
 END_TOKEN = "<|endoftext|>"
@@ -67,9 +58,7 @@ class BuildSettings:
 
     def __post_init__(self):
         _require_range("the size of a shard", self.shard_tokens, 1, MAX_SHARD_TOKENS)
-        if not 0 <= self.validation < 1:
-            what, expected = "the validation share is out of range", "at least 0 and below 1"
-            raise ArgumentError(what, got=self.validation, expected=expected)
+        _require_range("the validation share", self.validation, 0, math.nextafter(1, 0))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,9 +76,8 @@ class NewTokenizer:
 
 
 class FinishedShard(Frozen):
-    """Written shard, its end in the texts, and its line in the log of the build."""
+    """Written shard, and its end in the texts."""
 
-    step: Literal["shard"] = "shard"
     split: Split
     number: Count
     shard: Shard
@@ -157,8 +145,8 @@ def build(
     if index is not None:
         for name in SPLITS:
             for number, shard in enumerate(index.split(name).shards):
-                path = shard_path(folder, name, number)
-                _verify(path, shard, ITEMSIZE[index.dtype], on_progress)
+                path = data.shard_path(folder, name, number)
+                _verify(path, shard, data.ITEMSIZE[index.dtype], on_progress)
         kept = sum(len(index.split(name).shards) for name in SPLITS)
         return BuildResult(index, kept=kept, rewritten=0, is_new=False)
     log = BuildLog(folder)
@@ -180,7 +168,7 @@ def _resume(
 ) -> BuildResult:
     """Write what is missing: the tokenizer, shards after the last intact one, the index."""
     if log.recipe is None:
-        log.add(_StartLine(recipe=recipe))
+        log.add("start", recipe=recipe)
     requested = source.vocabulary if isinstance(source, NewTokenizer) else None
     if isinstance(source, NewTokenizer):
         path = folder / TOKENIZER  # of an earlier run, if it has the digest in the log
@@ -190,7 +178,7 @@ def _resume(
             trained = TokenizerFile.train(corpus.training_texts(), source.vocabulary)
         source = trained
     source.install(folder)
-    log.add(_TokenizerLine(sha256=source.sha256))
+    log.add("tokenizer", sha256=source.sha256)
     vocabulary, writers, num_recorded, num_kept = Vocabulary(folder), {}, 0, 0
     for split, recorded in log.shards.items():
         intact = _find_intact(folder, recorded, vocabulary.dtype.itemsize, on_progress)
@@ -210,7 +198,7 @@ def _resume(
     index = DataIndex(
         recipe=recipe,
         tokenizer=identity,
-        dtype="uint16" if vocabulary.dtype.itemsize == ITEMSIZE["uint16"] else "uint32",
+        dtype="uint16" if vocabulary.dtype.itemsize == data.ITEMSIZE["uint16"] else "uint32",
         shard_tokens=settings.shard_tokens,
         validation=settings.validation,
         splits=data.Splits(**splits),
@@ -233,7 +221,7 @@ def _find_intact(
 ) -> Sequence[FinishedShard]:
     """Return the shards before the first damaged one."""
     for position, each in enumerate(recorded):
-        path = shard_path(folder, each.split, each.number)
+        path = data.shard_path(folder, each.split, each.number)
         try:
             _verify(path, each.shard, itemsize, on_progress)
         except ArgumentError:
@@ -253,7 +241,7 @@ def _write_shards(
 
     def report(finished: FinishedShard | None = None) -> None:
         if finished is not None:
-            log.add(finished)
+            log.add("shard", **finished.model_dump())
         done, tokens = num_done + num_skipped, sum(writer.tokens for writer in writers.values())
         left = corpus.pieces - done
         remaining = (time.monotonic() - started) / num_done * left if num_done else None
@@ -319,7 +307,7 @@ def _prepare_folder(folder: Path, recipe: str, *, overwrite: bool) -> DataIndex 
             raise
         index = None
     existing = BuildLog(folder).recipe if index is None else index.recipe
-    is_build = existing is not None or (overwrite and shard_path(folder, "train", 0).exists())
+    is_build = existing is not None or (overwrite and data.shard_path(folder, "train", 0).exists())
     names = [path.name for path in folder.iterdir() if not re.fullmatch(_TEMPORARY, path.name)]
     if names and not is_build:
         got = f"{folder} has {ascii(min(names))[1:-1]}"
@@ -340,23 +328,6 @@ def _prepare_folder(folder: Path, recipe: str, *, overwrite: bool) -> DataIndex 
     return None if overwrite else index
 
 
-# Log of an unfinished build
-
-
-class _StartLine(Frozen):
-    step: Literal["start"] = "start"
-    recipe: data.Digest
-
-
-class _TokenizerLine(Frozen):
-    step: Literal["tokenizer"] = "tokenizer"
-    sha256: data.Digest
-
-
-_Line = _StartLine | _TokenizerLine | FinishedShard
-_LINE = TypeAdapter(_Line)
-
-
 class BuildLog:
     """Steps of an unfinished build, in memory and in an append-only file.
 
@@ -371,30 +342,31 @@ class BuildLog:
         self.tokenizer: str | None = None
         self.shards: dict[Split, list[FinishedShard]] = {split: [] for split in SPLITS}
         for line in self._path.read_bytes().splitlines() if self._path.exists() else ():
-            try:
-                self._take(_LINE.validate_json(line))
-            except ValidationError:
-                continue
+            with contextlib.suppress(ValueError):
+                self._take(json.loads(line))
 
-    def add(self, line: _Line) -> None:
+    def add(self, step: str, **values: Any) -> None:
         """Append a step; it is on disk when this returns."""
+        line = {"step": step, **values}
         self._take(line)
-        self._log.append(line.model_dump_json(), sync=True)
+        self._log.append(json.dumps(line), sync=True)
 
     def remove(self) -> None:
         """Delete the log of a finished build."""
         self._path.unlink(missing_ok=True)
 
-    def _take(self, line: _Line) -> None:
+    def _take(self, line: Any) -> None:
         match line:
-            case _StartLine():
-                self.recipe = line.recipe
-            case _TokenizerLine():
-                if line.sha256 != self.tokenizer:
+            case {"step": "start", "recipe": str(recipe)}:
+                self.recipe = recipe
+            case {"step": "tokenizer", "sha256": str(sha256)}:
+                if sha256 != self.tokenizer:
                     self.shards = {split: [] for split in SPLITS}
-                self.tokenizer = line.sha256
-            case FinishedShard() if line.number <= len(self.shards[line.split]):
-                self.shards[line.split][line.number :] = [line]
+                self.tokenizer = sha256
+            case {"step": "shard", **values}:
+                finished = FinishedShard.model_validate(values)
+                if finished.number <= len(self.shards[finished.split]):
+                    self.shards[finished.split][finished.number :] = [finished]
 
 
 class ShardWriter:
@@ -442,7 +414,7 @@ class ShardWriter:
     def _write(self, piece: int, offset: int) -> FinishedShard:
         content = np.concatenate(self._parts).astype(self._dtype).tobytes()
         number, self._parts, self._num_buffered = len(self.shards), [], 0
-        atomic_write(shard_path(self._folder, self._split, number), content)
+        atomic_write(data.shard_path(self._folder, self._split, number), content)
         digest = hashlib.blake2b(content, digest_size=32).hexdigest()
         shard = Shard(tokens=len(content) // self._dtype.itemsize, blake2b=digest)
         self.shards.append(shard)
@@ -579,6 +551,6 @@ def _resolve_end_token(tokenizer: Tokenizer, requested: str | None) -> str:
     raise ArgumentError("the tokenizer has no end token", got=got, expected=expected, fix=fix)
 
 
-def _require_range(what: str, value: int, least: int, most: int) -> None:
+def _require_range(what: str, value: int | float, least: int, most: int | float) -> None:
     if not least <= value <= most:
         raise ArgumentError(f"{what} is out of range", got=value, expected=f"{least} to {most:,}")

@@ -159,17 +159,8 @@ class TextReader:
 class Corpus:
     """Texts that were read completely once, so that errors come first, and can be read again.
 
-    Args:
-        paths: as for `read_texts`.
-        validation: share of documents in the validation split.
-        on_file: called with the name of every file before it is read.
-        invalid: raise for unusable documents, or skip and count them.
-
-    Attributes:
-        files: sizes and digests.
-        documents: number of documents by split.
-        pieces: number of pieces of all documents.
-        skipped: unusable documents by file.
+    `validation` is the share of documents in that split; `on_file` is called with the name of every
+    file before it is read.
     """
 
     def __init__(
@@ -183,8 +174,8 @@ class Corpus:
         self._paths, self._validation, self._invalid = [*list_files(paths)], validation, invalid
         self.files: list[TextFile] = []
         self.documents: dict[Split, int] = {"train": 0, "validation": 0}
-        self.pieces = 0
-        self.skipped: list[SkippedDocuments] = []
+        self.pieces = 0  # of all documents
+        self.skipped: list[SkippedDocuments] = []  # by file
         self._long: dict[tuple[Path, int], Split | None] = {}  # splits of documents above a piece
         resolved = [path.resolve() for path in self._paths]
         if len(set(resolved)) < len(resolved):

@@ -309,7 +309,8 @@ class Windows:
         return tokens
 
     def close(self) -> None:
-        """Stop verifying digests."""
+        """Stop verifying digests, and close all files."""
+        self._tokens.cache_clear()
         if self._verifier is not None and (num_unverified := self._verifier.close()):
             _LOG.warning("%d files of %s were read but not verified", num_unverified, self._folder)
 
@@ -479,11 +480,6 @@ class TokenLoader:
             raise
         self._step += 1
         return batch
-
-    @property
-    def epoch(self) -> int:
-        """Epoch of the first window of the next batch, from 0."""
-        return self._step * self._start.batch // len(self.windows)
 
     def window_ids(self, step: int) -> Int64[np.ndarray, " B"]:
         """Return the windows of a step's whole batch, over all processes."""
