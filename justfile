@@ -86,23 +86,23 @@ ci:
 
 # every promise about speed and memory; rows go to benchmarks/results
 bench *args:
-    python -m benchmarks.must_show {{ args }}
+    python -m benchmarks.experiments.claims {{ args }}
 
 # the same at small sizes, in a few minutes; nothing is kept
 bench-smoke:
-    python -m benchmarks.must_show --quick --rounds 3 || [ $? -eq 3 ] # small sizes keep few promises
+    python -m benchmarks.experiments.claims --quick --rounds 3 || [ $? -eq 3 ] # small sizes keep few promises
 
 # everything the README's table tells about time and memory, then the table itself
 bench-all:
-    python -m benchmarks.must_show || [ $? -eq 3 ] # a promise that is missed is in its rows
+    python -m benchmarks.experiments.claims || [ $? -eq 3 ] # a promise that is missed is in its rows
     python -m benchmarks.hads.speed --rounds 3
-    python -m benchmarks.prefill --rounds 3
+    python -m benchmarks.experiments.prefill --rounds 3
     just venv={{ venv }} headline
 
 # the README's table and picture, and the table of races in the docs, from committed rows
 headline:
-    python -m benchmarks.headline --draw
-    python -m benchmarks.promises
+    python -m benchmarks.pages.headline --draw
+    python -m benchmarks.pages.comparisons
 
 # what the README's table tells about losses, then the table itself; takes hours, and goes on where it was stopped
 bench-quality:
@@ -116,11 +116,11 @@ bench-quality:
 
 # a few ratios that must not become worse; a part of the gate
 bench-gate:
-    python -m benchmarks.gate
+    python -m benchmarks.experiments.gate
 
 # two commits beside each other, interleaved: just bench-commits main~5 main
 bench-commits *args:
-    python -m benchmarks.commits {{ args }}
+    python -m benchmarks.experiments.commits {{ args }}
 
 # put faults into real training runs; writes benchmarks/results/faults.json
 faults *args:
@@ -134,11 +134,11 @@ eyes:
 
 # make the golden checkpoints of tests/model again, with transformers in its own environment
 golden *args:
-    python -m benchmarks.golden {{ args }} make
+    python -m benchmarks.peers.golden {{ args }} make
 
 # the real model of the measurements, as a Hugging Face directory; prints where it is
 smollm2 *args:
-    python -m benchmarks.smollm2 {{ args }}
+    python -m benchmarks.peers.smollm2 {{ args }}
 
 # compile every case for every TPU and GPU target; writes certificates/
 certify *args:

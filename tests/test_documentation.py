@@ -11,9 +11,9 @@ import sys
 
 import pytest
 
-from benchmarks import headline, promises
 from benchmarks.faults import page as faults
-from benchmarks.marked_page import filled
+from benchmarks.pages import comparisons, headline
+from benchmarks.pages.marked_page import filled
 from tests.markdown_code import code_blocks
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -34,12 +34,14 @@ def test_readme_quick_start_runs_in_a_fresh_interpreter(tmp_path):
 def test_readme_figures_are_those_of_the_rows(tmp_path):
     text = headline.README.read_text()
     made = {"headline": headline.table()}
-    assert filled(text, made) == text, "run python -m benchmarks.headline"
+    assert filled(text, made) == text, "run python -m benchmarks.pages.headline"
     page = headline.HADS.read_text()
     plans = {"plans": headline.plans_table()}
-    assert filled(page, plans) == page, "run python -m benchmarks.headline"
-    page = promises.PAGE.read_text()
-    assert filled(page, {"races": promises.table()}) == page, "run python -m benchmarks.promises"
+    assert filled(page, plans) == page, "run python -m benchmarks.pages.headline"
+    page = comparisons.PAGE.read_text()
+    assert filled(page, {"races": comparisons.table()}) == page, (
+        "run python -m benchmarks.pages.comparisons"
+    )
     shutil.copytree(headline.RESULTS, tmp_path / "results")
     rows = tmp_path / "results" / "causal.jsonl"
     changed = re.sub(r'"(median|q25|q75)":[0-9.]+', r'"\1":9.0', rows.read_text())

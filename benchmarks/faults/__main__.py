@@ -17,7 +17,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks.experiment import RESULTS
+from benchmarks.experiments.common import RESULTS
 from benchmarks.faults.hosts import HOSTS
 from benchmarks.faults.numbers import NUMBERS
 from benchmarks.faults.planted import BUGS, planted

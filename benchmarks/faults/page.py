@@ -5,8 +5,8 @@ python -m benchmarks.faults.page
 
 import json
 
-from benchmarks.experiment import RESULTS, ROOT
-from benchmarks.marked_page import filled
+from benchmarks.experiments.common import RESULTS, ROOT
+from benchmarks.pages.marked_page import filled
 from xsake._io import atomic_write
 
 PAGE = ROOT / "docs" / "faults.md"

@@ -1,11 +1,11 @@
 """Loss of the committed plans, errors propagated through the model: perplexity and next-token KL.
 
-python -m benchmarks.hads.plan_loss                              # 8192 tokens, 4 test documents
+python -m benchmarks.hads.plan_loss  # 8192 tokens, 4 test documents
 python -m benchmarks.hads.plan_loss --split fresh --context 4096 --documents 12
-python -m benchmarks.hads.plan_loss --plans plan_4096_32 --windows   # and windows of equal cost
+python -m benchmarks.hads.plan_loss --plans plan_4096_32 --windows  # and windows of equal cost
 
 A plan holds shares of blocks, so it serves any length. The same plans are timed by
-`benchmarks.hads.speed` and `benchmarks.prefill`: a speed and a loss in one sentence belong to one
+`benchmarks.hads.speed` and `prefill`: a speed and a loss in one sentence belong to one
 plan. Answers are kept, so an interrupted run resumes. Rows of other settings stay in
 results/hads/plan_loss.jsonl.
 """
@@ -15,12 +15,12 @@ import json
 from pathlib import Path
 
 from benchmarks.baselines import RULES
-from benchmarks.experiment import RESULTS
+from benchmarks.experiments.common import RESULTS
 from benchmarks.hads.capture import CACHE
 from benchmarks.hads.compare import ModelComparison, of_windows, questions
 from benchmarks.hads.corpus import COUNTS, documents
 from benchmarks.hads.ruled import Ruled
-from benchmarks.smollm2 import directory
+from benchmarks.peers.smollm2 import directory
 from xsake._io import atomic_write
 from xsake._provenance import checkout_root, environment
 from xsake.evaluation.record import ResultCache

@@ -10,9 +10,9 @@ import uuid
 import jax
 import jax.numpy as jnp
 
-from benchmarks.experiment import RESULTS, Outcome, Settings, command, plain_row
+from benchmarks.experiments.common import RESULTS, Outcome, Settings, command, plain_row
 from benchmarks.hads.corpus import documents
-from benchmarks.smollm2 import directory
+from benchmarks.peers.smollm2 import directory
 from xsake.benchmarking import (
     Claim,
     Ratio,

@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.experiment import RESULTS
+from benchmarks.experiments.common import RESULTS
 from benchmarks.faults.runs import prepare
 from benchmarks.observability.segments import ALL_OFF, ALL_ON, LARGER, compared, segmented
 from benchmarks.observability.serving import served

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.experiment import RESULTS
+from benchmarks.experiments.common import RESULTS
 from benchmarks.observability.browser import NoBrowserError, chromium
 from benchmarks.observability.serving import TOKEN, Served, served
 from benchmarks.peers.client import ROOT

@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.experiment import RESULTS
+from benchmarks.experiments.common import RESULTS
 from benchmarks.faults.runs import Ground, prepare
 from benchmarks.observability.segments import LARGER, segmented
 from benchmarks.observability.serving import Served, served

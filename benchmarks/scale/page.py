@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.marked_page import filled
+from benchmarks.pages.marked_page import filled
 from benchmarks.scale import arithmetic
 from benchmarks.scale.cases import BLOCK, LLAMA_8B, SINKS, WINDOW
 from benchmarks.scale.compiling import RESULTS

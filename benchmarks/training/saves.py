@@ -21,7 +21,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.experiment import RESULTS
+from benchmarks.experiments.common import RESULTS
 from benchmarks.peers.client import ROOT
 from xsake._io import atomic_write
 from xsake._provenance import environment

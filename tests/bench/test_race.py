@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks.experiment import (
+from benchmarks.experiments.common import (
     BLOCK,
     LONG_ROUNDS,
     LONG_SLOW_ROUNDS,
@@ -18,10 +18,10 @@ from benchmarks.experiment import (
     race,
     take_turns,
 )
+from benchmarks.experiments.reference import TOLERANCE, relative_error, true_attention
 from benchmarks.peers.client import Worker, WorkerError
 from benchmarks.peers.jax_call import measured_function
 from benchmarks.peers.recipes import interpreter
-from benchmarks.truth import TOLERANCE, relative_error, true_attention
 from tests.bench.sample_rows import sample_row
 from xsake.benchmarking import Ratio, Shape, TimedSide, Verdict
 from xsake.layout.synthetic import ragged_grid

@@ -5,8 +5,8 @@ import subprocess
 import numpy as np
 import pytest
 
-from benchmarks import smollm2
-from benchmarks.gguf_to_huggingface import (
+from benchmarks.peers import smollm2
+from benchmarks.peers.gguf_to_huggingface import (
     config_of,
     huggingface_name,
     plan_shards,

@@ -5,8 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from benchmarks import splash, splash_sides
-from benchmarks.splash_job import Job
+from benchmarks.experiments import splash, splash_sides
+from benchmarks.experiments.splash_job import Job
 from xsake.benchmarking import BenchmarkRow, Shape
 
 JOB = Job("splash", "causal", 1024, 4, 4, 64, 128, is_compiled=False)

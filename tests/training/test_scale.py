@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from benchmarks.marked_page import filled
+from benchmarks.pages.marked_page import filled
 from benchmarks.scale import arithmetic, hlo
 from benchmarks.scale.cases import BLOCK, LLAMA_8B, SINKS, WINDOW, ScaleCase, case_of
 from benchmarks.scale.compiling import RESULTS

@@ -76,7 +76,7 @@ function Shapes() {
 }
 
 function Numerics() {
-  if (!numerics) return <Missing what="Errors have not been measured here" command="python -m benchmarks.numerics" />;
+  if (!numerics) return <Missing what="Errors have not been measured here" command="python -m benchmarks.experiments.numerics" />;
   return (
     <>
       <p className="mt-2 max-w-2xl text-muted">

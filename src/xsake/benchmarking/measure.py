@@ -42,31 +42,18 @@ DENSE = "xsake, all blocks"
 
 @dataclasses.dataclass(frozen=True)
 class BenchSettings:
-    """Benchmark settings.
+    """Benchmark settings."""
 
-    Args:
-        shape: a name of `xsake.benchmarking.HEADS`.
-        tokens: sequence lengths.
-        budgets: shares of the causally visible blocks; heads get from 10% to 90%.
-        block: tokens of a block.
-        dtype: of all arrays.
-        rounds: timed rounds.
-        threads: cores of the process, recorded in the row.
-        seed: of arrays and grids.
-        max_bytes: memory limit; sides that exceed it by estimate are skipped, with a row.
-        trace: folder for a Perfetto trace of one call of each side; None: no trace.
-    """
-
-    shape: str = "square"
+    shape: str = "square"  # a name of HEADS
     tokens: tuple[int, ...] = (1024, 4096)
-    budgets: tuple[float, ...] = (0.43, 0.25)
+    budgets: tuple[float, ...] = (0.43, 0.25)  # shares of the causally visible blocks
     block: int = 128
     dtype: str = "float32"
     rounds: int = 9
-    threads: int = 1
+    threads: int = 1  # cores of the process, recorded in the row
     seed: int = 0
-    max_bytes: int = 8 * 10**9
-    trace: Path | None = None
+    max_bytes: int = 8 * 10**9  # sides that exceed it by estimate are skipped, with a row
+    trace: Path | None = None  # folder for a Perfetto trace of one call of each side
 
     def __post_init__(self):
         if self.dtype not in TOLERANCE:
@@ -80,14 +67,7 @@ def measure(
     keep: Callable[[list[BenchmarkRow]], None] = lambda _: None,
     on_progress: ProgressFn = lambda _: None,
 ) -> list[BenchmarkRow]:
-    """Run a benchmark and return its rows.
-
-    Args:
-        kind: forward, forward and backward, one decode step, or compiled memory only.
-        settings: of the benchmark.
-        keep: called with the rows of each length.
-        on_progress: called before each length.
-    """
+    """Run a benchmark and return its rows; `keep` is called with those of each length."""
     all_rows = []
     for done, tokens in enumerate(settings.tokens):
         on_progress(Progress(done, len(settings.tokens), f"{kind}, {tokens} tokens"))

@@ -58,11 +58,7 @@ def time_steps(
 ) -> list[BenchmarkRow]:
     """Time the steps of several runs, interleaved, and compare each with the first.
 
-    Args:
-        configs: runs by name; with annealed budgets the last one is timed.
-        rounds: timed rounds of one step per run.
-        threads: cores of the process, recorded in the row.
-        on_progress: called after each compilation.
+    With annealed budgets the last one is timed.
     """
     steps = {}
     for done, (name, config) in enumerate(configs.items(), start=1):

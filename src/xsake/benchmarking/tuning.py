@@ -31,11 +31,7 @@ Size = Annotated[int, Field(ge=1, le=2**20)]
 
 
 class TunedCall(Frozen):
-    """Tile sizes of one bucket of calls.
-
-    Attributes:
-        speedup: seconds with default sizes / with these, median of the confirming rounds.
-    """
+    """Tile sizes of one bucket of calls."""
 
     platform: Literal["cpu", "accelerator"]
     dtype: str
@@ -46,7 +42,7 @@ class TunedCall(Frozen):
     blocks: Size
     tile_rows: Size
     tile_blocks: Size
-    speedup: Annotated[float, Field(gt=0)]
+    speedup: Annotated[float, Field(gt=0)]  # seconds with default sizes / with these, median
 
     @property
     def bucket(self) -> Bucket:
@@ -119,18 +115,12 @@ def load_tuned_tiles(path: Path) -> TileTable:
 
 @dataclasses.dataclass(frozen=True)
 class SearchResult:
-    """Result of a search over `tried` sizes.
-
-    Attributes:
-        bucket: of the calls.
-        best: tile sizes; None if none is faster than the default.
-        speedup: seconds with default sizes / with the best, in the confirming rounds.
-    """
+    """Result of a search."""
 
     bucket: Bucket
-    best: TileSizes | None
-    speedup: Spread
-    tried: int
+    best: TileSizes | None  # None if none is faster than the default
+    speedup: Spread  # seconds with default sizes / with the best, in the confirming rounds
+    tried: int  # number of sizes
 
     @property
     def call(self) -> TunedCall | None:
@@ -165,16 +155,7 @@ def search(
     """Search the fastest tile sizes of one call.
 
     Every round keeps the faster half by medians of interleaved times, and always the default. The
-    winner must be faster than the default in new rounds, by its lower quartile.
-
-    Args:
-        shape: of the call.
-        grid: computed blocks; None: all visible ones.
-        block: tokens of a block.
-        dtype: of the operands.
-        is_backward: include gradients.
-        rounds: of the confirmation.
-        on_progress: called after each compilation and each round.
+    winner must be faster than the default in `rounds` new rounds, by its lower quartile.
     """
     inputs = random_inputs(shape, dtype, 0)
     bucket = make_bucket(inputs, grid, block)

@@ -38,27 +38,16 @@ class AttentionInputs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CompiledCall:
-    """One compiled side.
-
-    Attributes:
-        side: its name.
-        implementation: library and function.
-        run: computes once and blocks until the result is ready.
-        result: of the first run; None if it was only compiled.
-        flops: of the matrix products of its blocks, without recomputation.
-        grid: computed blocks; None: not block-sparse.
-        compile_seconds: until the first result.
-        temp_bytes: temporary memory by the compiler's analysis.
-    """
+    """One compiled side."""
 
     side: str
-    implementation: str
-    run: Callable[[], Any]
-    result: Any
-    flops: int
-    grid: Grid | None
-    compile_seconds: float
-    temp_bytes: int
+    implementation: str  # library and function
+    run: Callable[[], Any]  # computes once and blocks until the result is ready
+    result: Any  # of the first run; None if it was only compiled
+    flops: int  # of the matrix products of its blocks, without recomputation
+    grid: Grid | None  # None: not block-sparse
+    compile_seconds: float  # until the first result
+    temp_bytes: int  # temporary memory by the compiler's analysis
 
 
 def random_inputs(shape: Shape, dtype: str, seed: int) -> AttentionInputs:
@@ -99,16 +88,7 @@ def xsake_call(
     is_backward: bool,
     runs: bool = True,
 ) -> CompiledCall:
-    """Compile `xsake.attention`: causal over the blocks of a grid, or one query over all keys.
-
-    Args:
-        inputs: of the call.
-        side: its name.
-        grid: computed blocks; None: all visible ones.
-        block: tokens of a block.
-        is_backward: include gradients.
-        runs: False: compile only.
-    """
+    """Compile `xsake.attention`: causal over the blocks of a grid, or one query over all keys."""
     q_tokens, kv_tokens, heads = inputs.q.shape[1], inputs.k.shape[1], inputs.q.shape[2]
     attend, pairs = attention, q_tokens * kv_tokens * heads
     if q_tokens == kv_tokens:
@@ -172,13 +152,6 @@ def spot_error(inputs: tuple, outputs: tuple, grid: Grid | None, *, block: int, 
     """Return the maximum error of the output, and of dQ if given, at some queries in float64.
 
     Errors are relative to the sum of the absolute terms, so that cancellation does not count.
-
-    Args:
-        inputs: q, k, v and the cotangent of the output, [B, T, H, D].
-        outputs: the output, or the output and dQ, dK, dV.
-        grid: computed blocks; None: all visible ones.
-        block: tokens of a block.
-        seed: of the sampled queries.
     """
     q, k, v, cotangent = (np.asarray(x, np.float64) for x in inputs)
     out, *gradients = (np.asarray(x, np.float64) for x in outputs)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from xsake._progress import ProgressFn
@@ -17,18 +17,11 @@ from xsake.masks import Sinks, Window
 
 @dataclasses.dataclass(frozen=True)
 class FrontierPoint:
-    """Evaluation of one attention at one cost.
+    """Evaluation of one attention; costs are shares of dense attention, selection included."""
 
-    Args:
-        name: plan or window.
-        asked: maximum cost, as a share of dense attention, selection included.
-        effective: actual cost.
-        report: the evaluation.
-    """
-
-    name: str
-    asked: float
-    effective: float
+    name: str  # plan or window
+    asked: float  # maximum cost
+    effective: float  # actual cost
     report: EvaluationReport
 
     @property
@@ -71,11 +64,6 @@ class Planner:
 def widest_window(effective: float, tokens: int, block: int) -> tuple[Candidate, float]:
     """Return a sink block with the widest window of at most the given cost, and its cost.
 
-    Args:
-        effective: share of the visible blocks.
-        tokens: sequence length.
-        block: tokens of a block; windows are multiples of it.
-
     Example:
         >>> candidate, cost = widest_window(0.3, 4096, 64)
         >>> candidate.description, round(cost, 3)
@@ -107,20 +95,8 @@ def frontier(
     *,
     cache: ResultCache | None = None,
     on_progress: ProgressFn = lambda _: None,
-    done: Callable[[FrontierPoint], None] = lambda _: None,
 ) -> list[FrontierPoint]:
-    """Evaluate a plan and a window at every cost, on the same texts.
-
-    Args:
-        eval_model: the model.
-        texts: to evaluate on.
-        settings: with one context.
-        planner: builds plans.
-        shares: costs, as shares of dense attention, selection included.
-        cache: of results, for resuming.
-        on_progress: called after each trial.
-        done: called after each point.
-    """
+    """Evaluate a plan and a window at every cost, on the same texts with one context."""
     if len(settings.contexts) != 1:
         raise ArgumentError("a frontier requires one context", got=settings.contexts)
     cache, points = ResultCache() if cache is None else cache, []
@@ -133,5 +109,4 @@ def frontier(
                 on_progress=on_progress,
             )  # fmt: skip
             points.append(FrontierPoint(name, asked, effective, report))
-            done(points[-1])
     return points

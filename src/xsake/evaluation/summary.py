@@ -111,12 +111,7 @@ def estimate(statistic: Callable, sums: Float[np.ndarray, "documents sums"], see
 
     Whole documents are resampled: tokens of one document are not independent. Statistics of
     several sums use the same resamples, so differences are paired. A single document has no
-    interval.
-
-    Args:
-        statistic: from totals [..., sums] to numbers [...].
-        sums: of each document.
-        seed: of the resamples.
+    interval. The statistic maps totals [..., sums] to numbers [...].
 
     Example:
         >>> mean = lambda totals: totals[..., 0] / totals[..., 1]

@@ -64,14 +64,7 @@ def position_spans(tokens: int) -> tuple[TokenSpan, ...]:
 
 
 class TokenizedTexts:
-    """Documents that are tokenized on first use.
-
-    Args:
-        documents: in order.
-        encode: from a text to token ids.
-        vocabulary: vocabulary size of the model; larger ids raise.
-        opening: token ids at the start of every sequence, such as BOS.
-    """
+    """Documents that are tokenized on first use; `opening` starts every sequence, such as BOS."""
 
     def __init__(
         self,
@@ -112,13 +105,9 @@ class WindowSet:
 def cut_windows(
     tokenized: TokenizedTexts, context: int, *, per_document: int = 1, limit: int | None = None
 ) -> WindowSet:
-    """Split documents into windows from their start; short documents are skipped.
+    """Split up to `limit` documents into windows from their start, the opening included.
 
-    Args:
-        tokenized: the documents.
-        context: tokens per window, the opening included.
-        per_document: maximum number of consecutive windows of a document.
-        limit: maximum number of documents; None: all.
+    Documents that are shorter than a window are skipped.
     """
     trials, used, too_short = [], [], 0
     size = context - len(tokenized.opening)
@@ -167,16 +156,8 @@ def far_copies(
     """Build the far copies, determined by documents and seed; return them and notes.
 
     A sample has the same passage at every gap, and a shorter gap is a prefix of a longer one.
-
-    Args:
-        tokenized: tokens of the documents.
-        documents: sources of passages and gaps, different ones if there are several.
-        gaps: tokens between the end of the first copy and the start of the second.
-        samples: number of passages.
-        passage: tokens of a copy, at least 2.
-        seed: of passages and gaps.
-        max_tokens: maximum context of the model; None: any.
-        tokens: the only length that the attention supports; sequences are padded at the end.
+    Passages and gaps are from different documents if there are several. Sequences are at most
+    `max_tokens` long, and padded to `tokens` if the attention supports only that length.
     """
     overhead = 2 * passage + len(tokenized.opening)
     limit = min((x for x in (max_tokens, tokens) if x is not None), default=None)

@@ -31,23 +31,15 @@ _NUMBERS = (
 
 @dataclasses.dataclass(frozen=True)
 class ConformanceRow:
-    """Result of one implementation in one case.
-
-    Args:
-        implementation, case, dtype: identity of the test.
-        verdict: failed if a rule of the numerical standard is broken or an error was raised.
-        words: broken rules, error message or reason for declining; None if it passed.
-        seconds: total, compilation and oracle included; not a speed measurement.
-        arrays: errors of out, lse and every gradient; non-finite numbers become None.
-    """
+    """Result of one implementation in one case; failed: a rule is broken or an error was raised."""
 
     implementation: str
     case: str
     dtype: str
     verdict: Literal["passed", "failed", "declined"]
-    words: str | None
-    seconds: float
-    arrays: tuple[dict[str, Any], ...] = ()
+    words: str | None  # broken rules, error message or reason for declining
+    seconds: float  # compilation and oracle included; not a speed measurement
+    arrays: tuple[dict[str, Any], ...] = ()  # errors of out, lse and every gradient
 
     @property
     def used(self) -> float | None:
@@ -58,21 +50,13 @@ class ConformanceRow:
 
 @dataclasses.dataclass(frozen=True)
 class ConformanceReport:
-    """Results so far.
+    """Results so far."""
 
-    Args:
-        facts: device, versions, commit and environment variables.
-        asked: implementations to run.
-        cases: number of cases per implementation.
-        rows: finished cases.
-        running: current (implementation, case); None between two cases.
-    """
-
-    facts: dict[str, Any]
-    asked: tuple[str, ...]
-    cases: int
+    facts: dict[str, Any]  # device, versions, commit and environment variables
+    asked: tuple[str, ...]  # implementations to run
+    cases: int  # number of cases per implementation
     rows: tuple[ConformanceRow, ...] = ()
-    running: tuple[str, str] | None = None
+    running: tuple[str, str] | None = None  # current (implementation, case)
 
     @property
     def complete(self) -> bool:

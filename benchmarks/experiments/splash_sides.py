@@ -1,6 +1,6 @@
 """Both sides of the comparison with splash attention, compiled in the process of one TPU target.
 
-python -m benchmarks.splash_sides TARGET DUMP_FOLDER    # started by benchmarks.splash
+python -m benchmarks.experiments.splash_sides TARGET DUMP_FOLDER  # started by `splash`
 
 Jobs come in and answers go out as JSON lines. Grid steps are read from the `pallas_call`s of the
 traced function, of both sides alike: the product of the grid. An iteration is what a kernel does
@@ -25,7 +25,7 @@ import numpy as np
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_mask
 
-from benchmarks.splash_job import Job
+from benchmarks.experiments.splash_job import Job
 from xsake._provenance import installed_versions
 from xsake.certify import llo, tpu
 from xsake.kernels.block_sparse.mosaic_tpu import kernels as mosaic_tpu

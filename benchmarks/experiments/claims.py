@@ -1,11 +1,19 @@
 """Every experiment with a promise, one summary: limit, measured, verdict.
 
-python -m benchmarks.must_show         # appends rows to benchmarks/results
-python -m benchmarks.must_show --quick
+python -m benchmarks.experiments.claims         # appends rows to benchmarks/results
+python -m benchmarks.experiments.claims --quick
 """
 
-from benchmarks import backward, causal, layout_build, memory, ragged, recompile, same_blocks
-from benchmarks.experiment import parse_settings, report, show
+from benchmarks.experiments import (
+    backward,
+    causal,
+    layout_build,
+    memory,
+    ragged,
+    recompile,
+    same_blocks,
+)
+from benchmarks.experiments.common import parse_settings, report, show
 from xsake.benchmarking import Verdict, claims_table
 
 # Races first: the last three start JAX in this process, whose threads should not be there before.

@@ -1,7 +1,7 @@
 """Seconds and memory to build the layout of 16 different heads, each time in a fresh process.
 
-python -m benchmarks.layout_build      # 131,072 tokens
-python -m benchmarks.layout_build --quick
+python -m benchmarks.experiments.layout_build      # 131,072 tokens
+python -m benchmarks.experiments.layout_build --quick
 """
 
 import json
@@ -11,7 +11,7 @@ import time
 import uuid
 from pathlib import Path
 
-from benchmarks.experiment import BLOCK, Outcome, Settings, command, plain_row
+from benchmarks.experiments.common import BLOCK, Outcome, Settings, command, plain_row
 from benchmarks.peers.client import ROOT
 from xsake._format import format_bytes, format_seconds
 from xsake.benchmarking import Claim, Shape, Spread, Verdict
@@ -112,7 +112,7 @@ def build_and_report(tokens: int) -> dict[str, float]:
 
 
 def _in_fresh_process(tokens: int) -> dict[str, float]:
-    call = [sys.executable, "-m", "benchmarks.layout_build", FLAG, str(tokens)]
+    call = [sys.executable, "-m", "benchmarks.experiments.layout_build", FLAG, str(tokens)]
     done = subprocess.run(call, cwd=ROOT, check=True, capture_output=True, text=True)
     return json.loads(done.stdout)
 

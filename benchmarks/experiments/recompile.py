@@ -1,7 +1,7 @@
 """Traced layouts are data: changing one inside its capacity bucket must not compile anything.
 
-python -m benchmarks.recompile         # 2048 tokens, forward and forward+backward
-python -m benchmarks.recompile --quick
+python -m benchmarks.experiments.recompile         # 2048 tokens, forward and forward+backward
+python -m benchmarks.experiments.recompile --quick
 """
 
 import uuid
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import xsake
-from benchmarks.experiment import (
+from benchmarks.experiments.common import (
     BLOCK,
     Outcome,
     Settings,
@@ -22,9 +22,9 @@ from benchmarks.experiment import (
     draw_inputs,
     plain_row,
 )
+from benchmarks.experiments.reference import TOLERANCE, relative_error, true_attention
 from benchmarks.peers.jax_call import measured_function
 from benchmarks.peers.xsake_worker import causal_layout
-from benchmarks.truth import TOLERANCE, relative_error, true_attention
 from xsake.benchmarking import Claim, Shape, Verdict
 from xsake.layout import BlockLayout, capacity_bucket
 from xsake.layout.synthetic import ragged_grid

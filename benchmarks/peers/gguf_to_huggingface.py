@@ -1,8 +1,8 @@
 """The Llama inside an installed package's GGUF file, written as a Hugging Face directory.
 
-python -m benchmarks.gguf_to_huggingface FOLDER    # run by the `gguf` environment's Python
+python -m benchmarks.peers.gguf_to_huggingface FOLDER  # run by the `gguf` environment's Python
 
-A fixture for measurements, started by `benchmarks.smollm2`: the product itself reads safetensors
+A fixture for measurements, started by `smollm2`: the product itself reads safetensors
 only. Sizes come from the file's own metadata; weights are dequantised to float32, and the package
 that carries the file is never imported.
 """
@@ -226,7 +226,7 @@ def convert(file: Path, folder: Path) -> None:
         "package": f"{PACKAGE}=={importlib.metadata.version(PACKAGE)}",
         "file": file.name,
         "sha256": found,
-        "command": "python -m benchmarks.smollm2",
+        "command": "python -m benchmarks.peers.smollm2",
         "changes": "dequantised to float32; rows of W_q and W_k reordered for half-split RoPE",
         "versions": {name: importlib.metadata.version(name) for name in libraries}
         | {"python": platform.python_version()},

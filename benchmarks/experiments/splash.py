@@ -1,12 +1,12 @@
 """TPU kernels compared with JAX's splash attention, by libtpu's compiled programs; nothing is run.
 
-python -m benchmarks.splash            # v5e and v6e; in an environment with libtpu, or builds one
-python -m benchmarks.splash --quick    # v5e, one shape, nothing saved
+python -m benchmarks.experiments.splash  # v5e and v6e; in an environment with libtpu, or builds one
+python -m benchmarks.experiments.splash --quick  # v5e, one shape, nothing saved
 
 Same target, same shape, same mask. Where splash can express the mask: vector memory, spills, and
 VLIW bundles per 128 x 128 block, from the final schedule. On ragged heads: iterations, where splash
 pads every row of every head to the widest one; iterations are defined
-in `benchmarks.splash_sides`. Bundles are counted as scheduled: waiting for memory, which no
+in `splash_sides`. Bundles are counted as scheduled: waiting for memory, which no
 compiler knows, is not in them, so no speed follows from them.
 """
 
@@ -23,9 +23,9 @@ from typing import NamedTuple
 
 from rich.table import Table
 
-from benchmarks.experiment import Settings, parse_settings, plain_row, show
+from benchmarks.experiments.common import Settings, parse_settings, plain_row, show
+from benchmarks.experiments.splash_job import Job
 from benchmarks.peers.client import ROOT
-from benchmarks.splash_job import Job
 from xsake.benchmarking import BenchmarkRow, Claim, Shape, Verdict, append_rows, claims_table
 from xsake.certify import environments, family, tpu
 
@@ -86,7 +86,7 @@ def ask(target: str, jobs: Sequence[Job]) -> tuple[dict[str, str], Iterator[dict
     variables["LIBTPU_INIT_ARGS"] += f" {OPERANDS_STAY_IN_HBM}"
     variables["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
     process = subprocess.Popen(
-        [str(python), "-m", "benchmarks.splash_sides", target, dump.name],
+        [str(python), "-m", "benchmarks.experiments.splash_sides", target, dump.name],
         cwd=ROOT, env=os.environ | variables, text=True,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
     )  # fmt: skip

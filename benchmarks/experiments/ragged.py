@@ -1,10 +1,10 @@
 """Heads with budgets from 10% to 90%: does our time follow the budget?
 
-python -m benchmarks.ragged            # mean 43% and 25%, 4096 and 8192 tokens
-python -m benchmarks.ragged --quick
+python -m benchmarks.experiments.ragged            # mean 43% and 25%, 4096 and 8192 tokens
+python -m benchmarks.experiments.ragged --quick
 """
 
-from benchmarks.experiment import (
+from benchmarks.experiments.common import (
     RESULTS,
     Contender,
     Outcome,

@@ -1,6 +1,6 @@
 """The gate's own measurement: a handful of ratios that must not become worse; half a minute.
 
-python -m benchmarks.gate
+python -m benchmarks.experiments.gate
 
 Ratios are taken inside one interleaved run, and limits lie far above what was measured, so that a
 busy machine does not fail a change, and a loop that stopped skipping does.
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 import xsake
-from benchmarks.experiment import show
+from benchmarks.experiments.common import show
 from xsake.benchmarking import (
     Claim,
     TimedSide,

@@ -1,7 +1,7 @@
 """Two commits, interleaved in one run: regressions.
 
-python -m benchmarks.commits main~5 main            # 4096 tokens, forward and both passes
-python -m benchmarks.commits main HEAD --quick      # 1024 tokens, 5 rounds
+python -m benchmarks.experiments.commits main~5 main  # 4096 tokens, forward and both passes
+python -m benchmarks.experiments.commits main HEAD --quick  # 1024 tokens, 5 rounds
 
 Each commit is checked out into a folder of its own and answers from its own process. Exit code 1 if
 a case is slower than the limit even by its better quartile.
@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from rich.table import Table
 
-from benchmarks.experiment import BLOCK, blocks_of, draw_inputs, show
+from benchmarks.experiments.common import BLOCK, blocks_of, draw_inputs, show
 from benchmarks.peers.client import ROOT, Worker
 from xsake.benchmarking import Shape, Spread, TimedSide, interleave, pair_ratio
 from xsake.layout.synthetic import ragged_grid

@@ -1,10 +1,10 @@
 """Forward and backward at budget 25%, compared with full causal attention and CPU peers.
 
-python -m benchmarks.backward          # 4096 and 8192 tokens
-python -m benchmarks.backward --quick
+python -m benchmarks.experiments.backward          # 4096 and 8192 tokens
+python -m benchmarks.experiments.backward --quick
 """
 
-from benchmarks.experiment import (
+from benchmarks.experiments.common import (
     RESULTS,
     Contender,
     Outcome,

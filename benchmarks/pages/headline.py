@@ -1,7 +1,7 @@
 """The README's table of figures and its picture, made of committed rows and of nothing else.
 
-python -m benchmarks.headline           # writes the tables of README.md and docs/hads.md
-python -m benchmarks.headline --draw    # the picture too: quality and time against effective cost
+python -m benchmarks.pages.headline  # writes the tables of README.md and docs/hads.md
+python -m benchmarks.pages.headline --draw  # a picture too: quality and time by effective cost
 
 A figure without rows is shown as not measured. `tests/test_documentation.py` holds the
 README against this.
@@ -11,9 +11,9 @@ import argparse
 import json
 from pathlib import Path
 
-from benchmarks.experiment import RESULTS, ROOT
+from benchmarks.experiments.common import RESULTS, ROOT
 from benchmarks.hads import plan_loss
-from benchmarks.marked_page import filled
+from benchmarks.pages.marked_page import filled
 from xsake._io import atomic_write
 from xsake.benchmarking import BenchmarkRow, Spread
 from xsake.reports import plots

@@ -1,7 +1,7 @@
 """SmolLM2 reads 8192 tokens: its attention dense through XSAKE, by two plans, and through jax.nn.
 
-python -m benchmarks.prefill             # needs the model: python -m benchmarks.smollm2
-python -m benchmarks.prefill --quick     # and the plan: python -m benchmarks.hads.end_to_end
+python -m benchmarks.experiments.prefill  # needs the model: benchmarks.peers.smollm2
+python -m benchmarks.experiments.prefill --quick  # and the plan: benchmarks.hads.end_to_end
 """
 
 import contextlib
@@ -12,12 +12,20 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from benchmarks.experiment import BLOCK, RESULTS, ROOT, Outcome, Settings, command, plain_row
+from benchmarks.experiments.common import (
+    BLOCK,
+    RESULTS,
+    ROOT,
+    Outcome,
+    Settings,
+    command,
+    plain_row,
+)
 from benchmarks.hads.corpus import documents
 from benchmarks.peers import prefill_worker
 from benchmarks.peers.client import Worker
 from benchmarks.peers.recipes import interpreter
-from benchmarks.smollm2 import directory
+from benchmarks.peers.smollm2 import directory
 from xsake._format import format_bytes
 from xsake._provenance import environment as facts_of_this_run
 from xsake.benchmarking import (

@@ -1,12 +1,12 @@
 """The same ragged block grids through our kernel and through CPU peers.
 
-python -m benchmarks.same_blocks              # mean 25% and 43%, 4096 and 8192 tokens
-python -m benchmarks.same_blocks --quick
+python -m benchmarks.experiments.same_blocks              # mean 25% and 43%, 4096 and 8192 tokens
+python -m benchmarks.experiments.same_blocks --quick
 
 Beside them, in the same rounds, torch SDPA over all blocks: sparsity has to beat it to be of use.
 """
 
-from benchmarks.experiment import (
+from benchmarks.experiments.common import (
     RESULTS,
     Contender,
     Outcome,
@@ -17,7 +17,7 @@ from benchmarks.experiment import (
     limit_claims,
     race,
 )
-from benchmarks.ragged import BUDGETS
+from benchmarks.experiments.ragged import BUDGETS
 from xsake.benchmarking import Shape
 from xsake.layout.synthetic import ragged_grid
 from xsake.reports.bench_report import draw_times

@@ -1,14 +1,22 @@
 """Temporary bytes the compiler plans for forward and backward; nothing is run.
 
-python -m benchmarks.memory            # 16,384 tokens compared with jax.nn; growth from 8k to 32k
-python -m benchmarks.memory --quick
+python -m benchmarks.experiments.memory  # 16,384 tokens compared with jax.nn; growth from 8k to 32k
+python -m benchmarks.experiments.memory --quick
 """
 
 import uuid
 
 import jax
 
-from benchmarks.experiment import BLOCK, Outcome, Settings, blocks_of, budget_of, command, plain_row
+from benchmarks.experiments.common import (
+    BLOCK,
+    Outcome,
+    Settings,
+    blocks_of,
+    budget_of,
+    command,
+    plain_row,
+)
 from benchmarks.peers import jax_worker, xsake_worker
 from benchmarks.peers.jax_call import Attend, measured_function
 from xsake._format import format_bytes

@@ -1,8 +1,8 @@
 """The selected branch of native sparse attention compared with ejkernel's, on the same blocks.
 
-python -m benchmarks.peers build ejkernel         # once
-python -m benchmarks.selected                     # 1024 and 2048 tokens, forward and backward
-python -m benchmarks.selected --tokens 1024 --rounds 5
+python -m benchmarks.peers build ejkernel  # once
+python -m benchmarks.experiments.selected  # 1024 and 2048 tokens, forward and backward
+python -m benchmarks.experiments.selected --tokens 1024 --rounds 5
 
 Every token selects its own block, the one before, the first and others at random. One more case
 lists every block twice: it must count once. Outputs of drawn queries are checked in float64 NumPy.
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.experiment import (
+from benchmarks.experiments.common import (
     Outcome,
     Settings,
     command,

@@ -1,7 +1,7 @@
 """Measured error ratios of every implementation over the conformance table.
 
-    python -m benchmarks.numerics          measure, write results/numerics.jsonl, print the table
-    python -m benchmarks.numerics --show   print the table of the rows already written
+    python -m benchmarks.experiments.numerics  measure, write results/numerics.jsonl, print a table
+    python -m benchmarks.experiments.numerics --show  print the table of the rows already written
 
 Each row compares one array of one case with the float64 oracle, and naive attention in the same
 dtype. The numbers depend on the code and the processor, not on the clock, so a new run replaces
@@ -27,7 +27,7 @@ from xsake.testing.case_table import CASES
 from xsake.testing.cases import ConformanceCase
 from xsake.testing.conformance import check_case
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "numerics.jsonl"
 
 

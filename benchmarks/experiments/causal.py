@@ -1,10 +1,18 @@
 """Full causal forward compared with torch SDPA, jax.nn and tokamax.
 
-python -m benchmarks.causal            # 4096 and 8192 tokens
-python -m benchmarks.causal --quick
+python -m benchmarks.experiments.causal            # 4096 and 8192 tokens
+python -m benchmarks.experiments.causal --quick
 """
 
-from benchmarks.experiment import RESULTS, Contender, Outcome, Settings, command, limit_claims, race
+from benchmarks.experiments.common import (
+    RESULTS,
+    Contender,
+    Outcome,
+    Settings,
+    command,
+    limit_claims,
+    race,
+)
 from xsake.benchmarking import Shape
 from xsake.reports.bench_report import draw_times
 

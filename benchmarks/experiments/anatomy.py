@@ -1,7 +1,7 @@
 """Where the time of the full causal forward pass goes: its loop, with parts of the work left out.
 
-python -m benchmarks.anatomy           # 4096 tokens
-python -m benchmarks.anatomy --quick
+python -m benchmarks.experiments.anatomy           # 4096 tokens
+python -m benchmarks.experiments.anatomy --quick
 
 Every loop makes as many steps as the kernel on tiles of the kernel's size (12 rows of 128 queries,
 4 blocks of 128 keys), so the differences between loops are what each part costs.
@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 import xsake
-from benchmarks.experiment import BLOCK, Outcome, Settings, command, draw_inputs, plain_row
+from benchmarks.experiments.common import BLOCK, Outcome, Settings, command, draw_inputs, plain_row
 from xsake.benchmarking import Ratio, Shape, Spread, TimedSide, interleave, pair_ratio
 from xsake.benchmarking.rows import TimingStats
 from xsake.benchmarking.runner import time_call

@@ -13,9 +13,9 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.experiments.reference import TOLERANCE, relative_error, true_attention
 from benchmarks.peers.client import ROOT, Worker, WorkerError
 from benchmarks.peers.recipes import DEFAULT_PEERS_DIR, IMPLEMENTATIONS, interpreter
-from benchmarks.truth import TOLERANCE, relative_error, true_attention
 from xsake._provenance import Environment, environment
 from xsake.benchmarking import (
     BenchmarkRow,

@@ -1,8 +1,8 @@
 """Native sparse attention compared with dense attention: time, crossover length and memory.
 
-python -m benchmarks.native_sparse            # 1k to 16k tokens, 12 heads on 4, the paper's blocks
-python -m benchmarks.native_sparse --quick
-python -m benchmarks.native_sparse --tokens 8192 --rounds 9
+python -m benchmarks.experiments.native_sparse  # 1k to 16k tokens, 12 on 4 heads, paper's blocks
+python -m benchmarks.experiments.native_sparse --quick
+python -m benchmarks.experiments.native_sparse --tokens 8192 --rounds 9
 
 Keys and values are each branch's own; everything is drawn, so neighbouring tokens select blocks
 independently, which is the hardest case for any kernel that computes tiles. Dense is causal
@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import xsake
-from benchmarks.experiment import Outcome, Settings, command, limit_claim, plain_row
+from benchmarks.experiments.common import Outcome, Settings, command, limit_claim, plain_row
 from xsake import nsa
 from xsake._format import format_bytes
 from xsake.benchmarking import BenchmarkRow, Claim, Shape, Verdict

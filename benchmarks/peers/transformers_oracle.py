@@ -1,6 +1,6 @@
 """What Hugging Face transformers computes: tiny checkpoints with their logits, and judgements.
 
-Run by the Python of the `transformers` environment, never by ours; `benchmarks.golden` starts it.
+Run by the Python of the `transformers` environment, never by ours; `golden` starts it.
 
 make FOLDER                    write every checkpoint of CHECKPOINTS with its golden logits
 check DIRECTORY [GOLDEN]       load a directory, compare its logits with golden ones

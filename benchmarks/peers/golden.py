@@ -1,8 +1,8 @@
 """The golden checkpoints of the model's tests: made and judged by Hugging Face transformers.
 
-python -m benchmarks.golden make                        # write tests/model/golden again
-python -m benchmarks.golden check DIRECTORY [GOLDEN]    # does transformers load it, same logits?
-python -m benchmarks.golden perplexity DIRECTORY TEXT [--tokens 512]
+python -m benchmarks.peers.golden make  # write tests/model/golden again
+python -m benchmarks.peers.golden check DIRECTORY [GOLDEN]  # same logits in transformers?
+python -m benchmarks.peers.golden perplexity DIRECTORY TEXT [--tokens 512]
 
 transformers lives in an environment of its own, which is built when it is missing.
 """
@@ -19,7 +19,7 @@ from benchmarks.peers.client import ROOT
 from benchmarks.peers.recipes import DEFAULT_PEERS_DIR, built_interpreter
 
 GOLDEN_FOLDER = ROOT / "tests" / "model" / "golden"
-ORACLE = ROOT / "benchmarks" / "transformers_oracle.py"
+ORACLE = ROOT / "benchmarks" / "peers" / "transformers_oracle.py"
 TOLERANCE = 2e-4
 
 
@@ -51,7 +51,7 @@ def _isolated() -> dict[str, str]:
 def main() -> None:
     """Parse the command line and do the one thing it asks for."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.golden", description=__doc__,
+        prog="python -m benchmarks.peers.golden", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.add_argument("--peers-dir", type=Path, default=DEFAULT_PEERS_DIR)

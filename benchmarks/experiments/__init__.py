@@ -1,0 +1,1 @@
+"""Experiments of speed, memory and numerics, each a command that appends rows to `results`."""

@@ -1,0 +1,1 @@
+"""Tables of README.md and docs, made of committed rows."""
