@@ -40,6 +40,10 @@ def test_golden_pictures(mask, sizes, width, picture):
     assert mask.to_ascii(*sizes, width=width).split() == picture.split()
 
 
+def test_one_head_is_shown_alone():
+    assert PerHead([Causal(), Full()]).to_ascii(2, head=0) == "#.\n##"
+
+
 def test_pictures_of_unknown_masks_look_at_tokens():
     table = np.zeros((64, 64), bool)
     table[:32, :32] = True

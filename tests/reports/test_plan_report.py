@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from benchmarks.observability.browser import NoBrowserError, chromium
 from tests.bench.sample_rows import sample_row
 from tests.hads.sample import POOLED, profile
-from tests.reports.html_page import parse
+from tests.reports.html_page import parse, words
 from xsake import cli
 from xsake.errors import ArgumentError, MissingExtraError
 from xsake.hads.plan import SparsityPlan
@@ -65,8 +65,8 @@ def test_a_page_of_270_heads_stays_small_and_needs_nothing_else():
     text = page(data(layers=30, heads=9, n=64))
     assert len(text.encode()) < 2e6
     found = parse(text)
-    assert len(found.all("details")) == 30
-    points = [x["points"].split() for x in found.all("polyline") if "points" in x]
+    assert len(words(found, "details")) == 30
+    points = [line.get("points").split() for line in found.iter("polyline")]
     assert len(points) >= 3 * 270 and max(map(len, points)) <= 24
 
 
@@ -81,21 +81,20 @@ def test_hostile_text_stays_text_and_no_picture_carries_meaning_by_colour_alone(
     text = page(ReportData(plan, data().profile, comparisons, bounds))
     found = parse(text)
     assert "<script" not in text and text.count("&lt;script&gt;") >= 5
-    assert len(found.all("table")) == 9 and len(found.all("details")) == 3
-    maps = [x for x in found.all("td") if x.get("style", "").startswith("--v:")]
-    numbers = [word for word in found.words["td"] if word.replace(".", "").isdigit()]
-    assert len(maps) == 3 * 6 and len(numbers) >= len(maps)
-    (chart,) = found.all("svg", role="img", **{"class": "chart"})
-    assert "the table below has the numbers" in chart["aria-label"]
-    assert any(text.startswith("hads  ") for text in found.words["text"])
-    assert found.words["strong"] == ["hads (thick line)"]
-    assert not [x for _, x in found.elements if "#" in x.get("style", "")], "colours by name"
+    assert len(words(found, "table")) == 9 and len(words(found, "details")) == 3
+    cells = [x.text for x in found.iter("td") if x.get("style", "").startswith("--v:")]
+    assert len(cells) == 3 * 6 and all(cell.replace(".", "").isdigit() for cell in cells)
+    (chart,) = found.findall(".//svg[@class='chart'][@role='img']")
+    assert "the table below has the numbers" in chart.get("aria-label")
+    assert any(text.startswith("hads  ") for text in words(chart, "text"))
+    assert words(found, "strong") == ["hads (thick line)"]
+    assert not [x for x in found.iter() if "#" in x.get("style", "")], "colours by name"
 
 
 def test_the_numbers_are_those_of_the_files():
     shown = data()
     plan, measured = shown.plan, shown.profile
-    titles = [x["title"] for x in parse(page(shown)).all("td") if "title" in x]
+    titles = [x.get("title") for x in parse(page(shown)).iter("td")]
     for layer, head in np.ndindex(2, 3):
         share, entropy = plan.heads[layer][head].share, measured.entropy[layer, head]
         assert f"layer {layer}, head {head}: computes {share:.1%} of its blocks" in titles
@@ -117,9 +116,9 @@ def test_plans_without_a_selector_or_a_profile_have_a_page_too(policy):
         shown = ReportData(SparsityPlan.of(measured, policy, 0.6), measured)
     found = parse(page(shown))
     assert shown.losses() is None and "kl" not in shown.head_metrics()
-    assert not found.all("circle") and bool(found.all("polyline")) is bool(policy)
+    assert not words(found, "circle") and bool(words(found, "polyline")) is bool(policy)
     note = "was not calibrated" if policy else "Without a profile"
-    assert note in "".join(found.words["p"])
+    assert note in "".join(words(found, "p"))
 
 
 def test_a_profile_of_another_plan_is_refused():
@@ -130,9 +129,10 @@ def test_a_profile_of_another_plan_is_refused():
 @settings(max_examples=25, deadline=None)
 @given(st.text(), st.text(), st.text(min_size=1))
 def test_any_text_stays_text(name, value, key):
-    show = lambda *texts: parse(page(ReportData(data().plan, None, (), BoundFigures(*texts))))
-    found = show({name: value}, {name: [{key: value}]})
-    assert len(found.elements) == len(show({"": ""}, {"": [{"": ""}]}).elements)
+    count = lambda *texts: len(
+        list(parse(page(ReportData(data().plan, None, (), BoundFigures(*texts)))).iter())
+    )
+    assert count({name: value}, {name: [{key: value}]}) == count({"": ""}, {"": [{"": ""}]})
 
 
 def test_blocks_needed_lie_on_the_line_between_logarithms(comparison):
@@ -167,7 +167,7 @@ def test_contexts_and_blocks_are_compared_apart(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("line", "words"),
+    ("line", "reason"),
     [
         ('{"rule": "x"}', "Field required"),
         ('{"rule": "x", "rule": "x"}', "twice"),
@@ -179,9 +179,9 @@ def test_contexts_and_blocks_are_compared_apart(tmp_path):
         ('{"environment": {"commit": 3}}', "no rows"),
     ],
 )
-def test_rows_that_make_no_sense_are_refused(tmp_path, line, words):
+def test_rows_that_make_no_sense_are_refused(tmp_path, line, reason):
     (tmp_path / "rows.jsonl").write_text(line)
-    with pytest.raises(ArgumentError, match=words):
+    with pytest.raises(ArgumentError, match=reason):
         read_comparisons(tmp_path / "rows.jsonl")
 
 
@@ -194,7 +194,7 @@ def test_bounds_are_read_from_any_shape(tmp_path):
     bounds = read_bounds(tmp_path / "bounds.json")
     assert bounds == BoundFigures({"a": 1, "b / c": 0.5}, {"rows": [{"d": True}, {"e": "x"}]})
     found = parse(page(ReportData(data().plan, None, (), bounds)))
-    assert found.words["summary"][-1] == "rows" and {"d", "e"} <= set(found.words["th"])
+    assert words(found, "summary")[-1] == "rows" and {"d", "e"} <= set(words(found, "th"))
     (tmp_path / "bounds.json").write_text('{"a": 1e999}')
     with pytest.raises(ArgumentError, match="not a finite number"):
         read_bounds(tmp_path / "bounds.json")
@@ -233,7 +233,7 @@ def test_the_command_writes_the_page_next_to_the_plan(saved, comparison):
     path = saved.with_suffix(".html")
     text = path.read_text()
     assert f"{len(text.encode()) / 1e3:,.0f} kB, written to {path}" in done.output
-    assert len(parse(text).all("figure")) == 6  # the profile next to the plan was read
+    assert len(words(parse(text), "figure")) == 6  # the profile next to the plan was read
     assert "Rules compared" in text
 
 
