@@ -11,30 +11,37 @@ from xsake.masks import Causal, Explicit, FromFunction, Full, Longformer, PerHea
 from xsake.masks.draw import coverage_cells
 
 
-def test_golden_streaming_window():
-    mask = Causal() & (Window(left=2, right=0) | Sinks(1))
-    assert mask.to_ascii(6, 8).splitlines() == [
-        "#.......",
-        "##......",
-        "###.....",
-        "####....",
-        "#.###...",
-        "#..###..",
-    ]
+@pytest.mark.parametrize(
+    ("mask", "sizes", "width", "picture"),
+    [
+        (Causal() & (Window(left=2, right=0) | Sinks(1)), (6, 8), 64, """
+            #.......
+            ##......
+            ###.....
+            ####....
+            #.###...
+            #..###..
+        """),
+        (Longformer(window=8, global_tokens=8), (64,), 16, """
+            ################
+            ####++..........
+            ##++##++........
+            ##..++##++......
+            ##....++##++....
+            ##......++##++..
+            ##........++##++
+            ##..........++##
+        """),
+        (PerHead([Causal(), Full()]), (2,), 64, """head 0  #. ##  head 1  ## ##"""),
+    ],
+    ids=["streaming window", "merged cells", "heads"],
+)  # fmt: skip
+def test_golden_pictures(mask, sizes, width, picture):
+    assert mask.to_ascii(*sizes, width=width).split() == picture.split()
 
 
-def test_golden_longformer_in_merged_cells():
-    mask = Longformer(window=8, global_tokens=8)
-    assert mask.to_ascii(64, width=16).splitlines() == [
-        "################",
-        "####++..........",
-        "##++##++........",
-        "##..++##++......",
-        "##....++##++....",
-        "##......++##++..",
-        "##........++##++",
-        "##..........++##",
-    ]
+def test_one_head_is_shown_alone():
+    assert PerHead([Causal(), Full()]).to_ascii(2, head=0) == "#.\n##"
 
 
 def test_pictures_of_unknown_masks_look_at_tokens():
@@ -54,12 +61,6 @@ def test_cells_of_one_token_are_the_mask(mask):
     np.testing.assert_array_equal(cells, np.where(expected, 2, 0))
 
 
-def test_heads_are_shown_one_after_the_other():
-    mask = PerHead([Causal(), Full()])
-    assert mask.to_ascii(2).splitlines() == ["head 0", "#.", "##", "head 1", "##", "##"]
-    assert mask.to_ascii(2, head=0) == "#.\n##"
-
-
 @pytest.mark.parametrize("mask", examples.ALL, ids=repr)
 def test_print_shows_the_repr_and_a_small_picture(mask):
     first, *picture, note = str(mask).splitlines()
@@ -68,12 +69,10 @@ def test_print_shows_the_repr_and_a_small_picture(mask):
     assert note.endswith("# all, + some, . none")
 
 
-def test_sizes_are_checked():
-    for sizes in ((0, 3), (3, 0)):
-        with pytest.raises(ArgumentError):
-            Causal().to_ascii(*sizes)
+@pytest.mark.parametrize(("sizes", "width"), [((0, 3), 64), ((3, 0), 64), ((3,), 1)])
+def test_sizes_are_checked(sizes, width):
     with pytest.raises(ArgumentError):
-        Causal().to_ascii(3, width=1)
+        Causal().to_ascii(*sizes, width=width)
 
 
 def test_png_shows_two_colours(tmp_path):
@@ -88,11 +87,10 @@ def test_png_shows_two_colours(tmp_path):
 
 def test_png_of_heads_is_a_grid(tmp_path):
     image = pytest.importorskip("matplotlib.image")
-    path = tmp_path / "heads.png"
-    PerHead([Causal(), Full(), Sinks(2)]).draw(path, 24, 32)
-    assert min(image.imread(path).shape[:2]) > 300
+    PerHead([Causal(), Full(), Sinks(2)]).draw(tmp_path / "heads.png", 24, 32)
+    assert min(image.imread(tmp_path / "heads.png").shape[:2]) > 300
     with pytest.raises(ArgumentError, match="too many heads"):
-        PerHead([Causal()] * 65).draw(path, 8)
+        PerHead([Causal()] * 65).draw(tmp_path / "heads.png", 8)
 
 
 def test_png_without_matplotlib_says_what_to_install(tmp_path, monkeypatch):

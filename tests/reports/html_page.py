@@ -1,62 +1,35 @@
-"""What a browser would find in a page, and what holds for every page."""
+"""What holds for every page."""
 
-import html.parser
+import re
+from xml.etree import ElementTree
 
-
-class Page(html.parser.HTMLParser):
-    """Elements with their attributes, and the words directly inside each tag."""
-
-    def __init__(self, text: str):
-        super().__init__()
-        self.elements: list[tuple[str, dict]] = []
-        self.words: dict[str, list[str]] = {}
-        self._open: list[str] = []
-        self.feed(text)
-        self.close()
-        assert not self._open
-
-    def handle_starttag(self, tag, attrs):
-        self.elements.append((tag, dict(attrs)))
-        if tag != "meta":
-            self._open.append(tag)
-
-    def handle_startendtag(self, tag, attrs):
-        self.elements.append((tag, dict(attrs)))
-
-    def handle_endtag(self, tag):
-        assert self._open.pop() == tag
-
-    def handle_data(self, data):
-        if self._open and data.strip():
-            self.words.setdefault(self._open[-1], []).append(data)
-
-    def all(self, tag: str, **attributes: str) -> list[dict]:
-        return [
-            found
-            for name, found in self.elements
-            if name == tag and attributes.items() <= found.items()
-        ]
+# Browsers replace these characters, XML has none of them.
+CONTROLS = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ufffe\uffff]")
 
 
-def parse(text: str) -> Page:
-    """The page, which needs nothing else and which everybody can read."""
-    page = Page(text)
-    tags = {tag for tag, _ in page.elements}
+def parse(text: str) -> ElementTree.Element:
+    """The page, which is well-formed, needs nothing else, and can be read by everybody."""
+    page = ElementTree.fromstring(CONTROLS.sub("", text))
+    tags = {element.tag for element in page.iter()}
     assert not tags & {"script", "link", "img", "iframe", "object", "base", "form"}
-    attributes = [(name, value) for _, found in page.elements for name, value in found.items()]
+    attributes = [pair for element in page.iter() for pair in element.items()]
     assert not [name for name, _ in attributes if name == "src" or name.startswith("on")]
-    style = "".join(page.words["style"])
+    style = page.findtext("head/style")
     assert "url(" not in style and "@import" not in style and "://" not in text
-    (policy,) = page.all("meta", **{"http-equiv": "Content-Security-Policy"})
-    assert policy["content"].startswith("default-src 'none'; style-src 'unsafe-inline';")
-    assert page.all("html", lang="en") and page.all("meta", name="viewport")
+    (policy,) = page.findall("head/meta[@http-equiv='Content-Security-Policy']")
+    assert policy.get("content").startswith("default-src 'none'; style-src 'unsafe-inline';")
+    assert page.get("lang") == "en" and page.findall("head/meta[@name='viewport']")
     assert "prefers-color-scheme: dark" in style
-    assert len(page.all("caption")) == len(page.all("table")) > 0
-    assert len(page.all("summary")) == len(page.all("details"))
-    regions = page.all("div", role="region")
-    assert regions and all(x["tabindex"] == "0" and x["aria-label"] for x in regions)
+    assert len(page.findall(".//table/caption")) == len(page.findall(".//table")) > 0
+    assert len(page.findall(".//details/summary")) == len(page.findall(".//details"))
+    regions = page.findall(".//div[@role='region']")
+    assert regions and all(x.get("tabindex") == "0" and x.get("aria-label") for x in regions)
     ids = [value for name, value in attributes if name == "id"]
     assert len(set(ids)) == len(ids)
-    links = {value for name, value in attributes if name == "href"}
-    assert links <= {f"#{place}" for place in ids}
+    assert {value for name, value in attributes if name == "href"} <= {f"#{x}" for x in ids}
     return page
+
+
+def words(page: ElementTree.Element, tag: str) -> list[str]:
+    """The text of every element with this tag."""
+    return ["".join(element.itertext()) for element in page.iter(tag)]

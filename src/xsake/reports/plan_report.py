@@ -1,6 +1,7 @@
 """Report of a sparsity plan: an HTML page, its figures as JSON, and plots as PNG."""
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Iterable, Sequence
@@ -315,11 +316,7 @@ def page(data: ReportData) -> str:
     """Render the page."""
     label = "Blocks required by every rule, {}; the table below has the numbers"
     charts = [
-        plots.to_svg(
-            lambda figure, one=one: _draw_rules(figure, one),
-            (9.2, _rules_height(one)),
-            label=label.format(one.title),
-        )
+        plots.to_svg(functools.partial(_draw_rules, one), label=label.format(one.title))
         for one in data.comparisons
     ]
     return pages.render(
@@ -375,18 +372,14 @@ def draw(data: ReportData, folder: Path) -> tuple[Path, ...]:
             axes.set_title(one.title, fontsize=8)
     for one in data.comparisons:
         files.append(folder / f"rules_{one.context}_{one.block}.png")
-        size = 9.2, _rules_height(one) + 0.5
-        with plots.open_png(files[-1], size, title=one.title, origin=one.origin) as figure:
-            _draw_rules(figure, one)
+        with plots.open_png(files[-1], None, title=one.title, origin=one.origin) as figure:
+            _draw_rules(one, figure)
     return tuple(files)
 
 
-def _rules_height(comparison: RuleComparison) -> float:
-    return max(3.4, 0.9 + 0.17 * len(comparison.rules))
-
-
-def _draw_rules(figure: Any, comparison: RuleComparison) -> None:
+def _draw_rules(comparison: RuleComparison, figure: Any) -> None:
     """Draw KL against the effective budget, and the share of blocks that each rule requires."""
+    figure.set_size_inches(9.2, max(3.6, 1.2 + 0.17 * len(comparison.rules)))
     left, right = figure.subplots(1, 2, width_ratios=(1.25, 1))
     names = []
     for index, rule in enumerate(comparison.rules):
@@ -398,7 +391,7 @@ def _draw_rules(figure: Any, comparison: RuleComparison) -> None:
         marker = {"=": "o", "<": "<", ">": ">"}[required.relation]
         size = 8 if rule.is_ours else 5
         right.plot(required.share, index, marker, color=colour, ms=size)
-        names.append(f"{_shorten(rule.name)}  {required}")
+        names.append(f"{rule.name[:30]}  {required}")
     left.axhline(TARGET_KL, color=plots.INK, lw=1, ls=":")
     left.set(yscale="log", xlabel="effective budget: computed blocks and selection cost")
     left.set_title("KL of attention, nats")
@@ -415,7 +408,3 @@ def _draw_rules(figure: Any, comparison: RuleComparison) -> None:
     right.set_title(f"Blocks required for KL {TARGET_KL}")
     for axes in (left, right):
         plots.format_ticks(axes.xaxis, "{:.0%}")
-
-
-def _shorten(name: str, limit: int = 30) -> str:
-    return name if len(name) <= limit else name[: limit - 1] + "\N{HORIZONTAL ELLIPSIS}"

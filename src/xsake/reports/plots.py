@@ -47,7 +47,7 @@ GRID_CELLS = 40  # grid lines are drawn up to this number of rows and columns
 @contextlib.contextmanager
 def open_png(
     path: str | os.PathLike[str],
-    size: tuple[float, float],
+    size: tuple[float, float] | None,
     *,
     title: str = "",
     origin: str = "",
@@ -65,11 +65,11 @@ def open_png(
         figure.savefig(path, format="png")
 
 
-def to_svg(draw: Callable[[Any], None], size: tuple[float, float], *, label: str) -> str:
+def to_svg(draw: Callable[[Any], None], *, label: str) -> str:
     """Return a figure as an SVG element in the colours of a page; labels of a page differ."""
     buffer = io.BytesIO()
     with _style("viz", {"svg.hashsalt": label, "figure.facecolor": "none"}):
-        figure = _new_figure(size)
+        figure = _new_figure()
         draw(figure)
         figure.savefig(buffer, format="svg", metadata={"Date": None}, transparent=True)
     text = buffer.getvalue().decode()
@@ -180,7 +180,7 @@ def _style(extra: str, changes: dict[str, Any] | None = None) -> Iterator[None]:
         yield
 
 
-def _new_figure(size: tuple[float, float]) -> Any:
+def _new_figure(size: tuple[float, float] | None = None) -> Any:
     from matplotlib.figure import Figure
 
     return Figure(figsize=size, layout="constrained")
