@@ -61,11 +61,11 @@ def test_ctrl_c_leaves_with_130_and_the_same_command_goes_on(quick, invoke, tmp_
     assert done.exit_code == 130 and "Run the same command without --no-resume" in done.stderr
     assert "1 of 2" in done.output and not (tmp_path / "plan.json").exists()
     done = invoke("--budget", "60%")  # measures one document, which is the one that is missing
-    assert done.exit_code == 0 and "1 of 2: earlier runs cached" in done.output
+    assert done.exit_code == 0 and "1 of 2: earlier runs, cached" in done.output
     whole = SparsityPlan.load(tmp_path / "plan.json")
     quick.stops_after = 0
     done = invoke("--budget", "60%")
-    assert done.exit_code == 0 and "2 of 2: earlier runs cached" in done.output
+    assert done.exit_code == 0 and "2 of 2: earlier runs, cached" in done.output
     assert invoke("--budget", "60%", "--no-resume").exit_code == 130
     quick.stops_after = None
     assert invoke("--budget", "60%", "--no-resume").exit_code == 0

@@ -36,7 +36,7 @@ def answers(monkeypatch):
 def test_it_shows_progress_and_a_table_and_leaves_with_0(invoke, answers, tmp_path):
     done = invoke("v5e", "--out", tmp_path, "--environments", tmp_path, "--no-resume")
     assert done.exit_code == 0, done.output
-    assert "1 of 2: v5e good: compiled ok 2 s, 3 s remaining" in done.output
+    assert "1 of 2: v5e good: compiled ok, 2 s, 3 s remaining" in done.output
     assert "3.0 MiB" in done.output and "not a measurement" in done.output
     plan = answers.plans["v5e"]
     assert (plan.out, plan.environments, plan.overwrite) == (tmp_path, tmp_path, True)

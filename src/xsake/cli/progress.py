@@ -63,8 +63,8 @@ class ProgressBar:
                 style = "bold red" if event.is_failure else "default"
                 line += f": [{style}]{escape_markup(event.detail)}[/]"
             elapsed = "" if event.elapsed_seconds is None else f"{event.elapsed_seconds:.0f} s"
-            times = ", ".join(filter(None, (elapsed, _remaining(event))))
-            line += f" [dim]{times if event.is_new else 'cached'}[/]"
+            times = (elapsed, _remaining(event)) if event.is_new else ("cached",)
+            line += "".join(f"[dim], {text}[/]" for text in times if text)
             self.console.print(line.lstrip(), soft_wrap=True, highlight=False)
 
 
