@@ -14,7 +14,6 @@ from xsake.certify.record import CompileCase, PassCost
 from xsake.errors import ArgumentError
 from xsake.kernels.block_sparse.types import BlockSparseConfig, BlockSparseInputs
 from xsake.kernels.selected import chunking
-from xsake.kernels.selected.routing import QueryTiles
 from xsake.kernels.selected.types import SelectedConfig, SelectedInputs
 from xsake.layout import BlockLayout
 from xsake.layout.synthetic import ragged_grid
@@ -89,7 +88,7 @@ def build_selected(case: CompileCase, kernels: ModuleType) -> BuiltCase:
     sizes = chunking.chunk_sizes(SelectedInputs(q, k, k, blocks), config, kernels.TUNING)
 
     def run(chunk, tiles, *rest):
-        parts = chunking.Chunk(*chunk), QueryTiles(*tiles)
+        parts = chunking.Chunk(*chunk), chunking.QueryTiles(*tiles)
         call = chunking.ChunkTiles(sizes, config, dtype, False, *parts)
         if is_forward:
             return kernels.visit_forward(call, chunking.PartialSoftmax(*rest[0]))
