@@ -39,13 +39,9 @@ from xsake.training.state import KvOrder
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StopGradientPlanAttention:
-    """Plan attention with block selection excluded from differentiation.
+    """Plan attention with block selection excluded from differentiation."""
 
-    Args:
-        planned: the plan, its scope and its operator.
-    """
-
-    planned: hads.PlanAttention
+    planned: hads.PlanAttention  # the plan, its scope and its operator
 
     def __call__(self, q, k, v, call: LayerCall):
         layout = self.planned.layout(*jax.lax.stop_gradient((q, k)), call)
@@ -90,23 +86,14 @@ class PlanRecipe(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TrainingAttention:
-    """Attention of a run by step.
+    """Attention of a run by step."""
 
-    Args:
-        section: the settings.
-        attends: attention functions by level; one compiled step for each.
-        plans: by level; None: dense, masked or native sparse.
-        profile: source of the plans, if known.
-        operator: implementation and mesh.
-        kv_order: order of the profile's heads in the plans; None: unchanged.
-    """
-
-    section: AttentionSection
-    attends: tuple[AttentionFn, ...]
-    plans: tuple[hads.SparsityPlan | None, ...]
-    profile: hads.Profile | None = None
-    operator: BlockSparseAttention = BlockSparseAttention()
-    kv_order: KvOrder | None = None
+    section: AttentionSection  # the settings
+    attends: tuple[AttentionFn, ...]  # attention functions by level; one compiled step for each
+    plans: tuple[hads.SparsityPlan | None, ...]  # by level; None: dense, masked or native sparse
+    profile: hads.Profile | None = None  # source of the plans, if known
+    operator: BlockSparseAttention = BlockSparseAttention()  # implementation and mesh
+    kv_order: KvOrder | None = None  # order of the profile's heads in the plans; None: unchanged
 
     def level(self, step: int) -> int:
         """Return the annealing level of a step."""

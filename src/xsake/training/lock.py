@@ -41,26 +41,19 @@ class LeaseLostError(ArgumentError):
 
 
 class LockHolder(Frozen, strict=True):
-    """Process that holds the lock of a folder.
+    """Process that holds the lock of a folder."""
 
-    Attributes:
-        pid: in its own PID namespace.
-        host: name of the host or container.
-        started: boot ID and start in ticks since boot, if available; distinguishes reused PIDs.
-        utc: when it took the lock, by its own clock; for display only.
-        namespace: PID namespace.
-        token: random and unique to this lock.
-        lease_seconds: validity without a heartbeat; None: a lock of 0.1.0, which has no heartbeat.
-        beat: number of renewals in 12 digits, so that the size of the file is constant.
-    """
-
-    pid: Annotated[int, Field(ge=1, lt=2**31)]
-    host: Annotated[str, Field(max_length=255)]
+    pid: Annotated[int, Field(ge=1, lt=2**31)]  # in its own PID namespace
+    host: Annotated[str, Field(max_length=255)]  # name of the host or container
+    # boot ID and start in ticks since boot, if available; distinguishes reused PIDs
     started: _Name | None
+    # when it took the lock, by its own clock; for display only
     utc: Annotated[str, Field(max_length=40)]
-    namespace: _Name | None = None
-    token: _Name | None = None
+    namespace: _Name | None = None  # PID namespace
+    token: _Name | None = None  # random and unique to this lock
+    # validity without a heartbeat; None: a lock of 0.1.0, which has no heartbeat
     lease_seconds: Annotated[float, Field(gt=0, le=MAX_LEASE_SECONDS)] | None = None
+    # number of renewals in 12 digits, so that the size of the file is constant
     beat: Annotated[str, Field(pattern=r"^[0-9]{12}$")] = "0" * 12
 
     @classmethod

@@ -24,15 +24,10 @@ _PARAMETER_GROUPS: dict[str, Callable[[str], bool]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Optimizer:
-    """Gradient transformation and learning rate schedule.
+    """Gradient transformation and learning rate schedule."""
 
-    Args:
-        transform: clipping, AdamW and the learning rate.
-        learning_rate: by the number of previous updates.
-    """
-
-    transform: optax.GradientTransformation
-    learning_rate: Callable[[Any], Array]
+    transform: optax.GradientTransformation  # clipping, AdamW and the learning rate
+    learning_rate: Callable[[Any], Array]  # by the number of previous updates
 
     @staticmethod
     def updates(state: Any) -> Int[Array, ""]:

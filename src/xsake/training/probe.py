@@ -36,20 +36,14 @@ ProbedAttention = StopGradientPlanAttention | MaskedAttention | DenseAttention
 
 
 class ProbeStatistics(NamedTuple):
-    """Attention statistics relative to dense attention, by layer and head.
+    """Attention statistics relative to dense attention, by layer and head."""
 
-    Attributes:
-        entropy: of dense attention, mean over the probed queries, in nats.
-        mass_recall: computed share of dense attention, mean over the probed queries.
-        mass_recall_min: the same for the query with the smallest share.
-        kl: KL(sparse || dense) = -log(mass recall), mean, in nats.
-        density: computed / visible blocks of the whole sequence; 1 for dense attention and masks.
-    """
-
-    entropy: Float[Array, "L Hq"]
+    entropy: Float[Array, "L Hq"]  # of dense attention, mean over the probed queries, in nats
+    # computed share of dense attention, mean over the probed queries
     mass_recall: Float[Array, "L Hq"]
-    mass_recall_min: Float[Array, "L Hq"]
-    kl: Float[Array, "L Hq"]
+    mass_recall_min: Float[Array, "L Hq"]  # the same for the query with the smallest share
+    kl: Float[Array, "L Hq"]  # KL(sparse || dense) = -log(mass recall), mean, in nats
+    # computed / visible blocks of the whole sequence; 1 for dense attention and masks
     density: Float[Array, "L Hq"]
 
 

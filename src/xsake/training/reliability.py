@@ -33,19 +33,12 @@ MIN_RELATIVE_DEVIATION = 0.05
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class GuardState:
-    """State of the update filter, part of the training state.
+    """State of the update filter, part of the training state."""
 
-    Args:
-        norms: float32 [window], ring buffer of the last accepted gradient norms.
-        accepted: int32, number of applied updates.
-        skips: int32, number of consecutive skipped updates.
-        total: int32, number of all skipped updates.
-    """
-
-    norms: Any
-    accepted: Any
-    skips: Any
-    total: Any
+    norms: Any  # float32 [window], ring buffer of the last accepted gradient norms
+    accepted: Any  # int32, number of applied updates
+    skips: Any  # int32, number of consecutive skipped updates
+    total: Any  # int32, number of all skipped updates
 
 
 def init_guard(section: GuardSection) -> GuardState:
@@ -334,17 +327,12 @@ INTERVAL, RATIO, ROUNDS = 50, 1.5, 3
 
 @dataclasses.dataclass(frozen=True)
 class StragglerReport:
-    """Result of one comparison of all processes.
+    """Result of one comparison of all processes."""
 
-    Args:
-        seconds: step time of each process without waiting for others.
-        slow_rounds: number of consecutive slow rounds of each process, including this one.
-        flagged: processes with enough consecutive slow rounds.
-    """
-
-    seconds: tuple[float, ...]
+    seconds: tuple[float, ...]  # step time of each process without waiting for others
+    # number of consecutive slow rounds of each process, including this one
     slow_rounds: tuple[int, ...]
-    flagged: tuple[int, ...] = ()
+    flagged: tuple[int, ...] = ()  # processes with enough consecutive slow rounds
 
     def __str__(self) -> str:
         slow = ", ".join(

@@ -45,21 +45,13 @@ ShardingRule = Callable[[str, tuple[str, ...], tuple[int, ...]], Sharding]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """Everything the next step depends on, as a pytree of arrays.
+    """Everything the next step depends on, as a pytree of arrays."""
 
-    Args:
-        step: int32, number of batches read; skipped updates count.
-        parameters: float32, see `ModelDefinition.parameters`.
-        optimizer: state of `Optimizer.transform`.
-        key: uint32, data of the run's random key; see `step_key`.
-        guard: state of the update filter.
-    """
-
-    step: Any
-    parameters: Any
-    optimizer: Any
-    key: Any
-    guard: Any
+    step: Any  # int32, number of batches read; skipped updates count
+    parameters: Any  # float32, see `ModelDefinition.parameters`
+    optimizer: Any  # state of `Optimizer.transform`
+    key: Any  # uint32, data of the run's random key; see `step_key`
+    guard: Any  # state of the update filter
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

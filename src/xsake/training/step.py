@@ -16,23 +16,14 @@ from xsake.training.state import ModelDefinition, Parameters, Shardings, TrainSt
 
 
 class StepMetrics(NamedTuple):
-    """Metrics of a step.
+    """Metrics of a step."""
 
-    Attributes:
-        loss: mean of -log p over the predicted tokens, in nats.
-        gradient_norm: of all gradients, before clipping.
-        learning_rate: of this update, applied or skipped.
-        is_skipped: whether the update was skipped.
-        consecutive_skips: number of consecutive skipped updates, including this one.
-        tokens: number of predicted tokens.
-    """
-
-    loss: Float[Array, ""]
-    gradient_norm: Float[Array, ""]
-    learning_rate: Float[Array, ""]
-    is_skipped: Bool[Array, ""]
-    consecutive_skips: Int[Array, ""]
-    tokens: Int[Array, ""]
+    loss: Float[Array, ""]  # mean of -log p over the predicted tokens, in nats
+    gradient_norm: Float[Array, ""]  # of all gradients, before clipping
+    learning_rate: Float[Array, ""]  # of this update, applied or skipped
+    is_skipped: Bool[Array, ""]  # whether the update was skipped
+    consecutive_skips: Int[Array, ""]  # number of consecutive skipped updates, including this one
+    tokens: Int[Array, ""]  # number of predicted tokens
 
 
 Loss = Callable[[Parameters, Int[Array, "B T1"]], tuple[Float[Array, ""], Int[Array, ""]]]

@@ -115,25 +115,15 @@ class DevicePlacement(Frozen, strict=True):
 
 
 class CheckpointRecord(Frozen, strict=True):
-    """Content of a checkpoint, known before anything is written.
+    """Content of a checkpoint, known before anything is written."""
 
-    Attributes:
-        format: version of this record.
-        step: number of the step.
-        utc: start of the save.
-        leaves: of the tree, in tree order.
-        placement: devices that held the tree.
-        versions: of the libraries, by name.
-        extra: JSON that the run saves with its arrays.
-    """
-
-    format: Literal[1] = 1
-    step: Annotated[int, Field(ge=0, le=MAX_STEP)]
-    utc: str
-    leaves: tuple[LeafRecord, ...]
-    placement: DevicePlacement
-    versions: dict[str, str]
-    extra: dict[str, JsonValue]
+    format: Literal[1] = 1  # version of this record
+    step: Annotated[int, Field(ge=0, le=MAX_STEP)]  # number of the step
+    utc: str  # start of the save
+    leaves: tuple[LeafRecord, ...]  # of the tree, in tree order
+    placement: DevicePlacement  # devices that held the tree
+    versions: dict[str, str]  # of the libraries, by name
+    extra: dict[str, JsonValue]  # JSON that the run saves with its arrays
 
 
 class ManifestFile(Frozen, strict=True):
