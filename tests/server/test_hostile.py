@@ -88,18 +88,8 @@ HOSTS = ("evil.example", "127.0.0.1.evil.example", "localhost.evil.example", "ev
          "[::2]", "2130706433", "0x7f.1", "localhost:99999999", "127.0.0.1/..", None)  # fmt: skip
 ORIGINS = ("null", "http://evil.example", "https://127.0.0.1.evil.example", "http://127.0.0.1:1",
            "http://localhost", "file://", "http://127.0.0.1@evil.example", "*", "")  # fmt: skip
-METHODS = (
-    "PUT",
-    "DELETE",
-    "PATCH",
-    "POST",
-    "OPTIONS",
-    "TRACE",
-    "CONNECT",
-    "BREW",
-    "get",
-    "PROPFIND",
-)
+METHODS = ("PUT", "DELETE", "PATCH", "POST", "OPTIONS", "TRACE", "CONNECT", "BREW", "get",
+           "PROPFIND")  # fmt: skip
 TOKENS = (None, "Authorization: Bearer", "Authorization: Bearer ", f"Authorization: bearer {TOKEN}",
           f"Authorization: Bearer {TOKEN[:-1]}", f"Authorization: Bearer {TOKEN}x",
           f"Authorization: Basic {TOKEN}", f"Authorization: {TOKEN}",
@@ -154,11 +144,8 @@ HOSTILE = [
 ]  # fmt: skip
 
 
-def test_there_are_enough_of_them():
-    assert len(HOSTILE) == len(set(HOSTILE)) >= 400
-
-
 def test_every_hostile_request_is_refused(server):
+    assert len(HOSTILE) == len(set(HOSTILE)) >= 400
     for text in HOSTILE:
         is_odd = text in SIZES
         found = raw(server, text, is_odd=is_odd)
@@ -200,15 +187,6 @@ def test_a_file_that_becomes_a_link_is_not_followed(server, folder):
     number = server.run()["id"]
     assert server.json(f"/runs/{number}")["config"] is None
     path.unlink()
-
-
-def test_too_many_requests_are_refused_until_later(folder):
-    settings = ServerSettings((folder,), token=None, requests_per_second=2.0, port=0)
-    with inside(settings) as server:
-        statuses = [server.ask("/api/v1/runs")[0] for _ in range(60)]
-        assert statuses.count(429) >= 30 and set(statuses) <= {200, 429}
-        assert server.ask("/health")[0] == 200  # probes of the server are not limited
-        server.until(lambda: server.ask("/api/v1/runs")[0] == 200, "an answer again")
 
 
 def test_live_updates_have_a_limit(folder):

@@ -10,21 +10,13 @@ Axis = Literal["layer", "head"]
 
 @dataclass(frozen=True)
 class Metric:
-    """Definition of a metric.
+    """Definition of a metric."""
 
-    Args:
-        name: in files, trackers and pages; Prometheus adds the prefix `xsake_`.
-        unit: of the value.
-        meaning: one sentence without a full stop.
-        axes: of the values; empty for a scalar.
-        source: producer: every step, a probe, an evaluation, or the reader of the run.
-    """
-
-    name: str
+    name: str  # in files, trackers and pages; Prometheus adds the prefix `xsake_`
     unit: str
-    meaning: str
-    axes: tuple[Axis, ...] = ()
-    source: Literal["step", "probe", "evaluation", "reader"] = "step"
+    meaning: str  # one sentence without a full stop
+    axes: tuple[Axis, ...] = ()  # empty for a scalar
+    source: Literal["step", "probe", "evaluation", "reader"] = "step"  # producer
 
 
 _BY_HEAD: tuple[Axis, ...] = ("layer", "head")
@@ -84,16 +76,6 @@ def rename_metrics(line: dict[str, Any]) -> dict[str, Any]:
     if not RENAMED.keys() & line.keys():
         return line
     return {RENAMED.get(name, name): value for name, value in line.items()}
-
-
-def markdown_table() -> str:
-    """Return the table of the documentation."""
-    lines = ["| name | unit | by | description | source |", "|---|---|---|---|---|"]
-    for metric in METRICS.values():
-        meaning = metric.meaning.replace("|", r"\|")
-        by = " and ".join(metric.axes)
-        lines.append(f"| `{metric.name}` | {metric.unit} | {by} | {meaning} | {metric.source} |")
-    return "\n".join(lines) + "\n"
 
 
 MAX_SERIES = 2**15  # per line: 512 layers of 64 heads

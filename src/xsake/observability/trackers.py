@@ -166,23 +166,14 @@ def _describe(error: Exception) -> str:
 
 @dataclass(frozen=True)
 class RunInfo:
-    """Description of a run for trackers.
-
-    Args:
-        project: name of the project.
-        name: name of the run.
-        run_id: stable across restarts.
-        folder: for files of trackers.
-        is_online: whether a tracker may use the network.
-        settings: of the run, as JSON.
-    """
+    """Description of a run for trackers."""
 
     project: str
     name: str
-    run_id: str
-    folder: Path
-    is_online: bool = False
-    settings: str = "{}"
+    run_id: str  # stable across restarts
+    folder: Path  # for files of trackers
+    is_online: bool = False  # whether a tracker may use the network
+    settings: str = "{}"  # of the run, as JSON
 
 
 def make_trackers(names: Sequence[str], run: RunInfo) -> dict[str, TrackerFactory]:

@@ -1,5 +1,6 @@
 """Read-only JSON API: runs, series, heads, plans, benchmark rows and certificates."""
 
+import dataclasses
 import json
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
@@ -11,7 +12,7 @@ from jaxtyping import Float
 from pydantic import BaseModel
 
 import xsake
-from xsake.observability.metrics import METRICS, Metric
+from xsake.observability.metrics import METRICS
 from xsake.server.artifacts import (
     MAX_ARTIFACTS,
     MAX_ENTRIES,
@@ -21,6 +22,7 @@ from xsake.server.artifacts import (
     read_document,
     read_rows,
 )
+from xsake.server.metrics_index import SeriesView
 from xsake.server.runs import Poller, Run, RunDetails, RunSummary, UnreadableRunError
 from xsake.server.security import COOKIE, session_cookie
 from xsake.server.settings import ServerSettings
@@ -54,8 +56,18 @@ class Status(BaseModel):
     problem: str | None
 
 
+class MetricRow(BaseModel):
+    """Definition of a metric."""
+
+    name: str
+    unit: str
+    meaning: str
+    axes: list[str]
+    source: str
+
+
 class Curve(BaseModel):
-    """Downsampled series: minimum, mean and maximum of every point."""
+    """Downsampled series."""
 
     least: list[float | None]
     mean: list[float | None]
@@ -108,9 +120,9 @@ def make_router(settings: ServerSettings, poller: Poller, broadcaster: Broadcast
     _add_documents(api, poller)
 
     @api.get("/metrics")
-    def metrics() -> list[Metric]:
+    def metrics() -> list[MetricRow]:
         """List metrics with units and descriptions."""
-        return list(METRICS.values())
+        return [MetricRow(**dataclasses.asdict(metric)) for metric in METRICS.values()]
 
     @api.get("/status")
     def status() -> Status:
@@ -191,13 +203,7 @@ def _add_runs(api: APIRouter, poller: Poller, broadcaster: Broadcaster) -> None:
             view = find(run).view(name, begin, max(begin, end), points)
         except UnreadableRunError as error:
             raise HTTPException(404, f"the run is unreadable: {error}") from error
-        # Not as `Curves`: validation would dominate the time.
-        least, mean, most = (round_values(x.T) for x in (view.minimum, view.mean, view.maximum))
-        curves = {
-            one: {"least": least[i], "mean": mean[i], "most": most[i]} for i, one in enumerate(name)
-        }
-        steps = view.steps.tolist()
-        return JSONResponse({"steps": steps, "resolution": view.resolution, "series": curves})
+        return _send_curves(view, name)
 
     @api.get("/runs/{run}/heads/{metric}")
     def heads(run: Id, metric: Annotated[str, Path(pattern="^[a-z_]{1,32}$")]) -> Heads:
@@ -222,30 +228,39 @@ def _add_runs(api: APIRouter, poller: Poller, broadcaster: Broadcaster) -> None:
 
 
 def _add_documents(api: APIRouter, poller: Poller) -> None:
+    def list_all(type: ArtifactType) -> list[Document]:
+        artifacts = poller.scanned.artifacts[type].values()
+        return sorted((Document(id=x.id, name=x.name) for x in artifacts), key=lambda x: x.name)
+
     def find(type: ArtifactType, artifact_id: str) -> Artifact:
         if artifact_id not in poller.scanned.artifacts[type]:
             raise HTTPException(404, "unknown document")
         return poller.scanned.artifacts[type][artifact_id]
 
-    def add(path: str, type: ArtifactType) -> None:
-        @api.get(path, name=f"list {path[1:]}", description=f"List {path[1:]}.")
-        def documents() -> list[Document]:
-            artifacts = poller.scanned.artifacts[type].values()
-            return sorted((Document(id=x.id, name=x.name) for x in artifacts), key=lambda x: x.name)
+    @api.get("/plans")
+    def plans() -> list[Document]:
+        """List plans."""
+        return list_all("plan")
 
-        if type == "rows":
-            return
+    @api.get("/plans/{plan}", response_model=dict[str, Any])
+    def plan(plan: Id) -> Response:
+        """Return a plan as stored."""
+        return _answer(lambda: read_document(find("plan", plan).path))
 
-        @api.get(
-            f"{path}/{{id}}", name=type, description=f"Return a {type} as stored.",
-            response_model=dict[str, Any],
-        )  # fmt: skip
-        def document(id: Id) -> Response:
-            return _answer(lambda: read_document(find(type, id).path))
+    @api.get("/certificates")
+    def certificates() -> list[Document]:
+        """List certificates."""
+        return list_all("certificate")
 
-    add("/plans", "plan")
-    add("/certificates", "certificate")
-    add("/benchmarks", "rows")
+    @api.get("/certificates/{certificate}", response_model=dict[str, Any])
+    def certificate(certificate: Id) -> Response:
+        """Return a certificate as stored."""
+        return _answer(lambda: read_document(find("certificate", certificate).path))
+
+    @api.get("/benchmarks")
+    def benchmarks() -> list[Document]:
+        """List files of benchmark rows."""
+        return list_all("rows")
 
     @api.get("/benchmarks/{rows}", response_model=Rows)
     def rows(
@@ -270,6 +285,16 @@ def _answer(read: Callable[[], bytes]) -> Response:
         return Response(read(), media_type="application/json")
     except DocumentError as error:
         raise HTTPException(404, str(error)) from error
+
+
+def _send_curves(view: SeriesView, names: list[str]) -> JSONResponse:
+    """Build a `Curves` response; validation is skipped because it would dominate the time."""
+    least, mean, most = (round_values(x.T) for x in (view.minimum, view.mean, view.maximum))
+    series = {
+        name: {"least": least[i], "mean": mean[i], "most": most[i]} for i, name in enumerate(names)
+    }
+    steps = view.steps.tolist()
+    return JSONResponse({"steps": steps, "resolution": view.resolution, "series": series})
 
 
 def round_values(values: Float[np.ndarray, "C N"]) -> list[list[float | None]]:

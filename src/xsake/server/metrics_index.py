@@ -122,7 +122,7 @@ class MetricsIndex:
         return self._connection.execute(sql, values)
 
     def _query(self, sql: str, *values: Any) -> list[Any]:
-        """Return rows; none if there is no index yet, which stays so."""
+        """Return rows; none without an index, which is not created."""
         return self._execute(sql, *values).fetchall() if self._path.exists() else []
 
     @property
