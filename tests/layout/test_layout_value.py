@@ -174,6 +174,8 @@ def test_pictures_in_png(tmp_path):
     layout = ragged()
     layout.draw(tmp_path / "all.png")
     layout.traced().draw(tmp_path / "one.png", head=1)
+    with pytest.raises(ArgumentError, match="out of range"):
+        layout.draw(tmp_path / "none.png", head=2)
     for name in ("all.png", "one.png"):
         content = (tmp_path / name).read_bytes()
         assert content.startswith(b"\x89PNG")

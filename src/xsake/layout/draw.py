@@ -55,17 +55,18 @@ def draw_png(
 ) -> None:
     """Write one panel per head (at most `MAX_PANELS`), or the selected head, to a PNG file."""
     heads = range(min(grid.heads, MAX_PANELS)) if head is None else [head]
-    listed = np.diff(items.row_starts[:: grid.q_blocks])[batch * grid.heads :]
+    if head is None and grid.heads > MAX_PANELS:
+        title += f"; the first {MAX_PANELS} of {grid.heads} heads"
+    panels = []
+    for index in heads:
+        cells = plane_cells(items, grid, (batch, index), (PNG_CELLS, PNG_CELLS))
+        first = (batch * grid.heads + index) * grid.q_blocks
+        listed = int(items.row_starts[first + grid.q_blocks] - items.row_starts[first])
+        panels.append((f"head {index}: {listed:,} blocks" if grid.heads > 1 else "", cells))
     draw_cells(
         path,
-        [
-            (
-                f"head {index}: {listed[index]:,} blocks" if grid.heads > 1 else "",
-                plane_cells(items, grid, (batch, index), (PNG_CELLS, PNG_CELLS)),
-            )
-            for index in heads
-        ],
-        title=title if head is not None or len(heads) == grid.heads else f"{title}; first heads",
+        panels,
+        title=title,
         size=(grid.q_blocks, grid.kv_blocks),
         labels=(f"query block of {grid.block_q} tokens", f"kv block of {grid.block_kv} tokens"),
         names=("skipped", "partial", "full"),

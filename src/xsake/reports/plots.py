@@ -4,6 +4,7 @@ import contextlib
 import io
 import math
 import os
+import re
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -54,8 +55,7 @@ def open_png(
     extra: str = "viz",
 ) -> Iterator[Any]:
     """Yield a figure of `size` inches; write it to a PNG file with the origin of its numbers."""
-    with _style(extra):
-        figure = _new_figure(size)
+    with _new_figure(extra, size) as figure:
         yield figure
         if title:
             figure.suptitle(title, x=0.01, ha="left", wrap=True)
@@ -68,23 +68,22 @@ def open_png(
 def to_svg(draw: Callable[[Any], None], *, label: str) -> str:
     """Return a figure as an SVG element in the colours of a page; labels of a page differ."""
     buffer = io.BytesIO()
-    with _style("viz", {"svg.hashsalt": label, "figure.facecolor": "none"}):
-        figure = _new_figure()
+    with _new_figure("viz", changes={"svg.hashsalt": label}) as figure:
         draw(figure)
         figure.savefig(buffer, format="svg", metadata={"Date": None}, transparent=True)
-    text = buffer.getvalue().decode()
-    for name, colour in LIGHT.items():
-        text = text.replace(colour, f"var(--{name})")
-    svg = ElementTree.fromstring(text)
+    svg = ElementTree.fromstring(buffer.getvalue())
+    variables = {colour: f"var(--{name})" for name, colour in LIGHT.items()}
+    by_name = lambda value: re.sub("#[0-9a-f]{6}", lambda x: variables.get(x[0], x[0]), value)
     for element in svg.iter():  # HTML has no namespaces, and ids are those of the page
         element.tag = element.tag.rpartition("}")[2]
-        element.attrib = {name.rpartition("}")[2]: v for name, v in element.attrib.items()}
+        pairs = element.attrib.items()
+        element.attrib = {name.rpartition("}")[2]: by_name(value) for name, value in pairs}
         if element.tag == "g":
             element.attrib.pop("id", None)
     for child in [x for x in svg if x.tag == "metadata" or x.find("style") is not None]:
         svg.remove(child)
-    view = {"class": "chart", "role": "img", "aria-label": label, "viewBox": svg.attrib["viewBox"]}
-    svg.attrib = view
+    attributes = {"class": "chart", "role": "img", "aria-label": label}
+    svg.attrib = attributes | {"viewBox": svg.attrib["viewBox"]}
     return ElementTree.tostring(svg, encoding="unicode")
 
 
@@ -169,21 +168,18 @@ def format_ticks(axis: Any, pattern: str, *, is_log: bool = False) -> None:
 
 
 @contextlib.contextmanager
-def _style(extra: str, changes: dict[str, Any] | None = None) -> Iterator[None]:
+def _new_figure(
+    extra: str, size: tuple[float, float] | None = None, changes: dict[str, Any] | None = None
+) -> Iterator[Any]:
+    """Yield a figure in our style, with `changes`; `extra` of XSAKE has matplotlib."""
     try:
         import matplotlib
-        import matplotlib.figure
+        from matplotlib.figure import Figure
     except ImportError as error:
         fix = f"pip install 'xsake[{extra}]'"
         raise MissingExtraError("plots need matplotlib", fix=fix) from error
     with matplotlib.rc_context(STYLE | (changes or {})):
-        yield
-
-
-def _new_figure(size: tuple[float, float] | None = None) -> Any:
-    from matplotlib.figure import Figure
-
-    return Figure(figsize=size, layout="constrained")
+        yield Figure(figsize=size, layout="constrained")
 
 
 def _ticks(count: int, limit: int) -> list[int]:
