@@ -40,28 +40,20 @@ class Section:
 
 @dataclass(frozen=True)
 class LloKernel:
-    """Final schedule of one kernel.
+    """Final schedule of one kernel."""
 
-    Attributes:
-        name: of the HLO instruction, such as "attention.1".
-        bundles: VLIW bundles of the whole kernel.
-        grid_loop: sections of its longest loop, one grid step; empty without a loop.
-        inner_loops: innermost loops inside it that use the matrix unit, shortest first.
-        vmem_bytes, smem_bytes: highest byte in use of the two memories; None without the file.
-        slots: filled slots of the whole kernel, by unit.
-        scalar_spills: stores and loads of spilled scalar registers.
-        vmem_operands: operands that the compiler copied into vector memory before the kernel; not
-            included in `vmem_bytes`.
-    """
-
-    name: str
-    bundles: int
+    name: str  # of the HLO instruction, such as "attention.1"
+    bundles: int  # VLIW bundles of the whole kernel
+    # sections of its longest loop, one grid step; empty without a loop
     grid_loop: tuple[Section, ...]
+    # innermost loops inside it that use the matrix unit, shortest first
     inner_loops: tuple[tuple[Section, ...], ...]
-    vmem_bytes: int | None
-    smem_bytes: int | None
-    slots: dict[str, int]
-    scalar_spills: int
+    vmem_bytes: int | None  # highest byte in use; None without the file
+    smem_bytes: int | None  # likewise
+    slots: dict[str, int]  # filled slots of the whole kernel, by unit
+    scalar_spills: int  # stores and loads of spilled scalar registers
+    # operands that the compiler copied into vector memory before the kernel; not included in
+    # `vmem_bytes`
     vmem_operands: int
 
     @property

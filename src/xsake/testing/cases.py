@@ -15,28 +15,13 @@ from xsake.testing import expand, oracle
 
 @dataclasses.dataclass(frozen=True)
 class ConformanceCase:
-    """One row of the conformance table.
+    """One row of the conformance table."""
 
-    Args:
-        name: test id.
-        mask: mask, or None.
-        block: (block_q, block_kv) of the layout built from `mask`; None passes the mask itself.
-        layout: builds the layout from this case instead.
-        batch, q_tokens, kv_tokens, q_heads, kv_heads, head_dim, value_dim: shapes.
-        dtype: dtype of q, k, v and bias.
-        softcap, scale: as in `xsake.attention`.
-        sinks: None, 0 for shape [Hq], or S for shape [Hq, S].
-        bias: None, or the shape [B|1, Hq|1, Tq, Tk] by two flags (per batch, per head).
-        segments: per batch entry, (q lengths, kv lengths) of consecutive segments; the rest is
-            padding.
-        q_positions, kv_positions: [T] or [B, T], or None for 0..T-1.
-        logits: factor on q.
-    """
-
-    name: str
+    name: str  # test id
     mask: AbstractMask | None = None
+    # (block_q, block_kv) of the layout built from `mask`; None passes the mask itself
     block: tuple[int, int] | None = None
-    layout: Callable[["ConformanceCase"], BlockLayout] | None = None
+    layout: Callable[["ConformanceCase"], BlockLayout] | None = None  # builds the layout instead
     batch: int = 1
     q_tokens: int = 96
     kv_tokens: int = 96
@@ -44,15 +29,16 @@ class ConformanceCase:
     kv_heads: int = 2
     head_dim: int = 32
     value_dim: int = 32
-    dtype: str = "float32"
+    dtype: str = "float32"  # of q, k, v and bias
     softcap: float | None = None
     scale: float | None = None
-    sinks: int | None = None
-    bias: tuple[bool, bool] | None = None
+    sinks: int | None = None  # 0 for shape [Hq], S for shape [Hq, S]
+    bias: tuple[bool, bool] | None = None  # (per batch, per head): shape [B|1, Hq|1, Tq, Tk]
+    # Per batch entry, (q lengths, kv lengths) of consecutive segments; the rest is padding.
     segments: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] | None = None
-    q_positions: tuple | None = None
+    q_positions: tuple | None = None  # [T] or [B, T]; None: 0..T-1
     kv_positions: tuple | None = None
-    logits: float = 1.0
+    logits: float = 1.0  # factor on q
 
     @property
     def rule(self) -> AbstractMask:

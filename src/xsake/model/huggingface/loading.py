@@ -35,24 +35,15 @@ _LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 @dataclasses.dataclass(frozen=True)
 class TensorRecord:
-    """Status of one tensor.
+    """Status of one tensor."""
 
-    Args:
-        name: in the file.
-        outcome: status.
-        how: "as is", "reshaped", "transposed" or "split"; the reason if it is ignored.
-        parameters: of the decoder that use it.
-        dtype: in the file, as a safetensors name.
-        actual: shape in the file; None if it is missing.
-        expected: shape according to config.json; None if it is unexpected.
-    """
-
-    name: str
-    outcome: Outcome
-    how: str = ""
-    parameters: tuple[str, ...] = ()
-    dtype: str = ""
-    actual: tuple[int, ...] | None = None
+    name: str  # in the file
+    outcome: Outcome  # status
+    how: str = ""  # "as is", "reshaped", "transposed" or "split"; the reason if it is ignored
+    parameters: tuple[str, ...] = ()  # of the decoder that use it
+    dtype: str = ""  # in the file, as a safetensors name
+    actual: tuple[int, ...] | None = None  # shape in the file; None if it is missing
+    # shape according to config.json; None if it is unexpected
     expected: tuple[int, ...] | None = None
 
     @property
