@@ -3,7 +3,8 @@
 import dataclasses
 
 import numpy as np
-from jaxtyping import Bool, Float, Int
+import scipy.optimize
+from jaxtyping import Bool, Float
 
 from benchmarks.baselines.estimators import (
     POOLED,
@@ -21,6 +22,8 @@ MIN_MASS = 1e-7  # lower end of the bins
 TILT = 1e-4  # slope in log space, so that flat parts of a curve keep the order of the input
 
 Samples = Float[np.ndarray, "Hq samples"]
+Plane = Float[np.ndarray, "Hq Nq Nk"]
+Cells = Bool[np.ndarray, "Hq Nq Nk"]
 
 
 class HeadCurves:
@@ -164,28 +167,8 @@ def _curve(
     if not filled.size:  # no selectable blocks in this head: any increasing curve is valid
         return np.array([[np.log(MIN_MASS), 0.0], [np.log(MIN_MASS), 0.0]])
     weights = counts[filled]
-    means = _isotonic(y[filled] / weights, weights)
+    means = scipy.optimize.isotonic_regression(y[filled] / weights, weights=weights).x
     return np.stack([log_x[filled] / weights, np.log(np.maximum(means, MIN_MASS**2))])
-
-
-def _isotonic(
-    values: Float[np.ndarray, " knots"], weights: Float[np.ndarray, " knots"]
-) -> Float[np.ndarray, " knots"]:
-    """Return the weighted least-squares non-decreasing fit, by pooling adjacent violators."""
-    pools: list[tuple[float, float, int]] = []  # mean, weight, number of values
-    for value, weight in zip(values, weights, strict=True):
-        count = 1
-        while pools and pools[-1][0] >= value:
-            mean, mass, size = pools.pop()
-            value = (value * weight + mean * mass) / (weight + mass)
-            weight, count = weight + mass, count + size
-        pools.append((value, weight, count))
-    sizes: Int[np.ndarray, " pools"] = np.array([size for _, _, size in pools])
-    return np.repeat([mean for mean, _, _ in pools], sizes)
-
-
-Plane = Float[np.ndarray, "Hq Nq Nk"]
-Cells = Bool[np.ndarray, "Hq Nq Nk"]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,13 +2,11 @@
 
 import dataclasses
 
-import hypothesis
 import numpy as np
 import pytest
-from hypothesis import strategies as st
 
 from benchmarks.baselines import RULES, LayerSample
-from benchmarks.baselines.calibrated import EqualCoverage, HeadCurves, Sparge, _isotonic
+from benchmarks.baselines.calibrated import EqualCoverage, HeadCurves, Sparge
 from benchmarks.baselines.estimators import POOLED, MassEstimator
 from benchmarks.baselines.rule import causal_grid, forced_grid
 from benchmarks.baselines.static_patterns import EntropyShares
@@ -43,16 +41,6 @@ def test_shares_need_entropies(name):
         RULES[name]().observe(dataclasses.replace(NEW[0], entropy=None))
     with pytest.raises(ArgumentError, match="calibrated"):
         RULES[name]().shares(0)
-
-
-@hypothesis.given(st.lists(st.tuples(st.floats(-5, 5), st.floats(0.1, 5)), min_size=1, max_size=12))
-def test_isotonic_values_rise_and_keep_weighted_means(pairs):
-    values, weights = np.array(pairs).T
-    found = _isotonic(values, weights)
-    assert np.isfinite(found).all() and (np.diff(found) >= 0).all()
-    np.testing.assert_allclose((found * weights).sum(), (values * weights).sum(), atol=1e-9)
-    if (np.diff(values) > 0).all():
-        np.testing.assert_array_equal(found, values)
 
 
 def test_curves_rise_and_tell_heads_apart():

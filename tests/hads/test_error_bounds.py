@@ -309,38 +309,34 @@ def test_bounded_choices_need_every_block_that_they_add(seed):
         assert bound.max() > 0.1
 
 
-def test_whoever_may_drop_everything_gets_no_block_more():
-    call = drawn(ODD, seed=7, size=1.0, keys="normal", density=0.3, diagonal=True)
-    same = bounded_choice(*call.arrays, 1.0, run=ODD.run, **ODD.settings)
-    assert (np.asarray(same) == call.chosen).all()
-
-
-def test_a_choice_that_keeps_nothing_gets_every_block():
-    call = drawn(ODD, seed=6, size=1.0, keys="normal", density=0.0, diagonal=False)
-    found = np.asarray(bounded_choice(*call.arrays, 0.3, run=ODD.run, **ODD.settings))
-    assert (found == np.tri(ODD.blocks, dtype=bool)).all()
+@pytest.mark.parametrize(("density", "eps"), [(0.3, 1.0), (0.0, 0.3)])
+def test_the_largest_limit_adds_nothing_and_an_empty_choice_gets_every_block(density, eps):
+    call = drawn(ODD, seed=7, size=1.0, keys="normal", density=density, diagonal=density > 0)
+    found = np.asarray(bounded_choice(*call.arrays, eps, run=ODD.run, **ODD.settings))
+    expected = call.chosen if eps == 1.0 else np.tri(ODD.blocks, dtype=bool)
+    assert (found == expected).all()
 
 
 # Arguments
 
 
-def test_runs_must_fill_blocks():
+SCALED = {"block": 8, "scale": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "error", "match"),
+    [
+        (dropped_bound, {**SCALED, "run": 3}, ArgumentError, "run"),
+        (audit, {"block": 4, "scale": 1.0}, ShapeError, "shapes of chosen"),
+        (audit, {**SCALED, "softcap": 0.0}, ArgumentError, "softcap"),
+        *(
+            (function, {**SCALED, "eps": eps}, ArgumentError, "eps is out of range")
+            for function in (bounded_choice, audited_choice)
+            for eps in (0.0, -0.1, 1.5, float("nan"))
+        ),
+    ],
+)
+def test_arguments_must_fit(function, arguments, error, match):
     call = drawn(ODD, seed=0, size=1.0, keys="normal", density=1.0, diagonal=True)
-    with pytest.raises(ArgumentError, match="run"):
-        dropped_bound(*call.arrays, block=8, scale=1.0, run=3)
-
-
-@pytest.mark.parametrize("eps", [0.0, -0.1, 1.5, float("nan")])
-def test_promises_are_shares(eps):
-    call = drawn(ODD, seed=0, size=1.0, keys="normal", density=1.0, diagonal=True)
-    for choose in (bounded_choice, audited_choice):
-        with pytest.raises(ArgumentError, match="eps is out of range"):
-            choose(*call.arrays, eps, block=8, scale=1.0)
-
-
-def test_choices_must_fit():
-    call = drawn(ODD, seed=0, size=1.0, keys="normal", density=1.0, diagonal=True)
-    with pytest.raises(ShapeError, match="shapes of chosen"):
-        audit(*call.arrays, block=4, scale=1.0)
-    with pytest.raises(ArgumentError, match="softcap"):
-        audit(*call.arrays, block=8, scale=1.0, softcap=0.0)
+    with pytest.raises(error, match=match):
+        function(*call.arrays, **arguments)

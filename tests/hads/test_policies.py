@@ -125,24 +125,21 @@ def test_top_p_takes_the_first_level_that_keeps_enough(seed, p):
         assert totals[place] == expected[0]
 
 
-@pytest.mark.parametrize("policy", [Uniform(), KL("pooled"), Static(), EntropyBudget()], ids=repr)
-def test_a_missing_or_too_small_budget_is_refused(policy):
-    with pytest.raises(ArgumentError, match="requires a budget"):
-        policy.plan_shares(profile(), None)
-    with pytest.raises(ArgumentError, match="forced blocks"):
-        policy.plan_shares(profile(), 0.1)
+NEED_BUDGET = Uniform(), KL("pooled"), Static(), EntropyBudget()
 
 
-@pytest.mark.parametrize("policy", [Entropy(), TopP(0.9, "pooled")], ids=repr)
-def test_a_budget_that_would_be_ignored_is_refused(policy):
-    with pytest.raises(ArgumentError, match="takes no budget"):
-        policy.plan_shares(profile(), 0.5)
-
-
-@pytest.mark.parametrize("curve", [None, "absent"])
-def test_curves_must_be_those_of_a_calibrated_selector(curve):
-    with pytest.raises(ArgumentError, match="'oracle', 'pooled'"):
-        KL(curve).plan_shares(profile(), 0.8)
+@pytest.mark.parametrize(
+    ("policy", "budget", "match"),
+    [
+        *((policy, None, "requires a budget") for policy in NEED_BUDGET),
+        *((policy, 0.1, "forced blocks") for policy in NEED_BUDGET),
+        *((policy, 0.5, "takes no budget") for policy in (Entropy(), TopP(0.9, "pooled"))),
+        *((KL(curve), 0.8, "'oracle', 'pooled'") for curve in (None, "absent")),
+    ],
+)
+def test_budgets_and_curves_that_do_not_fit_are_refused(policy, budget, match):
+    with pytest.raises(ArgumentError, match=match):
+        policy.plan_shares(profile(), budget)
 
 
 @pytest.mark.parametrize("make", [lambda: TopP(0.0), lambda: TopP(1.1), lambda: Bounded(0.0)])

@@ -18,6 +18,10 @@ from xsake.layout import BlockLayout
 from xsake.layout.grid import count_blocks
 from xsake.masks import Causal
 
+Queries = Float[Array | np.ndarray, "B T Hq D"]
+Keys = Float[Array | np.ndarray, "B T Hk D"]
+Choice = Bool[Array | np.ndarray, "B Hq Nq Nk"]
+
 CHUNK_VALUES = 2**20  # values per chunk of rows; a chunk has at least one row
 
 
@@ -72,13 +76,7 @@ class Audit(NamedTuple):
 
 
 def audit(
-    q: Float[Array | np.ndarray, "B T Hq D"],
-    k: Float[Array | np.ndarray, "B T Hk D"],
-    chosen: Bool[Array | np.ndarray, "B Hq Nq Nk"],
-    *,
-    block: int,
-    scale: float,
-    softcap: float | None = None,
+    q: Queries, k: Keys, chosen: Choice, *, block: int, scale: float, softcap: float | None = None
 ) -> Audit:
     """Measure the exact dropped mass of causal attention over chosen blocks (dense in q and k).
 
@@ -97,9 +95,9 @@ def audit(
 
 
 def audited_choice(
-    q: Float[Array | np.ndarray, "B T Hq D"],
-    k: Float[Array | np.ndarray, "B T Hk D"],
-    chosen: Bool[Array | np.ndarray, "B Hq Nq Nk"],
+    q: Queries,
+    k: Keys,
+    chosen: Choice,
     eps: float,
     *,
     block: int,
@@ -169,9 +167,9 @@ class BlockBounds(NamedTuple):
 
 
 def dropped_bound(
-    q: Float[Array | np.ndarray, "B T Hq D"],
-    k: Float[Array | np.ndarray, "B T Hk D"],
-    chosen: Bool[Array | np.ndarray, "B Hq Nq Nk"],
+    q: Queries,
+    k: Keys,
+    chosen: Choice,
     *,
     block: int,
     scale: float,
@@ -217,9 +215,9 @@ def kl_bound(mass: Float[Array, "*any"]) -> Float[Array, "*any"]:
 
 
 def bounded_choice(
-    q: Float[Array | np.ndarray, "B T Hq D"],
-    k: Float[Array | np.ndarray, "B T Hk D"],
-    chosen: Bool[Array | np.ndarray, "B Hq Nq Nk"],
+    q: Queries,
+    k: Keys,
+    chosen: Choice,
     eps: float,
     *,
     block: int,

@@ -25,6 +25,12 @@ from xsake._schema import Frozen, Positive, Text, validate
 from xsake.hads.budget import MAX_BLOCKS, ForcedBlocks
 from xsake.layout.grid import count_blocks
 
+WHAT = "a calibration profile"
+MAX_BYTES, MAX_CONTAINERS = 2**26, 2**18
+MAX_HEADS = 2**14  # of all layers
+MAX_WEIGHTS = 256  # of a selector, for one head
+CURVE_TOLERANCE = 1e-5  # allowed violation of curve >= 0 and monotonicity by rounding
+
 
 def _strict_dataclass(cls: type, keys: Mapping[str, str] | None = None) -> BeforeValidator:
     """Validate a flat dataclass strictly; `keys` maps keys of the file to field names."""
@@ -98,13 +104,6 @@ ForcedField = Annotated[
     }}),
 ]  # fmt: skip
 EnvironmentField = Annotated[Environment, _strict_dataclass(Environment)]
-
-
-WHAT = "a calibration profile"
-MAX_BYTES, MAX_CONTAINERS = 2**26, 2**18
-MAX_HEADS = 2**14  # of all layers
-MAX_WEIGHTS = 256  # of a selector, for one head
-CURVE_TOLERANCE = 1e-5  # allowed violation of curve >= 0 and monotonicity by rounding
 
 
 class CalibratedModel(Frozen):
