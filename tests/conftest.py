@@ -7,6 +7,8 @@ import hypothesis
 import jax
 import pytest
 
+from tests.nightly import NIGHTLY
+
 # XLA's pool has a thread per core, and the interpreters of Pallas hold one for every thread of a
 # kernel that waits for another: with two cores, three warp groups wait forever. A larger pool,
 # then; the processes that tests start have a user's.
@@ -31,6 +33,18 @@ LIMITS = {
 }  # fmt: skip
 OTHER_LIMIT = 120
 SECONDS: collections.Counter[str] = collections.Counter()
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` deselects
+def pytest_collection_modifyitems(items):
+    names = set()
+    for item in items:
+        if start := next((name for name in NIGHTLY if item.nodeid.startswith(name)), None):
+            item.add_marker(pytest.mark.slow)
+            names.add(start)
+    if len(items) > 1000:  # not a selection
+        missing = set(NIGHTLY) - names
+        assert not missing, f"tests/nightly.py names tests that do not exist: {sorted(missing)}"
 
 
 def pytest_addoption(parser):
