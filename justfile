@@ -72,7 +72,7 @@ clean-install *args:
 jax-range *args:
     .ci/jax_range {{ args }}
 
-# the gate's part of it: the oldest and the newest, few tests
+# the gate's part of it: the oldest, few tests
 jax-range-smoke:
     .ci/jax_range --quick
 
