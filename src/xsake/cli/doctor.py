@@ -30,7 +30,17 @@ from xsake.masks import Causal
 
 # The absolute float32 limit of the numerics standard for gradients of unit-variance inputs.
 MAX_ERROR = 1e-5
-PACKAGES = ("jax", "jaxlib", "numpy", "jaxtyping", "pydantic", "flax", "equinox", "matplotlib")
+PACKAGES = (
+    "jax",
+    "jaxlib",
+    "numpy",
+    "jaxtyping",
+    "pydantic",
+    "flax",
+    "equinox",
+    "jinja2",
+    "matplotlib",
+)
 
 
 def run_doctor(

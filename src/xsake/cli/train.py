@@ -48,7 +48,7 @@ def run_train(
             typer.echo(run.to_json(), nl=False)
             return
         from xsake.training import processes
-        from xsake.training.stopping import EXIT_RESTART
+        from xsake.training.preemption import EXIT_RESTART
         from xsake.training.train import RunStatus, train
 
         processes.start(heartbeat_seconds=heartbeat_seconds)

@@ -50,7 +50,7 @@ from xsake.training.state import (
     define_model,
 )
 from xsake.training.step import Step, StepMetrics, make_loss, make_step
-from xsake.training.stopping import PreemptionHandler
+from xsake.training.preemption import PreemptionHandler
 from xsake.training.verify import list_quarantined_steps
 
 _LOG = logging.getLogger(__name__)

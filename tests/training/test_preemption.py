@@ -13,8 +13,8 @@ import time
 import pytest
 
 from xsake.errors import ArgumentError, UnsupportedError
-from xsake.training import stopping
-from xsake.training.stopping import PreemptionHandler
+from xsake.training import preemption
+from xsake.training.preemption import PreemptionHandler
 
 
 def last_step(stop, seconds=10.0):
@@ -102,7 +102,7 @@ HANGS = """
 import sys
 from pathlib import Path
 import jax, numpy as np
-from xsake.training.stopping import PreemptionHandler
+from xsake.training.preemption import PreemptionHandler
 
 one = np.float32(1)
 endless = jax.jit(lambda x: jax.lax.while_loop(lambda y: y < 2, lambda y: -y, x))
@@ -130,7 +130,7 @@ def test_a_second_interrupt_ends_even_a_step_that_hangs(tmp_path):
             assert child.stdout.readline() == "heard SIGINT\n"
             assert child.poll() is None
             child.send_signal(signal.SIGINT)
-            assert child.wait(timeout=30) == stopping.EXIT_INTERRUPTED
+            assert child.wait(timeout=30) == preemption.EXIT_INTERRUPTED
         finally:
             child.kill()
     text = path.read_text()
