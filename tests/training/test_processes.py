@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from xsake.errors import ArgumentError, UnsupportedError
 from xsake.training import processes
 from xsake.training.launch import RestartPolicy, launch
-from xsake.training.processes import COORDINATOR, PROCESS, PROCESSES, ProcessSpec, detect_process
 from xsake.training.preemption import EXIT_RESTART
+from xsake.training.processes import COORDINATOR, PROCESS, PROCESSES, ProcessSpec, detect_process
 
 OURS = {"XSAKE_COORDINATOR": "127.0.0.1:5000", "XSAKE_PROCESSES": "4", "XSAKE_PROCESS": "2"}
 SLURM = {

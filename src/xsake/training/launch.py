@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import IO, Any
 
 from xsake.errors import ArgumentError, UnsupportedError
-from xsake.training.processes import BIND, COORDINATOR, EXIT_FATAL, LOOPBACK, PROCESS, PROCESSES
 from xsake.training.preemption import EXIT_RESTART
+from xsake.training.processes import BIND, COORDINATOR, EXIT_FATAL, LOOPBACK, PROCESS, PROCESSES
 
 _POLL_SECONDS = 0.05
 _END_SECONDS = 2.0  # for the last lines of output

@@ -34,6 +34,7 @@ from xsake.training.data import Batch, TokenLoader
 from xsake.training.fingerprints import find_mismatches
 from xsake.training.lock import Lease, run_lock
 from xsake.training.metrics_logger import MetricsLogger, ProgressCallback, SaveFailureCounter
+from xsake.training.preemption import PreemptionHandler
 from xsake.training.probe import Probes
 from xsake.training.processes import is_primary
 from xsake.training.reliability import (
@@ -50,7 +51,6 @@ from xsake.training.state import (
     define_model,
 )
 from xsake.training.step import Step, StepMetrics, make_loss, make_step
-from xsake.training.preemption import PreemptionHandler
 from xsake.training.verify import list_quarantined_steps
 
 _LOG = logging.getLogger(__name__)
