@@ -66,11 +66,12 @@ def test_500_connections_that_send_no_request_lock_out_no_one(server, text, addr
     with contextlib.ExitStack() as stack:
         for number in range(addresses):
             stack.enter_context(crowd(server, 500 // addresses, text, f"127.0.0.{1 + number}"))
-        for path in ("/health", "/ready", "/api/v1/runs", "/page/app.js"):
-            status, seconds = timed(server, path)
-            assert status == 200 and seconds < 1.0, (path, status, seconds)
-        status, seconds = timed(server, "/api/v1/runs", token=False, headers=cookie)
-        assert status == 200 and seconds < 1.0
+        requests = [(path, {}) for path in ("/health", "/ready", "/api/v1/runs", "/page/app.js")]
+        for path, given in [*requests, ("/api/v1/runs", {"token": False, "headers": cookie})]:
+            # Twice, for busy machines: a client that is locked out stays locked out.
+            answers = [timed(server, path, **given) for _ in range(2)]
+            assert {status for status, _ in answers} == {200}, (path, answers)
+            assert min(seconds for _, seconds in answers) < 1.0, (path, answers)
 
 
 def test_slow_senders_run_out_of_time_wherever_they_stop(folder):
