@@ -10,7 +10,7 @@ import pytest
 import xsake
 from tests.lanes import each_implementation
 from xsake.layout import BlockLayout
-from xsake.masks import Causal, Explicit, Window
+from xsake.masks import Causal, Explicit, Full, Window
 from xsake.testing.case_table import BY_NAME
 from xsake.testing.cases import ConformanceCase
 from xsake.testing.conformance import compare, failures, reference_results, run_case
