@@ -166,10 +166,10 @@ if life == 2:
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
-from xsake.training import fingerprints, processes, reliability, stopping
+from xsake.training import fingerprints, preemption, processes, reliability
 
 def stop():
-    with stopping.PreemptionHandler() as request:
+    with preemption.PreemptionHandler() as request:
         for step in range(1, 2000):
             time.sleep(0.02)
             processes.gather(np.int32([step]))
@@ -177,7 +177,7 @@ def stop():
                 os.kill(os.getpid(), signal.SIGINT)  # to one process only
             if request.should_stop(step):
                 tell(step=step)
-                sys.exit(stopping.EXIT_RESTART)
+                sys.exit(preemption.EXIT_RESTART)
 
 def compare():
     mesh = jax.make_mesh((4,), ("all",))
