@@ -179,7 +179,7 @@ static inline int64_t take_decode(char* base, int64_t dim, int64_t v_dim, int64_
   return arena.used;
 }
 
-// One softmax state per (batch, chunk, query, head): acc, m, l.
+// One softmax state per (batch, query, head, chunk): acc, m, l.
 struct DecodeArrays {
   float *acc, *m, *l;
 };
@@ -187,7 +187,8 @@ struct DecodeArrays {
 static inline int64_t take_decode_arrays(char* base, const WorkspaceSizes& z, DecodeArrays* out) {
   Arena arena{base};
   const int64_t blocks = (z.kv_tokens + z.block_kv - 1) / z.block_kv;
-  const int64_t states = z.batch * num_chunks(blocks, z.block_kv) * z.q_tokens * z.q_heads;
+  const int64_t chunks = max_of(1, num_chunks(blocks, z.block_kv));
+  const int64_t states = z.batch * z.q_tokens * z.q_heads * chunks;
   DecodeArrays x;
   x.acc = arena.take<float>(states * z.v_dim);
   x.m = arena.take<float>(states);

@@ -196,6 +196,6 @@ def backward(case, do, dlse):
 
 def ulp_bound(dtype):
     """Relative rounding step of a dtype."""
-    return {"float32": 2.0**-24, "bfloat16": 2.0**-9, "float16": 2.0**-11}[np.dtype(dtype).name]
+    return {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}[np.dtype(dtype).name]
 
 
