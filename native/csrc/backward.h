@@ -21,18 +21,17 @@ XS_INLINE void find_bad(const TokenRows<T>& from, int8_t* bad) {
 }
 
 template <class T>
-static void pack_backward_block(const Problem& p, int64_t item) {
-  const int64_t kv_block = item % p.kv_blocks, hk = item / p.kv_blocks % p.kv_heads;
-  const int64_t b = item / p.kv_blocks / p.kv_heads, width = padded_block(p);
+static void pack_backward_block(const Problem& p, const PackedBlock& block) {
+  const int64_t width = padded_block(p);
   const int64_t padded_dim = round_up(p.dim, kPanel), padded_v_dim = round_up(p.v_dim, kPanel);
-  const int64_t keys = item * width;
+  const int64_t keys = block.index * width;
   BackwardArrays x;
   take_backward_arrays(p.workspace, sizes_of(p), &x);
-  for_parts(p, kv_block, [&](int64_t first, int64_t padded, int64_t count) {
+  for_parts(p, block.kv_block, [&](int64_t first, int64_t padded, int64_t count) {
     int8_t bad[kStepKeys];
-    const int64_t token = kv_block * p.block_kv + first, at = keys + first;
-    const TokenRows<T> k = kv_rows<T>(p, p.k, p.dim, b, hk, token, count);
-    const TokenRows<T> v = kv_rows<T>(p, p.v, p.v_dim, b, hk, token, count);
+    const int64_t token = block.kv_block * p.block_kv + first, at = keys + first;
+    const TokenRows<T> k = kv_rows<T>(p, p.k, p.dim, block.b, block.hk, token, count);
+    const TokenRows<T> v = kv_rows<T>(p, p.v, p.v_dim, block.b, block.hk, token, count);
     find_bad(v, bad);
     pack_transposed(k, padded, x.k_t + at * p.dim, bad);
     pack_transposed(v, padded, x.v_t + at * p.v_dim, static_cast<const int8_t*>(nullptr));
@@ -43,9 +42,10 @@ static void pack_backward_block(const Problem& p, int64_t item) {
 }
 
 static void backward_pack(const Problem& p, int64_t item) {
-  if (!p.is_listed[item]) return;
+  const PackedBlock block = packed_block(p, item);
+  if (!p.is_listed[block.index]) return;
   FlushDenormals guard;
-  with_dtype(p.dtype, [&](auto type) { pack_backward_block<decltype(type)>(p, item); });
+  with_dtype(p.dtype, [&](auto type) { pack_backward_block<decltype(type)>(p, block); });
 }
 
 // p = 2^(q k - lse) of a strip and a panel; raw: q k.
@@ -135,7 +135,10 @@ class TileGrads {
     const float factor = query_factor(p_);
     bool is_finite_tile = true;
     for (int64_t r = 0; r < tile_.count; r++) {
-      const int64_t at = tile_.token_row(p_, r);
+      const int64_t at = tile_.token_row(p_, r), later = at + kAhead * p_.q_heads;
+      prefetch_row(static_cast<const T*>(p_.q) + later * p_.dim, p_.dim);
+      prefetch_row(static_cast<const T*>(p_.do_) + later * p_.v_dim, p_.v_dim);
+      prefetch_row(static_cast<const T*>(p_.o) + later * p_.v_dim, p_.v_dim);
       is_finite_tile &= load_query(static_cast<const T*>(p_.q) + at * p_.dim, r, factor);
       load_cotangent(static_cast<const T*>(p_.do_) + at * p_.v_dim,
                      static_cast<const T*>(p_.o) + at * p_.v_dim, at, r);

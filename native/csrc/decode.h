@@ -29,9 +29,32 @@ XS_INLINE vf dot_products(const float* q, int64_t q_row, const float* k, int64_t
   return sum_each(acc);
 }
 
-XS_INLINE void prefetch_row(const void* row, int64_t bytes) {
-  for (int64_t i = 0; i < bytes; i += kAlign)
-    __builtin_prefetch(static_cast<const char*>(row) + i);
+// acc = alpha acc + p v for kDotRows rows and N vectors of columns; returns NaN lanes if a value of v
+// is not finite, without a pass of its own over v.
+template <int N>
+XS_NOINLINE vf add_values(const float* p, const float* v, int64_t v_row, int64_t keys, float* acc,
+                          int64_t acc_row, const float* alpha) {
+  vf sum[kDotRows][N], zero[N];
+  clear(sum);
+  XS_UNROLL for (int n = 0; n < N; n++) zero[n] = vf{};
+  for (int64_t t = 0; t < keys; t++) {
+    const float* row = v + t * v_row;
+    prefetch_row(row + kAhead * v_row, N * VL);
+    vf y[N];
+    XS_UNROLL for (int n = 0; n < N; n++) y[n] = load(row + n * VL);
+    XS_UNROLL for (int n = 0; n < N; n++) zero[n] += y[n] * 0.f;
+    XS_UNROLL for (int r = 0; r < kDotRows; r++) {
+      const vf x = splat(p[r * kScoreStride + t]);
+      XS_UNROLL for (int n = 0; n < N; n++) sum[r][n] += x * y[n];
+    }
+  }
+  XS_UNROLL for (int r = 0; r < kDotRows; r++)
+    XS_UNROLL for (int n = 0; n < N; n++) {
+      float* to = acc + r * acc_row + n * VL;
+      store(to, load(to) * alpha[r] + sum[r][n]);
+    }
+  XS_UNROLL for (int n = 1; n < N; n++) zero[0] += zero[n];
+  return zero[0];
 }
 
 class DecodeTask {
@@ -40,9 +63,10 @@ class DecodeTask {
     take_decode(scratch, p.dim, p.v_dim, p.program ? p.program->num_steps : 0, &x_);
     take_decode_arrays(p.workspace, sizes_of(p), &arrays_);
     chunks_ = max_of(1, num_chunks(p.kv_blocks, p.block_kv));
-    chunk_ = item % chunks_;
-    b_ = item / chunks_ / p.kv_heads;
-    hk_ = item / chunks_ % p.kv_heads;
+    // Heads of one chunk follow each other: their rows lie in the same pages.
+    hk_ = item % p.kv_heads;
+    chunk_ = item / p.kv_heads % chunks_;
+    b_ = item / p.kv_heads / chunks_;
     padded_dim_ = round_up(p.dim, VL);
     padded_v_dim_ = round_up(p.v_dim, kPanel);
   }
@@ -137,29 +161,32 @@ class DecodeTask {
     const TokenRows<T> k = kv_rows<T>(p_, p_.k, p_.dim, b_, hk_, token, piece.count);
     const TokenRows<T> v = kv_rows<T>(p_, p_.v, p_.v_dim, b_, hk_, token, piece.count);
     if constexpr (std::is_same_v<T, float>) {
-      // Whole vectors of finite values can stay where they are.
-      if (p_.dim % VL == 0 && p_.v_dim % kPanel == 0 && is_finite_block(v))
-        return add_rows(piece, k.data, k.stride, v.data, v.stride);
+      // Whole vectors of finite values can stay where they are. Others are so rare that the step is
+      // computed again, from a copy.
+      if (p_.dim % VL == 0 && p_.v_dim % kPanel == 0) {
+        save_state();
+        if (add_rows(piece, k.data, k.stride, v.data, v.stride)) return;
+        restore_state();
+      }
     }
     copy_rows(k, v);
     add_rows(piece, x_.k, padded_dim_, x_.v, padded_v_dim_);
   }
 
-  XS_INLINE bool is_finite_block(const TokenRows<float>& v) {
-    vi flaws = vi{};
-    for (int64_t t = 0; t < v.count; t++) {
-      const float* row = v.data + t * v.stride;
-      prefetch_row(row + kAhead * v.stride, v.dim * 4);
-      for (int64_t d = 0; d < v.dim; d += VL) flaws |= ~is_finite(load(row + d));
-    }
-    return !any(flaws);
+  void save_state() { copy_state(x_.softmax.acc, x_.softmax.m, x_.softmax.l, x_.acc, x_.m, x_.l); }
+  void restore_state() { copy_state(x_.acc, x_.m, x_.l, x_.softmax.acc, x_.softmax.m, x_.softmax.l); }
+  void copy_state(const float* acc, const float* m, const float* l, float* to_acc, float* to_m,
+                  float* to_l) const {
+    std::memcpy(to_acc, acc, static_cast<size_t>(padded_ * padded_v_dim_) * sizeof(float));
+    std::memcpy(to_m, m, static_cast<size_t>(padded_) * sizeof(float));
+    std::memcpy(to_l, l, static_cast<size_t>(padded_) * sizeof(float));
   }
 
   template <class T>
   void copy_rows(const TokenRows<T>& k, const TokenRows<T>& v) {
     for (int64_t t = 0; t < v.count; t++) {
-      prefetch_row(v.data + (t + kAhead) * v.stride, v.dim * (int64_t)sizeof(T));
-      prefetch_row(k.data + (t + kAhead) * k.stride, k.dim * (int64_t)sizeof(T));
+      prefetch_row(v.data + (t + kAhead) * v.stride, v.dim);
+      prefetch_row(k.data + (t + kAhead) * k.stride, k.dim);
       vi flaws = vi{};
       for (int64_t d = 0; d < padded_v_dim_; d += VL) {
         vf x = vf{};
@@ -176,7 +203,8 @@ class DecodeTask {
     }
   }
 
-  void add_rows(const Piece& piece, const float* k, int64_t k_row, const float* v, int64_t v_row) {
+  // False if a value of v is not finite.
+  bool add_rows(const Piece& piece, const float* k, int64_t k_row, const float* v, int64_t v_row) {
     const SoftmaxRows& x = x_.softmax;
     clear_max(x, padded_);
     scores(piece, k, k_row);
@@ -185,17 +213,24 @@ class DecodeTask {
     Piece whole = piece;  // hidden columns have p = 0: the product below reads all of them
     whole.is_masked = false;
     update_sums(x, x_.mask, &whole, 1, (int)padded_);
-    for (int64_t r = 0; r < padded_; r += kDotRows)
-      for (int64_t d = 0; d < padded_v_dim_; d += kPanel)
-        scale_add<kDotRows>(x.s + r * kScoreStride, kScoreStride, v + d, v_row, piece.count,
-                            x.acc + r * padded_v_dim_ + d, padded_v_dim_, x.alpha + r);
+    vf zero = vf{};
+    int64_t d = 0;
+    for (; d + kWide * VL <= padded_v_dim_; d += kWide * VL)
+      for (int64_t r = 0; r < padded_; r += kDotRows)
+        zero += add_values<kWide>(x.s + r * kScoreStride, v + d, v_row, piece.count,
+                                  x.acc + r * padded_v_dim_ + d, padded_v_dim_, x.alpha + r);
+    for (; d < padded_v_dim_; d += kPanel)
+      for (int64_t r = 0; r < padded_; r += kDotRows)
+        zero += add_values<kVectors>(x.s + r * kScoreStride, v + d, v_row, piece.count,
+                                     x.acc + r * padded_v_dim_ + d, padded_v_dim_, x.alpha + r);
+    return !any(zero != zero);
   }
 
   void scores(const Piece& piece, const float* k, int64_t k_row) {
     int64_t t = 0;
     for (; t + kDotKeys <= piece.count; t += kDotKeys) {
       for (int n = 0; n < kDotKeys; n++)
-        prefetch_row(k + (t + n + kAhead) * k_row, p_.dim * 4);
+        prefetch_row(k + (t + n + kAhead) * k_row, p_.dim);
       for (int64_t r = 0; r < padded_; r += kDotRows)
         store_dots(r, t, kDotKeys,
                    dot_products(x_.q + r * padded_dim_, padded_dim_, k + t * k_row, k_row, padded_dim_));
@@ -230,7 +265,7 @@ class DecodeTask {
     }
   }
 
-  static constexpr int64_t kAhead = 8;  // rows: about 2 microseconds of memory traffic
+  static constexpr int kWide = VL == 16 ? 2 * kVectors : kVectors;
   const Problem& p_;
   DecodeScratch x_;
   DecodeArrays arrays_;

@@ -215,7 +215,6 @@ std::shared_ptr<Job> forward_job(std::unique_ptr<Call> call, int64_t slot) {
   return job;
 }
 
-// Chunk 0 of every head first, so that heads finish one after the other.
 std::shared_ptr<Job> decode_job(std::unique_ptr<Call> call, int64_t slot) {
   const Problem& p = call->problem;
   const int64_t chunks = max_of(1, num_chunks(p.kv_blocks, p.block_kv));
@@ -224,7 +223,8 @@ std::shared_ptr<Job> decode_job(std::unique_ptr<Call> call, int64_t slot) {
   job->add_phase(p.batch * p.kv_heads * chunks,
                  [&p, &call = job->call(), chunks](int64_t item, char* scratch) {
                    kernels().decode_chunk(p, item, scratch);
-                   if (is_last_task(call, item / chunks)) kernels().decode_merge(p, item / chunks);
+                   const int64_t head = item / p.kv_heads / chunks * p.kv_heads + item % p.kv_heads;
+                   if (is_last_task(call, head)) kernels().decode_merge(p, head);
                  });
   return job;
 }

@@ -9,25 +9,27 @@
 namespace xsake_cpu::XSAKE_ISA {
 
 template <class T>
-static void pack_forward_block(const Problem& p, int64_t item) {
-  const int64_t kv_block = item % p.kv_blocks, hk = item / p.kv_blocks % p.kv_heads;
-  const int64_t b = item / p.kv_blocks / p.kv_heads, width = padded_block(p);
+static void pack_forward_block(const Problem& p, const PackedBlock& block) {
+  const int64_t width = padded_block(p);
   ForwardArrays arrays;
   take_forward_arrays(p.workspace, sizes_of(p), &arrays);
-  float* k = arrays.k + item * width * p.dim;
-  float* v = arrays.v + item * width * round_up(p.v_dim, kPanel);
-  for_parts(p, kv_block, [&](int64_t first, int64_t padded, int64_t count) {
+  float* k = arrays.k + block.index * width * p.dim;
+  float* v = arrays.v + block.index * width * round_up(p.v_dim, kPanel);
+  for_parts(p, block.kv_block, [&](int64_t first, int64_t padded, int64_t count) {
     int8_t bad[kStepKeys];
-    const int64_t token = kv_block * p.block_kv + first;
-    pack_rows(kv_rows<T>(p, p.v, p.v_dim, b, hk, token, count), padded, v + first * kPanel, width, bad);
-    pack_transposed(kv_rows<T>(p, p.k, p.dim, b, hk, token, count), padded, k + first * p.dim, bad);
+    const int64_t token = block.kv_block * p.block_kv + first;
+    pack_rows(kv_rows<T>(p, p.v, p.v_dim, block.b, block.hk, token, count), padded,
+              v + first * kPanel, width, bad);
+    pack_transposed(kv_rows<T>(p, p.k, p.dim, block.b, block.hk, token, count), padded,
+                    k + first * p.dim, bad);
   });
 }
 
 static void forward_pack(const Problem& p, int64_t item) {
-  if (!p.is_listed[item]) return;
+  const PackedBlock block = packed_block(p, item);
+  if (!p.is_listed[block.index]) return;
   FlushDenormals guard;
-  with_dtype(p.dtype, [&](auto type) { pack_forward_block<decltype(type)>(p, item); });
+  with_dtype(p.dtype, [&](auto type) { pack_forward_block<decltype(type)>(p, block); });
 }
 
 // Queries of one task.
@@ -73,10 +75,10 @@ static void load_queries(const Problem& p, const Tile& tile, float* q, int64_t q
   const float factor = query_factor(p);
   for (int64_t r = 0; r < tile.padded; r++) {
     const T* from = static_cast<const T*>(p.q) + tile.token_row(p, r < tile.count ? r : 0) * p.dim;
-    const float by = r < tile.count ? factor : 0.f;
+    prefetch_row(from + kAhead * p.q_heads * p.dim, p.dim);
     for (int64_t d = 0; d < p.dim; d += VL) {
       vf x = load_upto(from + d, p.dim - d);
-      x = r < tile.count ? x * by : vf{};
+      x = r < tile.count ? x * factor : vf{};
       store_upto(q + r * q_row + d, x, p.dim - d);
     }
   }

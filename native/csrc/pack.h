@@ -29,6 +29,7 @@ static void pack_rows(const TokenRows<T>& from, int64_t padded_rows, float* to, 
   const int64_t padded_dim = round_up(from.dim, kPanel);
   for (int64_t t = 0; t < padded_rows; t++) {
     const T* row = from.data + t * from.stride;
+    prefetch_row(row + kAhead * from.stride, from.dim);
     vi flaws = vi{};
     for (int64_t d = 0; d < padded_dim; d += VL) {
       vf x = vf{};
@@ -48,6 +49,7 @@ static void pack_transposed(const TokenRows<T>& from, int64_t padded_rows, float
                             const int8_t* bad) {
   for (int64_t t = 0; t < padded_rows; t += VL) {
     float* panel = to + t / kPanel * kPanel * from.dim + t % kPanel;
+    for (int64_t i = VL; i < 2 * VL; i++) prefetch_row(from.data + (t + i) * from.stride, from.dim);
     for (int64_t d = 0; d < from.dim; d += VL) {
       const int64_t n = min_of(VL, from.dim - d);
       vf x[VL];
@@ -77,6 +79,20 @@ XS_INLINE TokenRows<T> kv_rows(const Problem& p, const void* data, int64_t dim, 
                                int64_t hk, int64_t first, int64_t count) {
   const T* base = static_cast<const T*>(data);
   return {base + ((b * p.kv_tokens + first) * p.kv_heads + hk) * dim, p.kv_heads * dim, count, dim};
+}
+
+// The kv block of a packing task. Heads of one block follow each other: their rows lie in the same
+// pages.
+struct PackedBlock {
+  int64_t b, hk, kv_block, index;
+};
+XS_INLINE PackedBlock packed_block(const Problem& p, int64_t item) {
+  PackedBlock x;
+  x.hk = item % p.kv_heads;
+  x.kv_block = item / p.kv_heads % p.kv_blocks;
+  x.b = item / p.kv_heads / p.kv_blocks;
+  x.index = (x.b * p.kv_heads + x.hk) * p.kv_blocks + x.kv_block;
+  return x;
 }
 
 // Calls f(first key in the block, padded keys, keys of the sequence) for parts of a block.

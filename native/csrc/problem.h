@@ -118,7 +118,7 @@ struct Arena {
 static inline int64_t num_ranges(int64_t batch, int64_t kv_heads, int64_t kv_tokens, int64_t block_kv) {
   const int64_t tasks = batch * kv_heads;
   const int64_t for_cores = (32 + tasks - 1) / tasks;
-  const int64_t by_length = max_of(1, kv_tokens / 1024);
+  const int64_t by_length = max_of(1, kv_tokens / 2048);
   const int64_t blocks = (kv_tokens + block_kv - 1) / block_kv;
   return max_of(1, min_of(min_of(8, for_cores), min_of(by_length, blocks)));
 }

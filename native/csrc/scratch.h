@@ -161,6 +161,7 @@ struct DecodeScratch {
   float* q;       // [rows, dim padded to vectors]
   float *k, *v;   // [kStepKeys, padded dim]: finite or widened copies
   SoftmaxRows softmax;
+  float *acc, *m, *l;  // before the last step
   TileRows rows;
   MaskScratch mask;
 };
@@ -173,6 +174,9 @@ static inline int64_t take_decode(char* base, int64_t dim, int64_t v_dim, int64_
   x.k = arena.take<float>(kStepKeys * round_up(dim, kMaxPanel));
   x.v = arena.take<float>(kStepKeys * round_up(v_dim, kMaxPanel));
   x.softmax = take_softmax(arena, kDecodeRows, v_dim);
+  x.acc = arena.take<float>(kDecodeRows * round_up(v_dim, kMaxPanel));
+  x.m = arena.take<float>(kDecodeRows);
+  x.l = arena.take<float>(kDecodeRows);
   x.rows = take_rows(arena, kDecodeRows);
   x.mask = take_mask(arena, kDecodeRows, program_steps);
   if (out) *out = x;

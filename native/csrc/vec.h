@@ -88,11 +88,20 @@ XS_INLINE float sum_lanes(vf x) {
   return reduce_lanes<VL / 2>(x, [](vf a, vf b) __attribute__((always_inline)) { return a + b; })[0];
 }
 XS_INLINE vi is_finite(vf x) { return ((vi)x & 0x7f800000) != 0x7f800000; }
+// Whether a lane of a mask is set.
 XS_INLINE bool any(vi x) {
+#if XSAKE_VECTOR == 16
+  return _mm512_test_epi32_mask((__m512i)x, (__m512i)x) != 0;
+#elif XSAKE_VECTOR == 8
+  return _mm256_movemask_ps((__m256)x) != 0;
+#elif defined(__x86_64__)
+  return _mm_movemask_ps((__m128)x) != 0;
+#else
   uint64_t words[VL / 2], all = 0;
   std::memcpy(words, &x, sizeof(x));
   for (int i = 0; i < VL / 2; i++) all |= words[i];
   return all != 0;
+#endif
 }
 
 // ---- dtypes: arithmetic is in float32
@@ -227,6 +236,14 @@ XS_INLINE vf sum_each(vf (&x)[VL]) {
   } else {
     return x[0];
   }
+}
+
+// Rows of one head are a page apart in [B, T, H, D], which hides them from hardware prefetchers.
+constexpr int64_t kAhead = 8;
+template <class T>
+XS_INLINE void prefetch_row(const T* row, int64_t dim) {
+  for (int64_t i = 0; i < dim * (int64_t)sizeof(T); i += kAlign)
+    __builtin_prefetch(reinterpret_cast<const char*>(row) + i);
 }
 
 // Denormal results cost a hundred cycles each and change nothing that float32 sums can show.
