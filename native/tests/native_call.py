@@ -6,6 +6,9 @@ import jax
 import numpy as np
 import xsake_cpu
 
+# INVALID_ARGUMENT of a handler, raised while a program is dispatched or when its result is read.
+ERRORS = (jax.errors.JaxRuntimeError, ValueError)
+
 
 @functools.cache
 def register():
@@ -30,7 +33,7 @@ def _attributes(case):
         block_kv=np.int64(case.block_kv),
         layout_batch=np.int64(case.layout_batch),
         layout_heads=np.int64(case.layout_heads),
-        program=np.array(case.program, np.int32),
+        program=tuple(case.program),
         program_heads=np.int64(case.program_heads),
     )
 
@@ -54,10 +57,18 @@ def _outputs(case):
     )
 
 
-def _call(target, results, arguments, attributes):
+@functools.cache
+def _compile(target, results, attributes):
     register()
-    call = jax.ffi.ffi_call(target, results)
-    return [np.asarray(x) for x in jax.jit(lambda *x: call(*x, **attributes)[:-1])(*arguments)]
+    call = jax.ffi.ffi_call(target, [jax.ShapeDtypeStruct(*x) for x in results])
+    values = {k: np.array(v, np.int32) if k == "program" else v for k, v in attributes}
+    # Without the workspace.
+    return jax.jit(lambda *x: call(*x, **values)[:-1])
+
+
+def _call(target, results, arguments, attributes):
+    key = tuple((x.shape, np.dtype(x.dtype)) for x in results)
+    return [np.asarray(x) for x in _compile(target, key, tuple(attributes.items()))(*arguments)]
 
 
 def _workspace(size):
