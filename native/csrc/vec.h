@@ -247,11 +247,24 @@ XS_INLINE void prefetch_row(const T* row, int64_t dim) {
 }
 
 // Denormal results cost a hundred cycles each and change nothing that float32 sums can show.
-struct FlushDenormals {
+class FlushDenormals {
 #if defined(__x86_64__)
-  unsigned old = _mm_getcsr();
-  FlushDenormals() { _mm_setcsr(old | 0x8040u); }
-  ~FlushDenormals() { _mm_setcsr(old); }
+ public:
+  FlushDenormals() : old_(_mm_getcsr()) { _mm_setcsr(old_ | 0x8040u); }
+  ~FlushDenormals() { _mm_setcsr(old_); }
+
+ private:
+  const unsigned old_;
+#elif defined(__aarch64__)
+ public:
+  FlushDenormals() {
+    asm volatile("mrs %0, fpcr" : "=r"(old_));
+    asm volatile("msr fpcr, %0" : : "r"(old_ | uint64_t{1} << 24));
+  }
+  ~FlushDenormals() { asm volatile("msr fpcr, %0" : : "r"(old_)); }
+
+ private:
+  uint64_t old_;
 #endif
 };
 
