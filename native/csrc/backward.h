@@ -115,7 +115,7 @@ class TileGrads {
                           p_.is_partial[item] || count < width};
         if (piece.is_masked) {
           for (int64_t r = 0; r < tile_.count; r++) x_.rows.item[r] = item;
-          MaskBuilder(p_, x_.rows, x_.mask, tile_.b).build(piece, tile_.count, tile_.padded, kPanel);
+          MaskBuilder(p_, x_.rows, x_.mask, tile_.b).build<kPanel>(piece, tile_.count, tile_.padded);
         }
         has_general_scores(p_) ? general_grads(piece) : plain_grads(piece);
         f(piece);

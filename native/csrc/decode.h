@@ -15,7 +15,8 @@ namespace xsake_cpu::XSAKE_ISA {
 constexpr int kDotRows = 4, kDotKeys = VL / kDotRows;
 
 // s of kDotRows queries and kDotKeys keys.
-XS_INLINE vf dot_products(const float* q, int64_t q_row, const float* k, int64_t k_row, int64_t dim) {
+template <class T>
+XS_INLINE vf dot_products(const float* q, int64_t q_row, const T* k, int64_t k_row, int64_t dim) {
   vf acc[VL];
   XS_UNROLL for (int i = 0; i < VL; i++) acc[i] = vf{};
   for (int64_t d = 0; d < dim; d += VL) {
@@ -31,14 +32,14 @@ XS_INLINE vf dot_products(const float* q, int64_t q_row, const float* k, int64_t
 
 // acc = alpha acc + p v for kDotRows rows and N vectors of columns; returns NaN lanes if a value of v
 // is not finite, without a pass of its own over v.
-template <int N>
-XS_NOINLINE vf add_values(const float* p, const float* v, int64_t v_row, int64_t keys, float* acc,
+template <int N, class T>
+XS_NOINLINE vf add_values(const float* p, const T* v, int64_t v_row, int64_t keys, float* acc,
                           int64_t acc_row, const float* alpha) {
   vf sum[kDotRows][N], zero[N];
   clear(sum);
   XS_UNROLL for (int n = 0; n < N; n++) zero[n] = vf{};
   for (int64_t t = 0; t < keys; t++) {
-    const float* row = v + t * v_row;
+    const T* row = v + t * v_row;
     prefetch_row(row + kAhead * v_row, N * VL);
     vf y[N];
     XS_UNROLL for (int n = 0; n < N; n++) y[n] = load(row + n * VL);
@@ -150,7 +151,7 @@ class DecodeTask {
       const int64_t count = min_of(kStepKeys, keys - at), width = round_up(count, kPanel);
       const Piece piece{nullptr, nullptr, kv_block, at, 0, width, count, is_masked || count < width};
       if (piece.is_masked)
-        MaskBuilder(p_, x_.rows, x_.mask, b_).build(piece, count_, padded_, kPanel);
+        MaskBuilder(p_, x_.rows, x_.mask, b_).build<kPanel>(piece, count_, padded_);
       with_dtype(p_.dtype, [&](auto type) { add_piece<decltype(type)>(piece); });
     }
   }
@@ -160,17 +161,16 @@ class DecodeTask {
     const int64_t token = piece.kv_block * p_.block_kv + piece.first;
     const TokenRows<T> k = kv_rows<T>(p_, p_.k, p_.dim, b_, hk_, token, piece.count);
     const TokenRows<T> v = kv_rows<T>(p_, p_.v, p_.v_dim, b_, hk_, token, piece.count);
-    if constexpr (std::is_same_v<T, float>) {
-      // Whole vectors of finite values can stay where they are. Others are so rare that the step is
-      // computed again, from a copy.
-      if (p_.dim % VL == 0 && p_.v_dim % kPanel == 0) {
-        save_state();
-        if (add_rows(piece, k.data, k.stride, v.data, v.stride)) return;
-        restore_state();
-      }
+    // Whole vectors of finite values can stay where they are. Others are so rare that the step is
+    // computed again, from a copy. Narrow values are widened for every kDotRows rows.
+    const bool is_cheap = std::is_same_v<T, float> || (VL > 4 && padded_ <= 2 * kDotRows);
+    if (is_cheap && p_.dim % VL == 0 && p_.v_dim % kPanel == 0) {
+      save_state();
+      if (add_rows(piece, k.data, k.stride, v.data, v.stride)) return;
+      restore_state();
     }
     copy_rows(k, v);
-    add_rows(piece, x_.k, padded_dim_, x_.v, padded_v_dim_);
+    add_rows<float>(piece, x_.k, padded_dim_, x_.v, padded_v_dim_);
   }
 
   void save_state() { copy_state(x_.softmax.acc, x_.softmax.m, x_.softmax.l, x_.acc, x_.m, x_.l); }
@@ -204,7 +204,8 @@ class DecodeTask {
   }
 
   // False if a value of v is not finite.
-  bool add_rows(const Piece& piece, const float* k, int64_t k_row, const float* v, int64_t v_row) {
+  template <class T>
+  bool add_rows(const Piece& piece, const T* k, int64_t k_row, const T* v, int64_t v_row) {
     const SoftmaxRows& x = x_.softmax;
     clear_max(x, padded_);
     scores(piece, k, k_row);
@@ -226,7 +227,8 @@ class DecodeTask {
     return !any(zero != zero);
   }
 
-  void scores(const Piece& piece, const float* k, int64_t k_row) {
+  template <class T>
+  void scores(const Piece& piece, const T* k, int64_t k_row) {
     int64_t t = 0;
     for (; t + kDotKeys <= piece.count; t += kDotKeys) {
       for (int n = 0; n < kDotKeys; n++)

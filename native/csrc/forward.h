@@ -131,7 +131,7 @@ class ForwardTile {
     columns_ += width;
     if (!x.is_masked) return;
     for (int64_t r = 0; r < tile_.count; r++) x_.rows.item[r] = item;
-    MaskBuilder(p_, x_.rows, x_.mask, tile_.b).build(x, tile_.count, tile_.padded, kPanel);
+    MaskBuilder(p_, x_.rows, x_.mask, tile_.b).build<kPanel>(x, tile_.count, tile_.padded);
   }
 
   void flush() {

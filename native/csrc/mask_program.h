@@ -147,36 +147,45 @@ class MaskBuilder {
   MaskBuilder(const Problem& p, const TileRows& rows, const MaskScratch& scratch, int64_t b)
       : p_(p), rows_(rows), scratch_(scratch), b_(b) {}
 
-  void build(const Piece& piece, int64_t num_rows, int64_t padded_rows, int panel) {
+  // Mask of the first `num_rows` rows, and the state of panels of all `padded_rows`.
+  template <int panel>
+  void build(const Piece& piece, int64_t num_rows, int64_t padded_rows) {
     load_keys(piece);
     if (p_.program) run_axis(Axis::key, 0, piece.width);
-    for (int64_t r = 0; r < num_rows; r++) {
-      int8_t* mask = scratch_.mask + r * kStepKeys + piece.column;
-      uint8_t* state = scratch_.state + r * kStateStride + piece.column / panel;
-      const int32_t item = rows_.item[r];
-      const Values allowed = item >= 0 && p_.is_partial[item] ? row_values(r, piece) : Values{};
-      const uint8_t* block = nullptr;
-      if (allowed.data && p_.mask_blocks)
-        block = p_.mask_blocks + (p_.mask_index[item] * p_.block_q + rows_.token[r] % p_.block_q) *
-                                     p_.block_kv + piece.first;
-      for (int64_t c = 0; c < piece.width; c += VL) {
-        vi x = item < 0 ? vi{} : load(scratch_.key_valid + c);
-        if (allowed.data) x &= load(allowed.data + c * allowed.step);
-        if (allowed.data && p_.q_segments) x &= same_segment(r, c);
-        if (block) x &= load_block(block + c, piece.count - c);
-        const vb bytes = __builtin_convertvector(x, vb);
-        std::memcpy(mask + c, &bytes, sizeof(bytes));
-        const uint8_t bits = (any(x) ? 1 : 0) | (any(~x) ? 2 : 0);
-        uint8_t& of_panel = state[c / panel];
-        of_panel = c % panel ? of_panel | bits : bits;
-      }
-    }
+    for (int64_t r = 0; r < num_rows; r++) build_row<panel>(piece, r);
     for (int64_t r = num_rows; r < padded_rows; r++)
       for (int64_t c = 0; c < piece.width; c += panel)
         scratch_.state[r * kStateStride + (piece.column + c) / panel] = 0;
   }
 
  private:
+  template <int panel>
+  void build_row(const Piece& piece, int64_t r) {
+    int8_t* mask = scratch_.mask + r * kStepKeys + piece.column;
+    uint8_t* state = scratch_.state + r * kStateStride + piece.column / panel;
+    const int32_t item = rows_.item[r];
+    const bool is_partial = item >= 0 && p_.is_partial[item];
+    const Values allowed = is_partial ? row_values(r, piece) : constant(0, item < 0 ? 0 : -1);
+    const bool has_segments = is_partial && p_.q_segments;
+    const uint8_t* block = nullptr;
+    if (is_partial && p_.mask_blocks)
+      block = p_.mask_blocks + (p_.mask_index[item] * p_.block_q + rows_.token[r] % p_.block_q) *
+                                   p_.block_kv + piece.first;
+    for (int64_t c = 0; c < piece.width; c += panel) {
+      vi some = vi{}, every = splat(-1);
+      XS_UNROLL for (int64_t n = c; n < c + panel; n += VL) {
+        vi x = load(scratch_.key_valid + n) & load(allowed.data + n * allowed.step);
+        if (has_segments) x &= same_segment(r, n);
+        if (block) x &= load_block(block + n, piece.count - n);
+        const vb bytes = __builtin_convertvector(x, vb);
+        std::memcpy(mask + n, &bytes, sizeof(bytes));
+        some |= x;
+        every &= x;
+      }
+      state[c / panel] = static_cast<uint8_t>((any(some) ? 1 : 0) | (any(~every) ? 2 : 0));
+    }
+  }
+
   void load_keys(const Piece& piece) {
     const int64_t token = piece.kv_block * p_.block_kv + piece.first;
     const int32_t* positions =
