@@ -43,7 +43,7 @@ static void pack_backward_block(const Problem& p, const PackedBlock& block) {
 
 static void backward_pack(const Problem& p, int64_t item) {
   const PackedBlock block = packed_block(p, item);
-  if (!p.is_listed[block.index]) return;
+  if (!p.is_listed[p.listed_index(block.b, block.hk, block.kv_block)]) return;
   FlushDenormals guard;
   with_dtype(p.dtype, [&](auto type) { pack_backward_block<decltype(type)>(p, block); });
 }
@@ -380,7 +380,7 @@ class BackwardRange : TileGrads {
     const float factor = p_.softcap > 0 ? 1.f : kLn2;
     for (int64_t kv_block = blocks_.begin; kv_block < blocks_.end; kv_block++) {
       const int64_t block = (b_ * p_.kv_heads + hk_) * p_.kv_blocks + kv_block;
-      const bool is_listed = p_.is_listed[block];
+      const bool is_listed = p_.is_listed[p_.listed_index(b_, hk_, kv_block)];
       const int64_t first = kv_block * p_.block_kv, keys = min_of(p_.block_kv, p_.kv_tokens - first);
       for (int64_t t = 0; t < keys; t++) {
         const int64_t to = (b_ * p_.kv_tokens + first + t) * p_.kv_heads + hk_;

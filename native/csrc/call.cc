@@ -67,9 +67,11 @@ std::string check_lists(const Problem& p, const ListSizes& sizes, Call* call) {
     return number("length of is_partial", sizes.is_partial, "that of kv_block");
   if (p.mask_blocks && sizes.mask_index != sizes.kv_block)
     return number("length of mask_index", sizes.mask_index, "that of kv_block");
-  call->is_listed.assign(static_cast<size_t>(p.batch * p.kv_heads * p.kv_blocks), 0);
+  // Lists shared by kv heads or batch elements are marked once.
+  const int64_t marked = p.kv_heads % p.layout_heads ? p.kv_heads : p.layout_heads;
+  call->problem.listed_heads = marked;
+  call->is_listed.assign(static_cast<size_t>(p.layout_batch * marked * p.kv_blocks), 0);
   call->problem.is_ascending = true;
-  const int64_t heads = p.q_heads / p.layout_heads;  // query heads of a list
   int32_t start = p.row_starts[0];
   if (start < 0) return number("row_starts", start, "0 or more");
   for (int64_t row = 0; row < rows; row++) {
@@ -77,7 +79,8 @@ std::string check_lists(const Problem& p, const ListSizes& sizes, Call* call) {
     if (end < start || end > sizes.kv_block)
       return number("row_starts", end, "ascending numbers up to the length of kv_block");
     const int64_t lb = row / p.q_blocks / p.layout_heads, lh = row / p.q_blocks % p.layout_heads;
-    const int64_t first = lh * heads / p.group(), last = ((lh + 1) * heads - 1) / p.group();
+    const int64_t first = lh * marked / p.layout_heads;
+    const int64_t last = ((lh + 1) * marked - 1) / p.layout_heads;
     for (int32_t item = start; item < end; item++) {
       const int32_t block = p.kv_block[item];
       if (block < 0 || block >= p.kv_blocks)
@@ -86,9 +89,8 @@ std::string check_lists(const Problem& p, const ListSizes& sizes, Call* call) {
       if (p.mask_blocks && p.is_partial[item] &&
           (p.mask_index[item] < 0 || p.mask_index[item] >= sizes.mask_blocks))
         return number("mask_index", p.mask_index[item], "an index of a mask block");
-      for (int64_t b = lb; b < p.batch; b += p.layout_batch)
-        for (int64_t hk = first; hk <= last; hk++)
-          call->is_listed[static_cast<size_t>((b * p.kv_heads + hk) * p.kv_blocks + block)] = 1;
+      for (int64_t head = first; head <= last; head++)
+        call->is_listed[static_cast<size_t>((lb * marked + head) * p.kv_blocks + block)] = 1;
     }
     start = end;
   }

@@ -27,7 +27,7 @@ static void pack_forward_block(const Problem& p, const PackedBlock& block) {
 
 static void forward_pack(const Problem& p, int64_t item) {
   const PackedBlock block = packed_block(p, item);
-  if (!p.is_listed[block.index]) return;
+  if (!p.is_listed[p.listed_index(block.b, block.hk, block.kv_block)]) return;
   FlushDenormals guard;
   with_dtype(p.dtype, [&](auto type) { pack_forward_block<decltype(type)>(p, block); });
 }

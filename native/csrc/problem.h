@@ -77,7 +77,9 @@ struct Problem {
   int64_t q_positions_batch, kv_positions_batch;
   const int32_t *q_segments, *kv_segments;
   const MaskProgram* program;
-  const uint8_t* is_listed;  // [batch, kv_heads, kv_blocks]: whether a row lists the block
+  // [layout_batch, listed_heads, kv_blocks]: whether a row of the kv head lists the block.
+  const uint8_t* is_listed;
+  int64_t listed_heads;  // kv_heads, or a divisor of it where kv heads share lists
   // Results of forward and decode, residuals of backward.
   void* o;
   float* lse;
@@ -92,6 +94,10 @@ struct Problem {
   XS_LOCAL int64_t group() const { return q_heads / kv_heads; }
   XS_LOCAL int64_t list_row(int64_t b, int64_t h, int64_t q_block) const {
     return ((b % layout_batch) * layout_heads + h * layout_heads / q_heads) * q_blocks + q_block;
+  }
+  XS_LOCAL int64_t listed_index(int64_t b, int64_t hk, int64_t kv_block) const {
+    const int64_t head = b % layout_batch * listed_heads + hk * listed_heads / kv_heads;
+    return head * kv_blocks + kv_block;
   }
   XS_LOCAL int64_t tiles_per_block() const { return (block_q + kTileRows - 1) / kTileRows; }
 };

@@ -63,6 +63,8 @@ CASES = {
     "large_blocks": dict(q_tokens=1100, block_q=512, block_kv=512, q_heads=1, **causal()),
     "wide_dims": dict(q_tokens=150, dim=192, v_dim=128, **causal()),
     "tiny_dims": dict(q_tokens=150, dim=3, v_dim=5, **causal()),
+    "lists_across_kv_heads": dict(q_heads=12, kv_heads=4, layout_heads=6, density=0.3, dim=8, **causal()),
+    "lists_by_kv_head_groups": dict(q_heads=8, kv_heads=4, layout_heads=2, density=0.3, dim=8, **causal()),
     "gqa": dict(batch=2, q_heads=6, kv_heads=2, dim=48, **causal()),
     "segments": dict(batch=2, segments=True, **causal()),
     "positions": dict(batch=2, positions=True, **causal()),
