@@ -1,9 +1,9 @@
 // Backward pass: five products per listed block in one pass over the forward's own lists.
 //
-// A task is a (batch, kv head, range of kv blocks): it owns dk and dv of its keys, so no sum has two
-// writers. dq of a query is summed over the ranges afterwards, in their order. Values that are not
-// finite follow backward_rows and score_grad of the repository: products use finite copies of q, k,
-// v and do, and NaN travels through s, p and ds.
+// A task is a (batch, kv head, range of kv blocks): it owns dk and dv of its keys, so no sum has
+// two writers. dq of a query is summed over the ranges afterwards, in their order. Values that are
+// not finite follow backward_rows and score_grad of the repository: products use finite copies of
+// q, k, v and do, and NaN travels through s, p and ds.
 #pragma once
 
 #include "forward.h"
@@ -38,7 +38,8 @@ static void pack_backward_block(const Problem& p, const PackedBlock& block) {
     pack_rows(k, padded, x.k + keys * padded_dim + first * kPanel, width, nullptr);
   });
   std::memset(x.dk + keys * padded_dim, 0, static_cast<size_t>(width * padded_dim) * sizeof(float));
-  std::memset(x.dv + keys * padded_v_dim, 0, static_cast<size_t>(width * padded_v_dim) * sizeof(float));
+  std::memset(x.dv + keys * padded_v_dim, 0,
+              static_cast<size_t>(width * padded_v_dim) * sizeof(float));
 }
 
 static void backward_pack(const Problem& p, int64_t item) {
@@ -55,9 +56,9 @@ XS_NOINLINE void probability_strip(const float* q, int64_t q_row, const float* k
   vf acc[M][kVectors];
   clear(acc);
   multiply(q, q_row, 1, k, kPanel, dim, acc);
-  XS_UNROLL for (int r = 0; r < M; r++) {
+  XS_FOR (r, M) {
     const vf origin = splat(lse[r]);
-    XS_UNROLL for (int n = 0; n < kVectors; n++) {
+    XS_FOR (n, kVectors) {
       vf x = acc[r][n];
       if constexpr (mode != Scores::raw) x = exp2(x - origin);
       if constexpr (mode == Scores::masked)
@@ -70,12 +71,13 @@ XS_NOINLINE void probability_strip(const float* q, int64_t q_row, const float* k
 // ds = p (do v - delta); `capped`: times the slope that ds holds.
 template <int M, bool masked, bool capped>
 XS_NOINLINE void score_grad_strip(const float* do_, int64_t do_row, const float* v, int64_t v_dim,
-                                  const float* p, float* ds, const float* delta, const int8_t* mask) {
+                                  const float* p, float* ds, const float* delta,
+                                  const int8_t* mask) {
   vf acc[M][kVectors];
   clear(acc);
   multiply(do_, do_row, 1, v, kPanel, v_dim, acc);
-  XS_UNROLL for (int r = 0; r < M; r++)
-    XS_UNROLL for (int n = 0; n < kVectors; n++) {
+  XS_FOR (r, M)
+    XS_FOR (n, kVectors) {
       float* to = ds + r * kGradStride + n * VL;
       vf x = load(p + r * kGradStride + n * VL) * (acc[r][n] - delta[r]);
       if constexpr (capped) x *= load(to);
@@ -111,11 +113,12 @@ class TileGrads {
       const int64_t keys = min_of(p_.block_kv, p_.kv_tokens - kv_block * p_.block_kv);
       for (int64_t first = 0; first < keys; first += kGradKeys) {
         const int64_t count = min_of(kGradKeys, keys - first), width = round_up(count, kPanel);
-        const Piece piece{nullptr, nullptr, kv_block, first, 0, width, count,
-                          p_.is_partial[item] || count < width};
+        const Piece piece{nullptr, nullptr, kv_block, first,
+                          0,       width,   count,    p_.is_partial[item] || count < width};
         if (piece.is_masked) {
           for (int64_t r = 0; r < tile_.count; r++) x_.rows.item[r] = item;
-          MaskBuilder(p_, x_.rows, x_.mask, tile_.b).build<kPanel>(piece, tile_.count, tile_.padded);
+          MaskBuilder(p_, x_.rows, x_.mask, tile_.b)
+              .build<kPanel>(piece, tile_.count, tile_.padded);
         }
         has_general_scores(p_) ? general_grads(piece) : plain_grads(piece);
         f(piece);
@@ -145,7 +148,8 @@ class TileGrads {
     }
     for (int64_t r = tile_.count; r < tile_.padded; r++) {
       std::memset(x_.q + r * padded_dim_, 0, static_cast<size_t>(padded_dim_) * sizeof(float));
-      std::memset(x_.do_ + r * padded_v_dim_, 0, static_cast<size_t>(padded_v_dim_) * sizeof(float));
+      std::memset(x_.do_ + r * padded_v_dim_, 0,
+                  static_cast<size_t>(padded_v_dim_) * sizeof(float));
       x_.lse[r] = __builtin_inff();
       x_.delta[r] = 0;
     }
@@ -226,9 +230,11 @@ class TileGrads {
       if (!(state & 1)) {
         clear_strip(ds, M);
       } else if (state == 1) {
-        score_grad_strip<M, false, capped>(do_, padded_v_dim_, v, p_.v_dim, p, ds, x_.delta + r, nullptr);
+        score_grad_strip<M, false, capped>(do_, padded_v_dim_, v, p_.v_dim, p, ds, x_.delta + r,
+                                           nullptr);
       } else {
-        score_grad_strip<M, true, capped>(do_, padded_v_dim_, v, p_.v_dim, p, ds, x_.delta + r, mask);
+        score_grad_strip<M, true, capped>(do_, padded_v_dim_, v, p_.v_dim, p, ds, x_.delta + r,
+                                          mask);
       }
     });
   }
@@ -381,7 +387,8 @@ class BackwardRange : TileGrads {
     for (int64_t kv_block = blocks_.begin; kv_block < blocks_.end; kv_block++) {
       const int64_t block = (b_ * p_.kv_heads + hk_) * p_.kv_blocks + kv_block;
       const bool is_listed = p_.is_listed[p_.listed_index(b_, hk_, kv_block)];
-      const int64_t first = kv_block * p_.block_kv, keys = min_of(p_.block_kv, p_.kv_tokens - first);
+      const int64_t first = kv_block * p_.block_kv,
+                    keys = min_of(p_.block_kv, p_.kv_tokens - first);
       for (int64_t t = 0; t < keys; t++) {
         const int64_t to = (b_ * p_.kv_tokens + first + t) * p_.kv_heads + hk_;
         const float* dk = arrays_.dk + (block * width_ + t) * padded_dim_;
@@ -413,7 +420,8 @@ static void merge_queries(const Problem& p, int64_t item) {
   BackwardArrays x;
   take_backward_arrays(p.workspace, sizes_of(p), &x);
   const int64_t ranges = num_ranges(p.batch, p.kv_heads, p.kv_tokens, p.block_kv);
-  const int64_t tiles = p.q_blocks * p.tiles_per_block(), part = p.batch * p.q_tokens * p.q_heads * p.dim;
+  const int64_t tiles = p.q_blocks * p.tiles_per_block(),
+                part = p.batch * p.q_tokens * p.q_heads * p.dim;
   const int64_t b = item / p.kv_heads, first = item % p.kv_heads * p.group();
   for (int64_t h = first; h < first + p.group(); h++)
     for (int64_t i = 0; i < tiles; i++) {

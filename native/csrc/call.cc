@@ -9,8 +9,15 @@ std::string number(const char* what, int64_t got, const char* expected) {
 
 int arity(Op op) {
   switch (op) {
-    case Op::not_: case Op::neg: case Op::abs: case Op::sign: case Op::population_count:
-    case Op::clz: case Op::to_bool: case Op::to_int32: case Op::to_uint32: return 1;
+    case Op::not_:
+    case Op::neg:
+    case Op::abs:
+    case Op::sign:
+    case Op::population_count:
+    case Op::clz:
+    case Op::to_bool:
+    case Op::to_int32:
+    case Op::to_uint32: return 1;
     case Op::select_n: return 3;
     default: return 2;
   }
@@ -62,7 +69,8 @@ std::string check_sizes(const Problem& p) {
 std::string check_lists(const Problem& p, const ListSizes& sizes, Call* call) {
   const int64_t rows = p.layout_batch * p.layout_heads * p.q_blocks;
   if (sizes.row_starts != rows + 1)
-    return number("length of row_starts", sizes.row_starts, "layout_batch * layout_heads * q_blocks + 1");
+    return number("length of row_starts", sizes.row_starts,
+                  "layout_batch * layout_heads * q_blocks + 1");
   if (sizes.is_partial != sizes.kv_block)
     return number("length of is_partial", sizes.is_partial, "that of kv_block");
   if (p.mask_blocks && sizes.mask_index != sizes.kv_block)

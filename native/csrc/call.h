@@ -1,4 +1,5 @@
-// A call owns what its tasks read after the handler has returned; building it validates every index.
+// A call owns what its tasks read after the handler has returned; building it validates every
+// index.
 #pragma once
 
 #include <atomic>

@@ -2,9 +2,9 @@
 // for all query heads of a kv head.
 //
 // A task is a (batch, kv head, chunk of 512 keys). Its rows are the pairs (query, head of the
-// group), whose lists may differ: a block is computed if any row lists it, and masked for the others.
-// The states of the chunks are merged in their order, so neither the batch nor the number of threads
-// changes a result.
+// group), whose lists may differ: a block is computed if any row lists it, and masked for the
+// others. The states of the chunks are merged in their order, so neither the batch nor the number
+// of threads changes a result.
 #pragma once
 
 #include "backward.h"
@@ -18,43 +18,44 @@ constexpr int kDotRows = 4, kDotKeys = VL / kDotRows;
 template <class T>
 XS_INLINE vf dot_products(const float* q, int64_t q_row, const T* k, int64_t k_row, int64_t dim) {
   vf acc[VL];
-  XS_UNROLL for (int i = 0; i < VL; i++) acc[i] = vf{};
+  XS_FOR (i, VL) acc[i] = vf{};
   for (int64_t d = 0; d < dim; d += VL) {
     vf x[kDotRows];
-    XS_UNROLL for (int r = 0; r < kDotRows; r++) x[r] = load(q + r * q_row + d);
-    XS_UNROLL for (int n = 0; n < kDotKeys; n++) {
+    XS_FOR (r, kDotRows) x[r] = load(q + r * q_row + d);
+    XS_FOR (n, kDotKeys) {
       const vf y = load(k + n * k_row + d);
-      XS_UNROLL for (int r = 0; r < kDotRows; r++) acc[r * kDotKeys + n] += x[r] * y;
+      XS_FOR (r, kDotRows) acc[r * kDotKeys + n] += x[r] * y;
     }
   }
   return sum_each(acc);
 }
 
-// acc = alpha acc + p v for kDotRows rows and N vectors of columns; returns NaN lanes if a value of v
-// is not finite, without a pass of its own over v.
+// acc = alpha acc + p v for kDotRows rows and N vectors of columns; returns NaN lanes if a value of
+// v is not finite, without a pass of its own over v.
 template <int N, class T>
 XS_NOINLINE vf add_values(const float* p, const T* v, int64_t v_row, int64_t keys, float* acc,
                           int64_t acc_row, const float* alpha) {
   vf sum[kDotRows][N], zero[N];
   clear(sum);
-  XS_UNROLL for (int n = 0; n < N; n++) zero[n] = vf{};
+  XS_FOR (n, N) zero[n] = vf{};
   for (int64_t t = 0; t < keys; t++) {
     const T* row = v + t * v_row;
     prefetch_row(row + kAhead * v_row, N * VL);
     vf y[N];
-    XS_UNROLL for (int n = 0; n < N; n++) y[n] = load(row + n * VL);
-    XS_UNROLL for (int n = 0; n < N; n++) zero[n] += y[n] * 0.f;
-    XS_UNROLL for (int r = 0; r < kDotRows; r++) {
+    XS_FOR (n, N) y[n] = load(row + n * VL);
+    XS_FOR (n, N) zero[n] += y[n] * 0.f;
+    XS_FOR (r, kDotRows) {
       const vf x = splat(p[r * kScoreStride + t]);
-      XS_UNROLL for (int n = 0; n < N; n++) sum[r][n] += x * y[n];
+      XS_FOR (n, N) sum[r][n] += x * y[n];
     }
   }
-  XS_UNROLL for (int r = 0; r < kDotRows; r++)
-    XS_UNROLL for (int n = 0; n < N; n++) {
+  XS_FOR (r, kDotRows)
+    XS_FOR (n, N) {
       float* to = acc + r * acc_row + n * VL;
       store(to, load(to) * alpha[r] + sum[r][n]);
     }
-  XS_UNROLL for (int n = 1; n < N; n++) zero[0] += zero[n];
+  XS_UNROLL
+  for (int n = 1; n < N; n++) zero[0] += zero[n];
   return zero[0];
 }
 
@@ -110,7 +111,8 @@ class DecodeTask {
       for (int64_t d = 0; d < padded_dim_; d += VL) {
         vf x = vf{};
         if (r < count_)
-          x = load_upto(static_cast<const T*>(p_.q) + output_row(r) * p_.dim + d, p_.dim - d) * factor;
+          x = load_upto(static_cast<const T*>(p_.q) + output_row(r) * p_.dim + d, p_.dim - d) *
+              factor;
         store(x_.q + r * padded_dim_ + d, x);
       }
   }
@@ -149,7 +151,8 @@ class DecodeTask {
     const int64_t keys = min_of(p_.block_kv, p_.kv_tokens - kv_block * p_.block_kv);
     for (int64_t at = 0; at < keys; at += kStepKeys) {
       const int64_t count = min_of(kStepKeys, keys - at), width = round_up(count, kPanel);
-      const Piece piece{nullptr, nullptr, kv_block, at, 0, width, count, is_masked || count < width};
+      const Piece piece{nullptr, nullptr, kv_block, at,
+                        0,       width,   count,    is_masked || count < width};
       if (piece.is_masked)
         MaskBuilder(p_, x_.rows, x_.mask, b_).build<kPanel>(piece, count_, padded_);
       with_dtype(p_.dtype, [&](auto type) { add_piece<decltype(type)>(piece); });
@@ -174,7 +177,9 @@ class DecodeTask {
   }
 
   void save_state() { copy_state(x_.softmax.acc, x_.softmax.m, x_.softmax.l, x_.acc, x_.m, x_.l); }
-  void restore_state() { copy_state(x_.acc, x_.m, x_.l, x_.softmax.acc, x_.softmax.m, x_.softmax.l); }
+  void restore_state() {
+    copy_state(x_.acc, x_.m, x_.l, x_.softmax.acc, x_.softmax.m, x_.softmax.l);
+  }
   void copy_state(const float* acc, const float* m, const float* l, float* to_acc, float* to_m,
                   float* to_l) const {
     std::memcpy(to_acc, acc, static_cast<size_t>(padded_ * padded_v_dim_) * sizeof(float));
@@ -231,19 +236,21 @@ class DecodeTask {
   void scores(const Piece& piece, const T* k, int64_t k_row) {
     int64_t t = 0;
     for (; t + kDotKeys <= piece.count; t += kDotKeys) {
-      for (int n = 0; n < kDotKeys; n++)
-        prefetch_row(k + (t + n + kAhead) * k_row, p_.dim);
+      for (int n = 0; n < kDotKeys; n++) prefetch_row(k + (t + n + kAhead) * k_row, p_.dim);
       for (int64_t r = 0; r < padded_; r += kDotRows)
-        store_dots(r, t, kDotKeys,
-                   dot_products(x_.q + r * padded_dim_, padded_dim_, k + t * k_row, k_row, padded_dim_));
+        store_dots(
+            r, t, kDotKeys,
+            dot_products(x_.q + r * padded_dim_, padded_dim_, k + t * k_row, k_row, padded_dim_));
     }
     for (; t < piece.count; t++)
       for (int64_t r = 0; r < padded_; r += kDotRows)
-        store_dots(r, t, 1,
-                   dot_products(x_.q + r * padded_dim_, padded_dim_, k + t * k_row, 0, padded_dim_));
+        store_dots(
+            r, t, 1,
+            dot_products(x_.q + r * padded_dim_, padded_dim_, k + t * k_row, 0, padded_dim_));
     // Columns without a key: masked, but not left undefined.
     for (int64_t r = 0; r < padded_; r++)
-      for (int64_t c = piece.count; c < piece.width; c++) x_.softmax.s[r * kScoreStride + c] = kNegInf;
+      for (int64_t c = piece.count; c < piece.width; c++)
+        x_.softmax.s[r * kScoreStride + c] = kNegInf;
   }
 
   XS_INLINE void store_lanes(float* to, const float* from, int64_t n) {

@@ -45,10 +45,14 @@ T* pointer(const ffi::AnyBuffer& x) {
 const int32_t* pointer(const Ints& x) { return count(x) ? x.typed_data() : nullptr; }
 
 bool read_dtype(ffi::DataType type, DType* to) {
-  if (type == ffi::F32) *to = DType::f32;
-  else if (type == ffi::BF16) *to = DType::bf16;
-  else if (type == ffi::F16) *to = DType::f16;
-  else return false;
+  if (type == ffi::F32)
+    *to = DType::f32;
+  else if (type == ffi::BF16)
+    *to = DType::bf16;
+  else if (type == ffi::F16)
+    *to = DType::f16;
+  else
+    return false;
   return true;
 }
 bool is_byte(ffi::DataType type) { return type == ffi::U8 || type == ffi::PRED || type == ffi::S8; }
@@ -133,8 +137,9 @@ std::string read_call(const Inputs& in, const Attributes& attributes, Call* call
   p.is_partial = static_cast<const uint8_t*>(in.is_partial.untyped_data());
   p.tables = in.tables.typed_data(), p.mask_index = in.mask_index.typed_data();
   const int64_t blocks = p.mask_blocks ? in.mask_blocks.dimensions()[0] : 0;
-  const ListSizes sizes{count(in.row_starts), count(in.kv_block),   count(in.is_partial),
-                        count(in.tables),     blocks,               count(in.mask_index)};
+  const ListSizes sizes{
+      count(in.row_starts), count(in.kv_block), count(in.is_partial), count(in.tables), blocks,
+      count(in.mask_index)};
   if (std::string error = check_lists(p, sizes, call); !error.empty()) return error;
   p.is_listed = call->is_listed.data();
   const auto words = attributes.program;
@@ -142,7 +147,8 @@ std::string read_call(const Inputs& in, const Attributes& attributes, Call* call
                        sizes.tables / p.program_heads, call);
 }
 
-// Divides a workspace into the arrays of the call and scratch of as many workers as it has room for.
+// Divides a workspace into the arrays of the call and scratch of as many workers as it has room
+// for.
 std::string read_workspace(const ffi::AnyBuffer& buffer, int64_t arrays, int64_t slot, Call* call) {
   const auto address = reinterpret_cast<uintptr_t>(buffer.untyped_data());
   const int64_t lost = static_cast<int64_t>(-address & (kAlign - 1));
@@ -236,13 +242,15 @@ ffi::Future attend(ffi::ThreadPool& pool, bool is_decode, const Inputs& in, AnyR
   if (std::string error = read_call(in, attributes, call.get()); !error.empty()) return fail(error);
   if (std::string error = read_outputs(in, o, lse, &p); !error.empty()) return fail(error);
   const WorkspaceSizes z = sizes_of(p);
-  const int64_t slot = (is_decode ? take_decode(nullptr, p.dim, p.v_dim, z.program_steps, nullptr)
-                                  : take_forward(nullptr, p.dim, p.v_dim, z.program_steps, nullptr));
-  const int64_t arrays =
-      is_decode ? take_decode_arrays(nullptr, z, nullptr) : take_forward_arrays(nullptr, z, nullptr);
+  const int64_t slot =
+      (is_decode ? take_decode(nullptr, p.dim, p.v_dim, z.program_steps, nullptr)
+                 : take_forward(nullptr, p.dim, p.v_dim, z.program_steps, nullptr));
+  const int64_t arrays = is_decode ? take_decode_arrays(nullptr, z, nullptr)
+                                   : take_forward_arrays(nullptr, z, nullptr);
   if (std::string error = read_workspace(*workspace, arrays, slot, call.get()); !error.empty())
     return fail(error);
-  return start(pool, is_decode ? decode_job(std::move(call), slot) : forward_job(std::move(call), slot));
+  return start(pool,
+               is_decode ? decode_job(std::move(call), slot) : forward_job(std::move(call), slot));
 }
 
 struct Residuals {
@@ -285,7 +293,8 @@ std::shared_ptr<Job> backward_job(std::unique_ptr<Call> call, int64_t slot) {
   const int64_t tiles = p.q_blocks * p.tiles_per_block();
   count_tasks(call.get(), ranges);
   auto job = std::make_shared<Job>(std::move(call), slot);
-  job->add_phase(heads * p.kv_blocks, [&p](int64_t item, char*) { kernels().backward_pack(p, item); });
+  job->add_phase(heads * p.kv_blocks,
+                 [&p](int64_t item, char*) { kernels().backward_pack(p, item); });
   job->add_phase(heads * ranges + (p.bias ? p.bias_batch * p.bias_heads * tiles : 0),
                  [&p, &call = job->call(), heads, ranges](int64_t item, char* scratch) {
                    if (item >= heads * ranges)
@@ -314,21 +323,23 @@ ffi::Future differentiate(ffi::ThreadPool& pool, const Inputs& in, const Residua
 }
 
 // Arguments and attributes of every handler.
-#define XS_INPUTS                                                                                 \
-  ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, Ints row_starts, Ints kv_block,           \
-      ffi::AnyBuffer is_partial, Ints tables, ffi::AnyBuffer mask_blocks, Ints mask_index,        \
-      ffi::AnyBuffer bias, Ints q_positions, Ints kv_positions, Ints q_segment_ids,               \
+#define XS_INPUTS                                                                          \
+  ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, Ints row_starts, Ints kv_block,    \
+      ffi::AnyBuffer is_partial, Ints tables, ffi::AnyBuffer mask_blocks, Ints mask_index, \
+      ffi::AnyBuffer bias, Ints q_positions, Ints kv_positions, Ints q_segment_ids,        \
       Ints kv_segment_ids
-#define XS_ATTRIBUTES                                                                             \
-  float scale, float softcap, int64_t block_q, int64_t block_kv, int64_t layout_batch,            \
+#define XS_ATTRIBUTES                                                                  \
+  float scale, float softcap, int64_t block_q, int64_t block_kv, int64_t layout_batch, \
       int64_t layout_heads, ffi::Span<const int32_t> program, int64_t program_heads
-#define XS_PACK_INPUTS                                                                            \
-  Inputs {                                                                                        \
+#define XS_PACK_INPUTS                                                                             \
+  Inputs {                                                                                         \
     q, k, v, row_starts, kv_block, is_partial, tables, mask_blocks, mask_index, bias, q_positions, \
-        kv_positions, q_segment_ids, kv_segment_ids                                               \
+        kv_positions, q_segment_ids, kv_segment_ids                                                \
   }
-#define XS_PACK_ATTRIBUTES                                                                        \
-  Attributes { scale, softcap, block_q, block_kv, layout_batch, layout_heads, program, program_heads }
+#define XS_PACK_ATTRIBUTES                                                                \
+  Attributes {                                                                            \
+    scale, softcap, block_q, block_kv, layout_batch, layout_heads, program, program_heads \
+  }
 
 template <bool is_decode>
 ffi::Future attend_handler(ffi::ThreadPool pool, XS_INPUTS, AnyResult o, FloatsResult lse,
@@ -346,18 +357,32 @@ ffi::Future backward_handler(ffi::ThreadPool pool, XS_INPUTS, ffi::AnyBuffer o, 
 template <class B>
 auto bind_inputs(B&& binding) {
   return std::forward<B>(binding)
-      .template Arg<ffi::AnyBuffer>().template Arg<ffi::AnyBuffer>().template Arg<ffi::AnyBuffer>()
-      .template Arg<Ints>().template Arg<Ints>().template Arg<ffi::AnyBuffer>().template Arg<Ints>()
-      .template Arg<ffi::AnyBuffer>().template Arg<Ints>().template Arg<ffi::AnyBuffer>()
-      .template Arg<Ints>().template Arg<Ints>().template Arg<Ints>().template Arg<Ints>();
+      .template Arg<ffi::AnyBuffer>()
+      .template Arg<ffi::AnyBuffer>()
+      .template Arg<ffi::AnyBuffer>()
+      .template Arg<Ints>()
+      .template Arg<Ints>()
+      .template Arg<ffi::AnyBuffer>()
+      .template Arg<Ints>()
+      .template Arg<ffi::AnyBuffer>()
+      .template Arg<Ints>()
+      .template Arg<ffi::AnyBuffer>()
+      .template Arg<Ints>()
+      .template Arg<Ints>()
+      .template Arg<Ints>()
+      .template Arg<Ints>();
 }
 template <class B>
 auto bind_attributes(B&& binding) {
   return std::forward<B>(binding)
-      .template Attr<float>("scale").template Attr<float>("softcap")
-      .template Attr<int64_t>("block_q").template Attr<int64_t>("block_kv")
-      .template Attr<int64_t>("layout_batch").template Attr<int64_t>("layout_heads")
-      .template Attr<ffi::Span<const int32_t>>("program").template Attr<int64_t>("program_heads");
+      .template Attr<float>("scale")
+      .template Attr<float>("softcap")
+      .template Attr<int64_t>("block_q")
+      .template Attr<int64_t>("block_kv")
+      .template Attr<int64_t>("layout_batch")
+      .template Attr<int64_t>("layout_heads")
+      .template Attr<ffi::Span<const int32_t>>("program")
+      .template Attr<int64_t>("program_heads");
 }
 
 }  // namespace
@@ -367,28 +392,38 @@ auto bind_attributes(B&& binding) {
 using namespace xsake_cpu;
 
 XSAKE_EXPORT XLA_FFI_Error* xsake_cpu_forward(XLA_FFI_CallFrame* frame) {
-  static auto* const handler =
-      bind_attributes(bind_inputs(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>())
-                          .Ret<ffi::AnyBuffer>().Ret<Floats>().Ret<ffi::AnyBuffer>())
-          .To(attend_handler<false>).release();
+  static auto* const handler = bind_attributes(bind_inputs(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>())
+                                                   .Ret<ffi::AnyBuffer>()
+                                                   .Ret<Floats>()
+                                                   .Ret<ffi::AnyBuffer>())
+                                   .To(attend_handler<false>)
+                                   .release();
   return handler->Call(frame);
 }
 
 XSAKE_EXPORT XLA_FFI_Error* xsake_cpu_decode(XLA_FFI_CallFrame* frame) {
-  static auto* const handler =
-      bind_attributes(bind_inputs(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>())
-                          .Ret<ffi::AnyBuffer>().Ret<Floats>().Ret<ffi::AnyBuffer>())
-          .To(attend_handler<true>).release();
+  static auto* const handler = bind_attributes(bind_inputs(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>())
+                                                   .Ret<ffi::AnyBuffer>()
+                                                   .Ret<Floats>()
+                                                   .Ret<ffi::AnyBuffer>())
+                                   .To(attend_handler<true>)
+                                   .release();
   return handler->Call(frame);
 }
 
 XSAKE_EXPORT XLA_FFI_Error* xsake_cpu_backward(XLA_FFI_CallFrame* frame) {
-  static auto* const handler =
-      bind_attributes(bind_inputs(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>())
-                          .Arg<ffi::AnyBuffer>().Arg<Floats>().Arg<ffi::AnyBuffer>().Arg<Floats>()
-                          .Ret<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>()
-                          .Ret<Floats>().Ret<ffi::AnyBuffer>())
-          .To(backward_handler).release();
+  static auto* const handler = bind_attributes(bind_inputs(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>())
+                                                   .Arg<ffi::AnyBuffer>()
+                                                   .Arg<Floats>()
+                                                   .Arg<ffi::AnyBuffer>()
+                                                   .Arg<Floats>()
+                                                   .Ret<ffi::AnyBuffer>()
+                                                   .Ret<ffi::AnyBuffer>()
+                                                   .Ret<ffi::AnyBuffer>()
+                                                   .Ret<Floats>()
+                                                   .Ret<ffi::AnyBuffer>())
+                                   .To(backward_handler)
+                                   .release();
   return handler->Call(frame);
 }
 
@@ -398,24 +433,28 @@ XSAKE_EXPORT void xsake_cpu_ffi_version(int32_t* major, int32_t* minor) {
   *minor = XLA_FFI_API_MINOR;
 }
 
-// Bytes of the workspace of a call with scratch for `workers` threads. More threads than that do not
-// take part; results do not depend on their number.
-#define XS_WORKSPACE(name)                                                                        \
-  XSAKE_EXPORT int64_t xsake_cpu_##name##_workspace(                                              \
-      int64_t batch, int64_t q_tokens, int64_t kv_tokens, int64_t q_heads, int64_t kv_heads,      \
-      int64_t dim, int64_t v_dim, int64_t block_kv, int64_t program_steps, int64_t workers) {     \
-    const WorkspaceSizes z{batch, q_tokens, kv_tokens, q_heads,      kv_heads,                    \
-                           dim,   v_dim,    block_kv,  program_steps};                            \
-    return take_##name##_arrays(nullptr, z, nullptr) + kAlign +                                   \
-           max_of(1, workers) * take_##name(nullptr, dim, v_dim, program_steps, nullptr);         \
+// Bytes of the workspace of a call with scratch for `workers` threads. More threads than that do
+// not take part; results do not depend on their number.
+#define XS_WORKSPACE(name)                                                                    \
+  XSAKE_EXPORT int64_t xsake_cpu_##name##_workspace(                                          \
+      int64_t batch, int64_t q_tokens, int64_t kv_tokens, int64_t q_heads, int64_t kv_heads,  \
+      int64_t dim, int64_t v_dim, int64_t block_kv, int64_t program_steps, int64_t workers) { \
+    const WorkspaceSizes z{batch, q_tokens, kv_tokens, q_heads,      kv_heads,                \
+                           dim,   v_dim,    block_kv,  program_steps};                        \
+    return take_##name##_arrays(nullptr, z, nullptr) + kAlign +                               \
+           max_of(1, workers) * take_##name(nullptr, dim, v_dim, program_steps, nullptr);     \
   }
 XS_WORKSPACE(forward)
 XS_WORKSPACE(backward)
 XS_WORKSPACE(decode)
 
 // Building blocks, for tests.
-XSAKE_EXPORT void xsake_cpu_test_exp2(const float* x, float* y, int64_t n) { kernels().exp2(x, y, n); }
-XSAKE_EXPORT void xsake_cpu_test_tanh(const float* x, float* y, int64_t n) { kernels().tanh(x, y, n); }
+XSAKE_EXPORT void xsake_cpu_test_exp2(const float* x, float* y, int64_t n) {
+  kernels().exp2(x, y, n);
+}
+XSAKE_EXPORT void xsake_cpu_test_tanh(const float* x, float* y, int64_t n) {
+  kernels().tanh(x, y, n);
+}
 XSAKE_EXPORT void xsake_cpu_test_product(const float* a, const float* b, float* c, int64_t m,
                                          int64_t n, int64_t k) {
   kernels().product(a, b, c, m, n, k);

@@ -1,7 +1,7 @@
 // Forward pass: pack listed blocks, then one task per tile of at most 128 queries of one head.
 //
-// A step takes up to 256 keys from any listed blocks, so that small blocks share the cost of a step:
-// s = q k^T, p = 2^(s - m) in place, acc = alpha acc + p v.
+// A step takes up to 256 keys from any listed blocks, so that small blocks share the cost of a
+// step: s = q k^T, p = 2^(s - m) in place, acc = alpha acc + p v.
 #pragma once
 
 #include "online_softmax.h"

@@ -5,8 +5,9 @@
 
 namespace xsake_cpu::XSAKE_ISA {
 
-// Accumulators of a strip: kStrip rows times kVectors vectors. AVX-512 has 32 registers, of which 16
-// accumulators hide the latency of two multiply-add units; AVX2 and SSE have 16 registers in all.
+// Accumulators of a strip: kStrip rows times kVectors vectors. AVX-512 has 32 registers, of which
+// 16 accumulators hide the latency of two multiply-add units; AVX2 and SSE have 16 registers in
+// all.
 #if defined(__AVX512F__) || defined(__aarch64__)
 constexpr int kStrip = 8;
 #else
@@ -31,7 +32,8 @@ XS_INLINE void for_strips(int rows, F&& f) {
 
 template <int M, int N>
 XS_INLINE void clear(vf (&acc)[M][N]) {
-  XS_UNROLL for (int r = 0; r < M; r++) XS_UNROLL for (int n = 0; n < N; n++) acc[r][n] = vf{};
+  XS_FOR (r, M)
+    XS_FOR (n, N) acc[r][n] = vf{};
 }
 
 // acc += a b: a(r, i) = a[r * a_row + i * a_column], row i of b starts at b + i * b_row.
@@ -43,10 +45,10 @@ XS_INLINE void multiply(const float* __restrict a, int64_t a_row, int64_t a_colu
 #endif
   for (int64_t i = 0; i < depth; i++) {
     vf y[N];
-    XS_UNROLL for (int n = 0; n < N; n++) y[n] = load(b + i * b_row + n * VL);
-    XS_UNROLL for (int r = 0; r < M; r++) {
+    XS_FOR (n, N) y[n] = load(b + i * b_row + n * VL);
+    XS_FOR (r, M) {
       const vf x = splat(a[r * a_row + i * a_column]);
-      XS_UNROLL for (int n = 0; n < N; n++) acc[r][n] += x * y[n];
+      XS_FOR (n, N) acc[r][n] += x * y[n];
     }
   }
 }
@@ -58,9 +60,9 @@ XS_NOINLINE void scale_add(const float* a, int64_t a_row, const float* b, int64_
   vf acc[M][N];
   clear(acc);
   multiply(a, a_row, 1, b, b_row, depth, acc);
-  XS_UNROLL for (int r = 0; r < M; r++) {
+  XS_FOR (r, M) {
     const vf x = splat(alpha ? alpha[r] : 1.f);
-    XS_UNROLL for (int n = 0; n < N; n++) {
+    XS_FOR (n, N) {
       float* to = c + r * c_row + n * VL;
       store(to, load(to) * x + acc[r][n]);
     }
@@ -75,8 +77,8 @@ XS_NOINLINE void add_transposed(const float* a, int64_t a_column, const float* b
   vf acc[M][kVectors];
   clear(acc);
   multiply(a, 1, a_column, b, b_row, depth, acc);
-  XS_UNROLL for (int r = 0; r < M; r++)
-    XS_UNROLL for (int n = 0; n < kVectors; n++) {
+  XS_FOR (r, M)
+    XS_FOR (n, kVectors) {
       float* to = c + r * c_row + n * VL;
       store(to, load(to) + acc[r][n]);
     }

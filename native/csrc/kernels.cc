@@ -21,11 +21,13 @@ static void test_tanh(const float* x, float* y, int64_t n) {
   for (int64_t i = 0; i < n; i += VL) store_upto(y + i, tanh(load_upto(x + i, n - i)), n - i);
 }
 // c [m, n] = a [m, k] b [k, n], m even, n a multiple of 32.
-static void test_product(const float* a, const float* b, float* c, int64_t m, int64_t n, int64_t k) {
+static void test_product(const float* a, const float* b, float* c, int64_t m, int64_t n,
+                         int64_t k) {
   for (int64_t column = 0; column < n; column += kPanel)
     for_strips((int)m, [&](auto strip, int r) {
       const float zeros[kStrip] = {};
-      scale_add<decltype(strip)::value>(a + r * k, k, b + column, n, k, c + r * n + column, n, zeros);
+      scale_add<decltype(strip)::value>(a + r * k, k, b + column, n, k, c + r * n + column, n,
+                                        zeros);
     });
 }
 
@@ -33,10 +35,10 @@ static void test_product(const float* a, const float* b, float* c, int64_t m, in
 
 extern const KernelTable XS_JOIN(XSAKE_ISA, _kernels);
 const KernelTable XS_JOIN(XSAKE_ISA, _kernels) = {
-    XS_STRING(XSAKE_ISA),     XSAKE_ISA::forward_pack,  XSAKE_ISA::forward_tile,
-    XSAKE_ISA::backward_pack, XSAKE_ISA::backward_range, XSAKE_ISA::backward_bias,
-    XSAKE_ISA::backward_merge, XSAKE_ISA::decode_chunk, XSAKE_ISA::decode_merge,
-    XSAKE_ISA::test_exp2,     XSAKE_ISA::test_tanh,     XSAKE_ISA::test_product,
+    XS_STRING(XSAKE_ISA),      XSAKE_ISA::forward_pack,   XSAKE_ISA::forward_tile,
+    XSAKE_ISA::backward_pack,  XSAKE_ISA::backward_range, XSAKE_ISA::backward_bias,
+    XSAKE_ISA::backward_merge, XSAKE_ISA::decode_chunk,   XSAKE_ISA::decode_merge,
+    XSAKE_ISA::test_exp2,      XSAKE_ISA::test_tanh,      XSAKE_ISA::test_product,
 };
 
 }  // namespace xsake_cpu

@@ -34,8 +34,7 @@ XS_INLINE void for_vectors(const Values (&x)[3], int32_t* to, int64_t n, F&& f) 
 }
 template <class F>
 XS_INLINE void for_lanes(const Values (&x)[3], int32_t* to, int64_t n, F&& f) {
-  for (int64_t i = 0; i < n; i++)
-    to[i] = f(x[0].data[i * x[0].step], x[1].data[i * x[1].step]);
+  for (int64_t i = 0; i < n; i++) to[i] = f(x[0].data[i * x[0].step], x[1].data[i * x[1].step]);
 }
 
 XS_INLINE int32_t divide(int32_t x, int32_t y) {
@@ -49,7 +48,8 @@ XS_INLINE int32_t remainder(int32_t x, int32_t y) {
 
 // Operations whose result depends on the sign.
 static void run_ordered(Op op, bool is_unsigned, const Values (&x)[3], int32_t* to, int64_t n) {
-  const vi flip = splat(is_unsigned ? (int32_t)0x80000000 : 0);  // to signed numbers in the same order
+  const vi flip =
+      splat(is_unsigned ? (int32_t)0x80000000 : 0);  // to signed numbers in the same order
   switch (op) {
     case Op::lt: return for_vectors(x, to, n, [&](vi a, vi b) { return (a ^ flip) < (b ^ flip); });
     case Op::le: return for_vectors(x, to, n, [&](vi a, vi b) { return (a ^ flip) <= (b ^ flip); });
@@ -60,9 +60,8 @@ static void run_ordered(Op op, bool is_unsigned, const Values (&x)[3], int32_t* 
     case Op::max:
       return for_vectors(x, to, n, [&](vi a, vi b) { return (a ^ flip) > (b ^ flip) ? a : b; });
     case Op::abs:
-      return for_vectors(x, to, n, [&](vi a, vi) {
-        return is_unsigned ? a : (a < 0 ? (vi)(0u - (vu)a) : a);
-      });
+      return for_vectors(
+          x, to, n, [&](vi a, vi) { return is_unsigned ? a : (a < 0 ? (vi)(0u - (vu)a) : a); });
     case Op::sign:
       return for_vectors(x, to, n, [&](vi a, vi) {
         return is_unsigned ? (vi)(a != 0) & 1 : ((a > 0) & 1) | (a < 0);
@@ -89,9 +88,11 @@ static void run_bits(Op op, const Values (&x)[3], int32_t* to, int64_t n) {
     case Op::shift_right_logical:
       return for_vectors(x, to, n, [](vi a, vi b) { return (vi)((vu)a >> ((vu)b & 31u)); });
     case Op::population_count:
-      return for_lanes(x, to, n, [](int32_t a, int32_t) { return __builtin_popcount((uint32_t)a); });
+      return for_lanes(x, to, n,
+                       [](int32_t a, int32_t) { return __builtin_popcount((uint32_t)a); });
     default:  // clz
-      return for_lanes(x, to, n, [](int32_t a, int32_t) { return a ? __builtin_clz((uint32_t)a) : 32; });
+      return for_lanes(x, to, n,
+                       [](int32_t a, int32_t) { return a ? __builtin_clz((uint32_t)a) : 32; });
   }
 }
 
@@ -169,11 +170,13 @@ class MaskBuilder {
     const bool has_segments = is_partial && p_.q_segments;
     const uint8_t* block = nullptr;
     if (is_partial && p_.mask_blocks)
-      block = p_.mask_blocks + (p_.mask_index[item] * p_.block_q + rows_.token[r] % p_.block_q) *
-                                   p_.block_kv + piece.first;
+      block = p_.mask_blocks +
+              (p_.mask_index[item] * p_.block_q + rows_.token[r] % p_.block_q) * p_.block_kv +
+              piece.first;
     for (int64_t c = 0; c < piece.width; c += panel) {
       vi some = vi{}, every = splat(-1);
-      XS_UNROLL for (int64_t n = c; n < c + panel; n += VL) {
+      XS_UNROLL
+      for (int64_t n = c; n < c + panel; n += VL) {
         vi x = load(scratch_.key_valid + n) & load(allowed.data + n * allowed.step);
         if (has_segments) x &= same_segment(r, n);
         if (block) x &= load_block(block + n, piece.count - n);

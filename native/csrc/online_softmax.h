@@ -46,9 +46,8 @@ XS_INLINE vf load_bias(const Problem& p, int64_t b, int64_t h, int64_t token, in
   const int64_t at = (plane * p.q_tokens + token) * p.kv_tokens + key, n = p.kv_tokens - key;
   vf x = vf{};
   if (n <= 0) return x;
-  with_dtype(p.bias_dtype, [&](auto type) {
-    x = load_upto(static_cast<const decltype(type)*>(p.bias) + at, n);
-  });
+  with_dtype(p.bias_dtype,
+             [&](auto type) { x = load_upto(static_cast<const decltype(type)*>(p.bias) + at, n); });
   return x;
 }
 
@@ -70,10 +69,10 @@ XS_NOINLINE void score_strip(const float* q, int64_t q_row, const float* k, int6
   vf acc[M][kVectors];
   clear(acc);
   multiply(q, q_row, 1, k, kPanel, dim, acc);
-  XS_UNROLL for (int r = 0; r < M; r++) {
+  XS_FOR (r, M) {
     vf top = vf{};
     if constexpr (mode != Scores::raw) top = load(row_max + r * kMaxVector);
-    XS_UNROLL for (int n = 0; n < kVectors; n++) {
+    XS_FOR (n, kVectors) {
       vf x = acc[r][n];
       if constexpr (mode == Scores::masked)
         x = select(load_mask(mask + r * kStepKeys + n * VL), x, splat(kNegInf));
@@ -91,7 +90,8 @@ XS_INLINE void fill_hidden(float* s, int rows) {
 
 // Bias, softcap, mask and row maxima of raw scores; hidden pairs become -inf.
 static void finish_scores(const Problem& p, const Piece& piece, const TileRows& rows,
-                          const MaskScratch& scratch, const SoftmaxRows& x, int64_t b, int64_t num) {
+                          const MaskScratch& scratch, const SoftmaxRows& x, int64_t b,
+                          int64_t num) {
   const int64_t key = piece.kv_block * p.block_kv + piece.first;
   for (int64_t r = 0; r < num; r++) {
     float* s = x.s + r * kScoreStride + piece.column;
@@ -141,12 +141,13 @@ XS_INLINE vf exponentiate(float* s, int64_t n, float m_safe) {
   const vf m = splat(m_safe);
   vf sum[kVectors] = {};
   for (int64_t c = 0; c < n; c += kPanel)
-    XS_UNROLL for (int i = 0; i < kVectors; i++) {
+    XS_FOR (i, kVectors) {
       const vf p = exp2(load(s + c + i * VL) - m);
       store(s + c + i * VL, p);
       sum[i] += p;
     }
-  XS_UNROLL for (int i = 1; i < kVectors; i++) sum[0] += sum[i];
+  XS_UNROLL
+  for (int i = 1; i < kVectors; i++) sum[0] += sum[i];
   return sum[0];
 }
 

@@ -21,8 +21,8 @@ struct TokenRows {
 
 XS_INLINE int64_t padded_block(const Problem& p) { return round_up(p.block_kv, kPanel); }
 
-// Rows of `from` -> panels [dim / kPanel][width][kPanel], from row `first` of the panels on; finite.
-// Rows with other values are marked in `bad`, unless it is null.
+// Rows of `from` -> panels [dim / kPanel][width][kPanel], from row `first` of the panels on;
+// finite. Rows with other values are marked in `bad`, unless it is null.
 template <class T>
 static void pack_rows(const TokenRows<T>& from, int64_t padded_rows, float* to, int64_t width,
                       int8_t* bad) {
@@ -53,7 +53,7 @@ static void pack_transposed(const TokenRows<T>& from, int64_t padded_rows, float
     for (int64_t d = 0; d < from.dim; d += VL) {
       const int64_t n = min_of(VL, from.dim - d);
       vf x[VL];
-      XS_UNROLL for (int i = 0; i < VL; i++) {
+      XS_FOR (i, VL) {
         x[i] = vf{};
         if (t + i >= from.count) continue;
         x[i] = load_upto(from.data + (t + i) * from.stride + d, n);
@@ -65,7 +65,7 @@ static void pack_transposed(const TokenRows<T>& from, int64_t padded_rows, float
       }
       transpose(x);
       if (n == VL) {
-        XS_UNROLL for (int i = 0; i < VL; i++) store(panel + (d + i) * kPanel, x[i]);
+        XS_FOR (i, VL) store(panel + (d + i) * kPanel, x[i]);
       } else {
         for (int64_t i = 0; i < n; i++) store(panel + (d + i) * kPanel, x[i]);
       }

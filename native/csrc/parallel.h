@@ -4,8 +4,8 @@
 // workers are scheduled at once, and each takes items of one phase after the other. The calling
 // thread is one of them; it returns a future when no item is left to take, and waits for no one.
 // Between two phases a worker waits for items that other threads are computing at that moment, not
-// for workers that may never start, so no number of calls can deadlock the pool. It gives up after a
-// few milliseconds: the thread that finishes the last item of a phase always continues.
+// for workers that may never start, so no number of calls can deadlock the pool. It gives up after
+// a few milliseconds: the thread that finishes the last item of a phase always continues.
 #pragma once
 
 #include <atomic>
@@ -32,7 +32,8 @@ class Job {
  public:
   using Body = std::function<void(int64_t item, char* scratch)>;
 
-  Job(std::unique_ptr<Call> call, int64_t slot_size) : call_(std::move(call)), slot_size_(slot_size) {
+  Job(std::unique_ptr<Call> call, int64_t slot_size)
+      : call_(std::move(call)), slot_size_(slot_size) {
     num_slots_ = slot_size ? call_->scratch_size / slot_size : 1;
   }
 
@@ -47,7 +48,8 @@ class Job {
   }
   bool is_empty() const { return phases_.empty(); }
 
-  // Takes items until none is left; `done` is called once, by the thread that finishes the last one.
+  // Takes items until none is left; `done` is called once, by the thread that finishes the last
+  // one.
   template <class Done>
   void work(Done&& done) {
     const int64_t slot = next_slot_.fetch_add(1, std::memory_order_relaxed);

@@ -32,9 +32,36 @@ static inline int64_t max_of(int64_t x, int64_t y) { return x > y ? x : y; }
 
 // Operations of mask programs, in the order of their codes. See mask_program.h.
 enum class Op : int32_t {
-  and_, or_, xor_, not_, eq, ne, lt, le, gt, ge, add, sub, mul, neg, abs, sign, min, max, div, rem,
-  shift_left, shift_right_arithmetic, shift_right_logical, population_count, clz, select_n,
-  to_bool, to_int32, to_uint32, count_
+  and_,
+  or_,
+  xor_,
+  not_,
+  eq,
+  ne,
+  lt,
+  le,
+  gt,
+  ge,
+  add,
+  sub,
+  mul,
+  neg,
+  abs,
+  sign,
+  min,
+  max,
+  div,
+  rem,
+  shift_left,
+  shift_right_arithmetic,
+  shift_right_logical,
+  population_count,
+  clz,
+  select_n,
+  to_bool,
+  to_int32,
+  to_uint32,
+  count_
 };
 enum class TermKind : int32_t { none, position, constant, table, step };
 enum class TermType : int32_t { boolean, int32, uint32 };
@@ -121,7 +148,8 @@ struct Arena {
 
 // Number of key ranges of the backward pass: shapes alone decide, and one range needs no copies of
 // dq. More than 8 copies would cost more memory traffic than idle cores cost time.
-static inline int64_t num_ranges(int64_t batch, int64_t kv_heads, int64_t kv_tokens, int64_t block_kv) {
+static inline int64_t num_ranges(int64_t batch, int64_t kv_heads, int64_t kv_tokens,
+                                 int64_t block_kv) {
   const int64_t tasks = batch * kv_heads;
   const int64_t for_cores = (32 + tasks - 1) / tasks;
   const int64_t by_length = max_of(1, kv_tokens / 2048);

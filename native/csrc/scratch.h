@@ -17,13 +17,14 @@ struct TileRows {
   int32_t* token;     // index of the query in its sequence
   int32_t* position;  // as the mask sees it
   int32_t* segment;
-  int32_t* head;      // query head
-  int32_t* item;      // item of the list that the row takes in this step; -1: none
+  int32_t* head;  // query head
+  int32_t* item;  // item of the list that the row takes in this step; -1: none
 };
 
 struct MaskScratch {
-  int8_t* mask;        // [rows, kStepKeys]: -1 where a pair counts, else 0
-  uint8_t* state;      // [rows, kStepKeys / 8]: bit 0 if a pair of a panel counts, bit 1 if one does not
+  int8_t* mask;  // [rows, kStepKeys]: -1 where a pair counts, else 0
+  uint8_t*
+      state;  // [rows, kStepKeys / 8]: bit 0 if a pair of a panel counts, bit 1 if one does not
   int32_t* steps;      // [program steps, kStepKeys]
   int32_t* key_valid;  // [kStepKeys]: -1 or 0
   int32_t* key_position;
@@ -54,9 +55,9 @@ static inline MaskScratch take_mask(Arena& arena, int64_t rows, int64_t program_
 
 // State of the online softmax of a tile.
 struct SoftmaxRows {
-  float* acc;      // [rows, padded v_dim]
-  float* s;        // [rows, kScoreStride]
-  float* row_max;  // [rows, kMaxVector]: maximum of s in this step, by lane
+  float* acc;            // [rows, padded v_dim]
+  float* s;              // [rows, kScoreStride]
+  float* row_max;        // [rows, kMaxVector]: maximum of s in this step, by lane
   float *m, *l, *alpha;  // [rows]
 };
 
@@ -79,7 +80,7 @@ struct ForwardScratch {
 };
 
 static inline int64_t take_forward(char* base, int64_t dim, int64_t v_dim, int64_t program_steps,
-                            ForwardScratch* out) {
+                                   ForwardScratch* out) {
   Arena arena{base};
   ForwardScratch x;
   x.q = arena.take<float>(kTileRows * dim);
@@ -115,7 +116,7 @@ struct BackwardScratch {
 };
 
 static inline int64_t take_backward(char* base, int64_t dim, int64_t v_dim, int64_t program_steps,
-                             BackwardScratch* out) {
+                                    BackwardScratch* out) {
   Arena arena{base};
   BackwardScratch x;
   const int64_t padded = round_up(dim, kMaxPanel);
@@ -141,7 +142,8 @@ struct BackwardArrays {
   float* dq;         // [ranges, batch, q_tokens, q_heads, dim], without it for one range
 };
 
-static inline int64_t take_backward_arrays(char* base, const WorkspaceSizes& z, BackwardArrays* out) {
+static inline int64_t take_backward_arrays(char* base, const WorkspaceSizes& z,
+                                           BackwardArrays* out) {
   Arena arena{base};
   const int64_t blocks = (z.kv_tokens + z.block_kv - 1) / z.block_kv;
   const int64_t keys = z.batch * z.kv_heads * blocks * round_up(z.block_kv, kMaxPanel);
@@ -158,8 +160,8 @@ static inline int64_t take_backward_arrays(char* base, const WorkspaceSizes& z, 
 }
 
 struct DecodeScratch {
-  float* q;       // [rows, dim padded to vectors]
-  float *k, *v;   // [kStepKeys, padded dim]: finite or widened copies
+  float* q;      // [rows, dim padded to vectors]
+  float *k, *v;  // [kStepKeys, padded dim]: finite or widened copies
   SoftmaxRows softmax;
   float *acc, *m, *l;  // before the last step
   TileRows rows;
@@ -167,7 +169,7 @@ struct DecodeScratch {
 };
 
 static inline int64_t take_decode(char* base, int64_t dim, int64_t v_dim, int64_t program_steps,
-                           DecodeScratch* out) {
+                                  DecodeScratch* out) {
   Arena arena{base};
   DecodeScratch x;
   x.q = arena.take<float>(kDecodeRows * round_up(dim, kMaxPanel));
@@ -202,8 +204,9 @@ static inline int64_t take_decode_arrays(char* base, const WorkspaceSizes& z, De
 }
 
 static inline WorkspaceSizes sizes_of(const Problem& p) {
-  return {p.batch, p.q_tokens, p.kv_tokens, p.q_heads, p.kv_heads, p.dim, p.v_dim, p.block_kv,
-          p.program ? p.program->num_steps : 0};
+  return {p.batch,   p.q_tokens, p.kv_tokens,
+          p.q_heads, p.kv_heads, p.dim,
+          p.v_dim,   p.block_kv, p.program ? p.program->num_steps : 0};
 }
 
 }  // namespace xsake_cpu

@@ -22,6 +22,11 @@
 #define XS_UNROLL _Pragma("GCC unroll 16")
 #endif
 
+// A loop over registers: it has to disappear.
+#define XS_FOR(i, n) \
+  XS_UNROLL          \
+  for (int i = 0; i < (n); i++)
+
 namespace xsake_cpu::XSAKE_ISA {
 
 constexpr int VL = XSAKE_VECTOR;
@@ -53,7 +58,9 @@ XS_INLINE void store(float* to, vf x) { std::memcpy(to, &x, sizeof(x)); }
 XS_INLINE void store(int32_t* to, vi x) { std::memcpy(to, &x, sizeof(x)); }
 XS_INLINE vf splat(float x) { return x - vf{}; }  // x + 0 would turn -0 into 0
 XS_INLINE vi splat(int32_t x) { return x - vi{}; }
-XS_INLINE vi load_mask(const int8_t* from) { return __builtin_convertvector(load_as<vb>(from), vi); }
+XS_INLINE vi load_mask(const int8_t* from) {
+  return __builtin_convertvector(load_as<vb>(from), vi);
+}
 XS_INLINE vf select(vi which, vf yes, vf no) { return which ? yes : no; }
 
 // The second operand if one of them is NaN: `max(limit, x)` keeps a NaN of x.
@@ -82,10 +89,12 @@ XS_INLINE vf reduce_lanes(vf x, F f) {
   }
 }
 XS_INLINE float max_lanes(vf x) {
-  return reduce_lanes<VL / 2>(x, [](vf a, vf b) __attribute__((always_inline)) { return max(a, b); })[0];
+  return reduce_lanes<VL / 2>(
+      x, [](vf a, vf b) __attribute__((always_inline)) { return max(a, b); })[0];
 }
 XS_INLINE float sum_lanes(vf x) {
-  return reduce_lanes<VL / 2>(x, [](vf a, vf b) __attribute__((always_inline)) { return a + b; })[0];
+  return reduce_lanes<VL / 2>(x,
+                              [](vf a, vf b) __attribute__((always_inline)) { return a + b; })[0];
 }
 XS_INLINE vi is_finite(vf x) { return ((vi)x & 0x7f800000) != 0x7f800000; }
 // Whether a lane of a mask is set.
@@ -212,7 +221,7 @@ XS_INLINE vf mix_high(vf a, vf b, std::integer_sequence<int, I...>) {
 template <int S = VL / 2>
 XS_INLINE void transpose(vf (&x)[VL]) {
   if constexpr (S > 0) {
-    XS_UNROLL for (int i = 0; i < VL; i++) {
+    XS_FOR (i, VL) {
       if (i & S) continue;
       const vf a = x[i], b = x[i | S];
       x[i] = mix_low<S>(a, b, Lanes{});
@@ -231,7 +240,7 @@ XS_INLINE vf join_halves(vf a, vf b, std::integer_sequence<int, I...>) {
 template <int S = VL / 2>
 XS_INLINE vf sum_each(vf (&x)[VL]) {
   if constexpr (S > 0) {
-    XS_UNROLL for (int i = 0; i < S; i++) x[i] = join_halves<S>(x[i], x[i + S], Lanes{});
+    XS_FOR (i, S) x[i] = join_halves<S>(x[i], x[i + S], Lanes{});
     return sum_each<S / 2>(x);
   } else {
     return x[0];

@@ -19,23 +19,34 @@ def register():
 
 def _arguments(case):
     return (
-        case.q, case.k, case.v, case.row_starts, case.kv_block, case.is_partial, case.tables,
-        case.mask_blocks, case.mask_index, case.bias, case.q_positions, case.kv_positions,
-        case.q_segment_ids, case.kv_segment_ids,
+        case.q,
+        case.k,
+        case.v,
+        case.row_starts,
+        case.kv_block,
+        case.is_partial,
+        case.tables,
+        case.mask_blocks,
+        case.mask_index,
+        case.bias,
+        case.q_positions,
+        case.kv_positions,
+        case.q_segment_ids,
+        case.kv_segment_ids,
     )
 
 
 def _attributes(case):
-    return dict(
-        scale=np.float32(case.scale),
-        softcap=np.float32(case.softcap),
-        block_q=np.int64(case.block_q),
-        block_kv=np.int64(case.block_kv),
-        layout_batch=np.int64(case.layout_batch),
-        layout_heads=np.int64(case.layout_heads),
-        program=tuple(case.program),
-        program_heads=np.int64(case.program_heads),
-    )
+    return {
+        "scale": np.float32(case.scale),
+        "softcap": np.float32(case.softcap),
+        "block_q": np.int64(case.block_q),
+        "block_kv": np.int64(case.block_kv),
+        "layout_batch": np.int64(case.layout_batch),
+        "layout_heads": np.int64(case.layout_heads),
+        "program": tuple(case.program),
+        "program_heads": np.int64(case.program_heads),
+    }
 
 
 def workspace_sizes(case, workers=2):
@@ -43,10 +54,18 @@ def workspace_sizes(case, workers=2):
     batch, q_tokens, q_heads, dim = case.q.shape
     _, kv_tokens, kv_heads, v_dim = case.v.shape
     steps = case.program[0] if case.program else 0
-    return dict(
-        batch=batch, q_tokens=q_tokens, kv_tokens=kv_tokens, q_heads=q_heads, kv_heads=kv_heads,
-        dim=dim, v_dim=v_dim, block_kv=case.block_kv, program_steps=steps, workers=workers,
-    )
+    return {
+        "batch": batch,
+        "q_tokens": q_tokens,
+        "kv_tokens": kv_tokens,
+        "q_heads": q_heads,
+        "kv_heads": kv_heads,
+        "dim": dim,
+        "v_dim": v_dim,
+        "block_kv": case.block_kv,
+        "program_steps": steps,
+        "workers": workers,
+    }
 
 
 def _outputs(case):

@@ -27,13 +27,19 @@ class Case:
     program: tuple = ()
     program_heads: int = 1
     tables: np.ndarray = dataclasses.field(default_factory=lambda: EMPTY_I32)
-    mask_blocks: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((0, 1, 1), np.uint8))
+    mask_blocks: np.ndarray = dataclasses.field(
+        default_factory=lambda: np.zeros((0, 1, 1), np.uint8)
+    )
     mask_index: np.ndarray = dataclasses.field(default_factory=lambda: EMPTY_I32)
     bias: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((0, 0, 0, 0), np.float32))
     q_positions: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((0, 0), np.int32))
     kv_positions: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((0, 0), np.int32))
-    q_segment_ids: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((0, 0), np.int32))
-    kv_segment_ids: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((0, 0), np.int32))
+    q_segment_ids: np.ndarray = dataclasses.field(
+        default_factory=lambda: np.zeros((0, 0), np.int32)
+    )
+    kv_segment_ids: np.ndarray = dataclasses.field(
+        default_factory=lambda: np.zeros((0, 0), np.int32)
+    )
 
 
 def build_case(
@@ -66,7 +72,7 @@ def build_case(
     program_heads=1,
     capacity=0,
 ):
-    """Draw arrays and a layout; `allows(q_pos, kv_pos, head)` is the mask that `program` encodes."""
+    """Draw arrays and a layout; `allows(q_pos, kv_pos, head)` is the mask of `program`."""
     kv_tokens = q_tokens if kv_tokens is None else kv_tokens
     kv_heads = q_heads if kv_heads is None else kv_heads
     v_dim = dim if v_dim is None else v_dim
@@ -88,7 +94,9 @@ def build_case(
     if segments:
         q_seg = np.sort(rng.integers(-1, 3, (batch, q_tokens)), -1).astype(np.int32)
         kv_seg = np.sort(rng.integers(-1, 3, (batch, kv_tokens)), -1).astype(np.int32)
-        mask &= (q_seg[:, None, :, None] == kv_seg[:, None, None, :]) & (q_seg >= 0)[:, None, :, None]
+        mask &= (q_seg[:, None, :, None] == kv_seg[:, None, None, :]) & (q_seg >= 0)[
+            :, None, :, None
+        ]
         extra.update(q_segment_ids=q_seg, kv_segment_ids=kv_seg)
     grid = rng.random((layout_batch, layout_heads, q_blocks, kv_blocks)) < density
     blocks = None
@@ -120,20 +128,32 @@ def build_case(
                         stored.append(block)
                 row_starts.append(len(items))
     if blocks is not None:
-        extra["mask_blocks"] = np.stack(stored) if stored else np.zeros((1, block_q, block_kv), np.uint8)
+        extra["mask_blocks"] = (
+            np.stack(stored) if stored else np.zeros((1, block_q, block_kv), np.uint8)
+        )
         extra["mask_index"] = np.arange(len(items) + capacity, dtype=np.int32)
     if bias is not None:
         drawn = rng.standard_normal((*bias, q_tokens, kv_tokens))
         extra["bias"] = drawn.astype(bias_dtype)
     unused = rng.integers(-(2**31), 2**31 - 1, capacity)
     return Case(
-        q, k, v,
+        q,
+        k,
+        v,
         np.array(row_starts, np.int32),
         np.array([*items, *unused], np.int64).astype(np.int32),
         np.array([*partial, *[True] * capacity], bool),
-        pairs, block_q, block_kv, layout_batch, layout_heads,
-        scale=dim**-0.5, softcap=softcap, program=tuple(program), program_heads=program_heads,
-        tables=EMPTY_I32 if tables is None else np.asarray(tables, np.int32).reshape(-1), **extra,
+        pairs,
+        block_q,
+        block_kv,
+        layout_batch,
+        layout_heads,
+        scale=dim**-0.5,
+        softcap=softcap,
+        program=tuple(program),
+        program_heads=program_heads,
+        tables=EMPTY_I32 if tables is None else np.asarray(tables, np.int32).reshape(-1),
+        **extra,
     )
 
 
@@ -144,7 +164,10 @@ def scores(case):
     q, k = f(case.q), np.repeat(f(case.k), group, 1)
     s = q @ k.swapaxes(-1, -2) * case.scale
     if case.bias.size:
-        b, h = np.arange(q.shape[0]) % case.bias.shape[0], np.arange(q.shape[1]) % case.bias.shape[1]
+        b, h = (
+            np.arange(q.shape[0]) % case.bias.shape[0],
+            np.arange(q.shape[1]) % case.bias.shape[1],
+        )
         s = s + np.asarray(case.bias, np.float64)[b[:, None], h[None]]
     return s, case.softcap * np.tanh(s / case.softcap) if case.softcap else s
 
@@ -156,11 +179,11 @@ def forward(case):
     m = s.max(-1, keepdims=True, initial=-np.inf)
     m = np.where(m == -np.inf, 0, m)
     p = np.exp(s - m)
-    l = p.sum(-1, keepdims=True)
+    total = p.sum(-1, keepdims=True)
     v = np.repeat(np.moveaxis(np.asarray(case.v, np.float64), 2, 1), group, 1)
-    o = p @ v / np.where(l == 0, 1, l)
+    o = p @ v / np.where(total == 0, 1, total)
     with np.errstate(divide="ignore"):
-        lse = np.where(l == 0, -np.inf, m + np.log(l))[..., 0]
+        lse = np.where(total == 0, -np.inf, m + np.log(total))[..., 0]
     return np.moveaxis(o, 1, 2), np.moveaxis(lse, 1, 2)
 
 
@@ -197,5 +220,3 @@ def backward(case, do, dlse):
 def ulp_bound(dtype):
     """Relative rounding step of a dtype."""
     return {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}[np.dtype(dtype).name]
-
-

@@ -38,7 +38,14 @@ def test_against_float64(name):
 @pytest.mark.parametrize("q_tokens", [4096, 2500])
 def test_key_ranges_are_merged(q_tokens):
     rng = np.random.default_rng(1)
-    kwargs = dict(q_tokens=q_tokens, q_heads=2, kv_heads=1, dim=16, layout_heads=2, density=0.3)
+    kwargs = {
+        "q_tokens": q_tokens,
+        "q_heads": 2,
+        "kv_heads": 1,
+        "dim": 16,
+        "layout_heads": 2,
+        "density": 0.3,
+    }
     case = oracle.build_case(rng, block_q=128, block_kv=128, **kwargs, **causal())
     native, expected = gradients(case, rng)
     for x, y in zip(native[:3], expected[:3], strict=True):
@@ -47,14 +54,16 @@ def test_key_ranges_are_merged(q_tokens):
 
 def test_results_depend_on_no_thread():
     rng = np.random.default_rng(2)
-    case = oracle.build_case(rng, batch=2, q_tokens=2100, q_heads=2, kv_heads=1, bias=(1, 1), **causal())
+    case = oracle.build_case(
+        rng, batch=2, q_tokens=2100, q_heads=2, kv_heads=1, bias=(1, 1), **causal()
+    )
     first = gradients(case, np.random.default_rng(3), 1)[0]
     for workers in (1, 2, 5):
         for x, y in zip(gradients(case, np.random.default_rng(3), workers)[0], first, strict=True):
             assert np.array_equal(x, y)
 
 
-@pytest.mark.parametrize("features", [{}, dict(softcap=4.0, bias=(1, 1))])
+@pytest.mark.parametrize("features", [{}, {"softcap": 4.0, "bias": (1, 1)}])
 @pytest.mark.parametrize("array", ["q", "k", "v", "do", "o", "dlse"])
 def test_nonfinite_values_reach_only_pairs_that_count(array, features):
     rng = np.random.default_rng(4)
@@ -64,7 +73,7 @@ def test_nonfinite_values_reach_only_pairs_that_count(array, features):
     o, lse = native_call.forward(case)
     before = native_call.backward(case, o, lse, do, dlse)
     token, head = 130, 1
-    arrays = dict(q=case.q, k=case.k, v=case.v, do=do, o=o, dlse=dlse)
+    arrays = {"q": case.q, "k": case.k, "v": case.v, "do": do, "o": o, "dlse": dlse}
     x = arrays[array] = arrays[array].copy()
     x[(0, token, head) if x.ndim == 3 else (0, token, head, 3)] = np.nan
     case.q, case.k, case.v = (arrays[name] for name in "qkv")

@@ -16,7 +16,9 @@ def _map(name, x):
 
 
 def test_exp2_relative_error():
-    x = np.concatenate([np.linspace(-126, 0, 2_000_003), np.linspace(-1, 1, 100_001)]).astype(np.float32)
+    x = np.concatenate([np.linspace(-126, 0, 2_000_003), np.linspace(-1, 1, 100_001)]).astype(
+        np.float32
+    )
     expected = np.exp2(x.astype(np.float64))
     assert np.max(np.abs(_map("xsake_cpu_test_exp2", x) / expected - 1)) <= 2e-7
 

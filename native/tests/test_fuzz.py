@@ -10,16 +10,75 @@ from test_forward import check_outputs
 
 # A shape is compiled once; its lists are data.
 SHAPES = [
-    dict(q_tokens=72, q_heads=2, kv_heads=1, dim=8, block_q=16, block_kv=16),
-    dict(q_tokens=90, kv_tokens=130, q_heads=2, dim=24, v_dim=16, block_q=32, block_kv=24),
-    dict(batch=2, layout_batch=2, q_tokens=65, q_heads=4, kv_heads=2, layout_heads=2, dim=16, block_q=8, block_kv=40),
-    dict(q_tokens=7, kv_tokens=200, q_heads=4, kv_heads=2, layout_heads=4, dim=32, block_q=8, block_kv=32),
-    dict(q_tokens=130, q_heads=1, dim=16, block_q=64, block_kv=128, segments=True),
-    dict(q_tokens=80, q_heads=2, dim=16, block_q=40, block_kv=16, positions=True, softcap=4.0),
-    dict(q_tokens=70, q_heads=2, dim=20, block_q=24, block_kv=32, bias=(1, 2)),
-    dict(q_tokens=100, q_heads=2, layout_heads=2, dim=16, block_q=32, block_kv=32, dtype=ml_dtypes.bfloat16),
-    dict(q_tokens=33, kv_tokens=300, q_heads=2, dim=64, block_q=16, block_kv=64, dtype=np.float16),
-    dict(q_tokens=300, kv_tokens=300, q_heads=2, kv_heads=1, dim=32, block_q=128, block_kv=64),
+    {"q_tokens": 72, "q_heads": 2, "kv_heads": 1, "dim": 8, "block_q": 16, "block_kv": 16},
+    {
+        "q_tokens": 90,
+        "kv_tokens": 130,
+        "q_heads": 2,
+        "dim": 24,
+        "v_dim": 16,
+        "block_q": 32,
+        "block_kv": 24,
+    },
+    {
+        "batch": 2,
+        "layout_batch": 2,
+        "q_tokens": 65,
+        "q_heads": 4,
+        "kv_heads": 2,
+        "layout_heads": 2,
+        "dim": 16,
+        "block_q": 8,
+        "block_kv": 40,
+    },
+    {
+        "q_tokens": 7,
+        "kv_tokens": 200,
+        "q_heads": 4,
+        "kv_heads": 2,
+        "layout_heads": 4,
+        "dim": 32,
+        "block_q": 8,
+        "block_kv": 32,
+    },
+    {"q_tokens": 130, "q_heads": 1, "dim": 16, "block_q": 64, "block_kv": 128, "segments": True},
+    {
+        "q_tokens": 80,
+        "q_heads": 2,
+        "dim": 16,
+        "block_q": 40,
+        "block_kv": 16,
+        "positions": True,
+        "softcap": 4.0,
+    },
+    {"q_tokens": 70, "q_heads": 2, "dim": 20, "block_q": 24, "block_kv": 32, "bias": (1, 2)},
+    {
+        "q_tokens": 100,
+        "q_heads": 2,
+        "layout_heads": 2,
+        "dim": 16,
+        "block_q": 32,
+        "block_kv": 32,
+        "dtype": ml_dtypes.bfloat16,
+    },
+    {
+        "q_tokens": 33,
+        "kv_tokens": 300,
+        "q_heads": 2,
+        "dim": 64,
+        "block_q": 16,
+        "block_kv": 64,
+        "dtype": np.float16,
+    },
+    {
+        "q_tokens": 300,
+        "kv_tokens": 300,
+        "q_heads": 2,
+        "kv_heads": 1,
+        "dim": 32,
+        "block_q": 128,
+        "block_kv": 64,
+    },
 ]
 LAYOUTS = 100  # of each shape
 
@@ -29,7 +88,9 @@ def draw_case(shape, seed):
     rng = np.random.default_rng(seed)
     mask = (causal, lambda: window(17), dict)[seed % 3]()
     density = rng.choice([0.05, 0.3, 0.7, 1.0])
-    case = oracle.build_case(rng, density=density, force_partial=bool(seed % 2), **SHAPES[shape], **mask)
+    case = oracle.build_case(
+        rng, density=density, force_partial=bool(seed % 2), **SHAPES[shape], **mask
+    )
     q_blocks, kv_blocks = -(-case.q.shape[1] // case.block_q), -(-case.k.shape[1] // case.block_kv)
     capacity = case.layout_batch * case.layout_heads * q_blocks * kv_blocks + 3
     missing = capacity - case.kv_block.size
@@ -93,4 +154,6 @@ def test_gradients_of_random_layouts():
             for x, y in zip(native, oracle.backward(case, do, dlse), strict=True):
                 if y is not None:
                     atol = (1e-5 + step) * np.abs(y).max(initial=1e-3)
-                    np.testing.assert_allclose(np.asarray(x, np.float64), y, atol=atol, rtol=1e-4 + step)
+                    np.testing.assert_allclose(
+                        np.asarray(x, np.float64), y, atol=atol, rtol=1e-4 + step
+                    )

@@ -1,7 +1,7 @@
 """Native CPU kernels of XSAKE as XLA FFI handlers: forward, backward, decode.
 
-The library is loaded by ctypes and contains no Python code. It was built with the FFI headers of the
-oldest supported jaxlib; `handlers` checks that the running jaxlib accepts them.
+The library is loaded by ctypes and contains no Python code. It was built with the FFI headers of
+the oldest supported jaxlib; `handlers` checks that the running jaxlib accepts them.
 """
 
 import ctypes
@@ -28,10 +28,36 @@ _TARGETS = ("xsake_cpu_forward", "xsake_cpu_backward", "xsake_cpu_decode")
 
 # Codes of mask_program.h.
 _OPERATIONS = (
-    "and or xor not eq ne lt le gt ge add sub mul neg abs sign min max div rem shift_left "
-    "shift_right_arithmetic shift_right_logical population_count clz select_n to_bool to_int32 "
-    "to_uint32"
-).split()
+    "and",
+    "or",
+    "xor",
+    "not",
+    "eq",
+    "ne",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+    "add",
+    "sub",
+    "mul",
+    "neg",
+    "abs",
+    "sign",
+    "min",
+    "max",
+    "div",
+    "rem",
+    "shift_left",
+    "shift_right_arithmetic",
+    "shift_right_logical",
+    "population_count",
+    "clz",
+    "select_n",
+    "to_bool",
+    "to_int32",
+    "to_uint32",
+)
 _KINDS = {"position": 1, "constant": 2, "table": 3, "step": 4}
 _TYPES = {"bool": 0, "int32": 1, "uint32": 2}
 
