@@ -256,14 +256,16 @@ class TileGrads {
   void finish_row(const Piece& piece, int64_t r) {
     const int64_t token = piece.kv_block * p_.block_kv + piece.first;
     const vf origin = splat(x_.lse[r]);
+    const float slope_factor = 1.f / (p_.softcap * kLog2e);
     for (int64_t c = 0; c < piece.width; c += VL) {
       float* p = x_.p + r * kGradStride + c;
       const vf s = to_scores(p_, load(p), tile_.b, tile_.h, x_.rows.token[r], token + c);
       vf x = exp2(s - origin);
       if (piece.is_masked) x = select(load_mask(x_.mask.mask + r * kStepKeys + c), x, vf{});
       store(p, x);
-      const vf capped = s / (p_.softcap * kLog2e);
-      store(x_.ds + r * kGradStride + c, p_.softcap > 0 ? 1.f - capped * capped : splat(1.f));
+      // Without a softcap s may be -inf, by a bias, and a factor 0 would make it NaN.
+      const vf capped = p_.softcap > 0 ? s * slope_factor : vf{};
+      store(x_.ds + r * kGradStride + c, 1.f - capped * capped);
     }
   }
 

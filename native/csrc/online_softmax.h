@@ -55,7 +55,7 @@ XS_INLINE vf load_bias(const Problem& p, int64_t b, int64_t h, int64_t token, in
 XS_INLINE vf to_scores(const Problem& p, vf s, int64_t b, int64_t h, int64_t token, int64_t key) {
   if (p.softcap > 0) {
     if (p.bias) s += load_bias(p, b, h, token, key);
-    return tanh(s / p.softcap) * (p.softcap * kLog2e);
+    return tanh(s * (1.f / p.softcap)) * (p.softcap * kLog2e);
   }
   return p.bias ? s + load_bias(p, b, h, token, key) * kLog2e : s;
 }

@@ -92,3 +92,20 @@ def test_nonfinite_values_reach_only_pairs_that_count(array, features):
         assert np.array_equal(old[~affected], new[~affected])
     assert np.isnan(after[0][dq_bad]).all()
     assert np.isnan(after[1][dkv_bad]).all()
+
+
+@pytest.mark.parametrize("softcap", [0.0, 4.0])
+def test_bias_of_minus_infinity_hides_pairs(softcap):
+    rng = np.random.default_rng(5)
+    case = oracle.build_case(rng, q_tokens=150, bias=(1, 1), softcap=softcap, **causal())
+    hidden = rng.random(case.bias.shape) < 0.3
+    case.bias = np.where(hidden, -np.inf, case.bias).astype(np.float32)
+    o, lse = native_call.forward(case)
+    do = rng.standard_normal(o.shape).astype(np.float32)
+    native = native_call.backward(case, o, lse, do, np.zeros_like(lse))
+    expected_o, _ = oracle.forward(case)
+    np.testing.assert_allclose(o, expected_o, atol=1e-5)
+    np.testing.assert_allclose(native_call.decode(case)[0], expected_o, atol=1e-5)
+    for x, y in zip(native, oracle.backward(case, do, 0 * lse), strict=True):
+        assert np.isfinite(x).all()
+        np.testing.assert_allclose(x, y, atol=1e-5 * np.abs(y).max(), rtol=1e-4)
