@@ -1,0 +1,461 @@
+// XLA FFI handlers and the C functions that the Python side loads.
+#include "xla/ffi/api/ffi.h"
+
+#include "parallel.h"
+#include "scratch.h"
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
+namespace ffi = xla::ffi;
+
+namespace xsake_cpu {
+namespace {
+
+using Ints = ffi::Buffer<ffi::S32>;
+using Floats = ffi::Buffer<ffi::F32>;
+using AnyResult = ffi::Result<ffi::AnyBuffer>;
+using FloatsResult = ffi::Result<Floats>;
+
+// Arguments that every handler takes, in their order.
+struct Inputs {
+  ffi::AnyBuffer q, k, v;
+  Ints row_starts, kv_block;
+  ffi::AnyBuffer is_partial;
+  Ints tables;
+  ffi::AnyBuffer mask_blocks;
+  Ints mask_index;
+  ffi::AnyBuffer bias;
+  Ints q_positions, kv_positions, q_segment_ids, kv_segment_ids;
+};
+struct Attributes {
+  float scale, softcap;
+  int64_t block_q, block_kv, layout_batch, layout_heads;
+  ffi::Span<const int32_t> program;
+  int64_t program_heads;
+};
+
+int64_t count(const ffi::AnyBuffer& x) { return static_cast<int64_t>(x.element_count()); }
+int64_t count(const Ints& x) { return static_cast<int64_t>(x.element_count()); }
+template <class T>
+T* pointer(const ffi::AnyBuffer& x) {
+  return count(x) ? static_cast<T*>(x.untyped_data()) : nullptr;
+}
+const int32_t* pointer(const Ints& x) { return count(x) ? x.typed_data() : nullptr; }
+
+bool read_dtype(ffi::DataType type, DType* to) {
+  if (type == ffi::F32)
+    *to = DType::f32;
+  else if (type == ffi::BF16)
+    *to = DType::bf16;
+  else if (type == ffi::F16)
+    *to = DType::f16;
+  else
+    return false;
+  return true;
+}
+bool is_byte(ffi::DataType type) { return type == ffi::U8 || type == ffi::PRED || type == ffi::S8; }
+
+bool has_shape(ffi::AnyBuffer::Dimensions dims, std::initializer_list<int64_t> shape) {
+  if (dims.size() != shape.size()) return false;
+  size_t i = 0;
+  for (int64_t size : shape)
+    if (dims[i++] != size) return false;
+  return true;
+}
+
+std::string read_heads(const Inputs& in, Problem* p) {
+  const auto q = in.q.dimensions(), k = in.k.dimensions(), v = in.v.dimensions();
+  if (q.size() != 4 || k.size() != 4 || v.size() != 4)
+    return "rank of q, k, v: expected 4 each ([B, T, H, D]). Fold other axes into the batch";
+  if (!read_dtype(in.q.element_type(), &p->dtype) || in.k.element_type() != in.q.element_type() ||
+      in.v.element_type() != in.q.element_type())
+    return "dtype of q, k, v: expected float32, bfloat16 or float16, the same for all";
+  p->batch = q[0], p->q_tokens = q[1], p->q_heads = q[2], p->dim = q[3];
+  p->kv_tokens = k[1], p->kv_heads = k[2], p->v_dim = v[3];
+  if (!has_shape(k, {q[0], k[1], k[2], q[3]}) || !has_shape(v, {q[0], k[1], k[2], v[3]}))
+    return "shapes of q, k, v: expected [B, Tq, Hq, D], [B, Tk, Hk, D], [B, Tk, Hk, Dv]";
+  p->q = in.q.untyped_data(), p->k = in.k.untyped_data(), p->v = in.v.untyped_data();
+  return "";
+}
+
+// Positions [1 or B, tokens] and segment ids [B, tokens]; absent with no elements.
+std::string read_tokens(const Inputs& in, Problem* p) {
+  const auto is_rows = [&](const Ints& x, int64_t tokens) {
+    const auto dims = x.dimensions();
+    return dims.size() == 2 && dims[1] == tokens && (dims[0] == 1 || dims[0] == p->batch);
+  };
+  p->q_positions = pointer(in.q_positions), p->kv_positions = pointer(in.kv_positions);
+  p->q_segments = pointer(in.q_segment_ids), p->kv_segments = pointer(in.kv_segment_ids);
+  if ((p->q_positions && !is_rows(in.q_positions, p->q_tokens)) ||
+      (p->kv_positions && !is_rows(in.kv_positions, p->kv_tokens)))
+    return "shape of positions: expected [1 or B, tokens]";
+  if (p->q_positions) p->q_positions_batch = in.q_positions.dimensions()[0];
+  if (p->kv_positions) p->kv_positions_batch = in.kv_positions.dimensions()[0];
+  if (!p->q_segments != !p->kv_segments) return "segment ids: expected both or neither";
+  if (p->q_segments && (!has_shape(in.q_segment_ids.dimensions(), {p->batch, p->q_tokens}) ||
+                        !has_shape(in.kv_segment_ids.dimensions(), {p->batch, p->kv_tokens})))
+    return "shape of segment ids: expected [B, tokens]";
+  return "";
+}
+
+std::string read_pairs(const Inputs& in, Problem* p) {
+  p->bias = pointer<const void>(in.bias);
+  if (p->bias) {
+    const auto dims = in.bias.dimensions();
+    if (dims.size() != 4 || dims[2] != p->q_tokens || dims[3] != p->kv_tokens)
+      return "shape of the bias: expected [1 or B, heads, Tq, Tk]";
+    p->bias_batch = dims[0], p->bias_heads = dims[1];
+    if (!read_dtype(in.bias.element_type(), &p->bias_dtype))
+      return "dtype of the bias: expected float32, bfloat16 or float16";
+  }
+  p->mask_blocks = pointer<const uint8_t>(in.mask_blocks);
+  if (p->mask_blocks) {
+    const auto dims = in.mask_blocks.dimensions();
+    if (!is_byte(in.mask_blocks.element_type()) || dims.size() != 3 || dims[1] != p->block_q ||
+        dims[2] != p->block_kv)
+      return "mask_blocks: expected bytes [blocks, block_q, block_kv]";
+  }
+  return is_byte(in.is_partial.element_type()) ? "" : "dtype of is_partial: expected bool or uint8";
+}
+
+// Fills and validates the problem of a call.
+std::string read_call(const Inputs& in, const Attributes& attributes, Call* call) {
+  Problem& p = call->problem;
+  if (std::string error = read_heads(in, &p); !error.empty()) return error;
+  p.scale = attributes.scale, p.softcap = attributes.softcap;
+  p.block_q = attributes.block_q, p.block_kv = attributes.block_kv;
+  p.layout_batch = attributes.layout_batch, p.layout_heads = attributes.layout_heads;
+  p.program_heads = attributes.program_heads;
+  if (std::string error = read_tokens(in, &p); !error.empty()) return error;
+  if (std::string error = read_pairs(in, &p); !error.empty()) return error;
+  if (std::string error = check_sizes(p); !error.empty()) return error;
+  p.q_blocks = (p.q_tokens + p.block_q - 1) / p.block_q;
+  p.kv_blocks = (p.kv_tokens + p.block_kv - 1) / p.block_kv;
+  p.row_starts = in.row_starts.typed_data(), p.kv_block = in.kv_block.typed_data();
+  p.is_partial = static_cast<const uint8_t*>(in.is_partial.untyped_data());
+  p.tables = in.tables.typed_data(), p.mask_index = in.mask_index.typed_data();
+  const int64_t blocks = p.mask_blocks ? in.mask_blocks.dimensions()[0] : 0;
+  const ListSizes sizes{
+      count(in.row_starts), count(in.kv_block), count(in.is_partial), count(in.tables), blocks,
+      count(in.mask_index)};
+  if (std::string error = check_lists(p, sizes, call); !error.empty()) return error;
+  p.is_listed = call->is_listed.data();
+  const auto words = attributes.program;
+  return parse_program(words.begin(), static_cast<int64_t>(words.size()),
+                       sizes.tables / p.program_heads, call);
+}
+
+// Divides a workspace into the arrays of the call and scratch of as many workers as it has room
+// for.
+std::string read_workspace(const ffi::AnyBuffer& buffer, int64_t arrays, int64_t slot, Call* call) {
+  const auto address = reinterpret_cast<uintptr_t>(buffer.untyped_data());
+  const int64_t lost = static_cast<int64_t>(-address & (kAlign - 1));
+  const int64_t size = static_cast<int64_t>(buffer.size_bytes()) - lost;
+  if (size < arrays + slot)
+    return "size of the workspace: got " + std::to_string(buffer.size_bytes()) +
+           " bytes, expected at least " + std::to_string(arrays + slot + kAlign);
+  call->problem.workspace = static_cast<char*>(buffer.untyped_data()) + lost;
+  call->scratch = call->problem.workspace + arrays;
+  call->scratch_size = size - arrays;
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+  // A fresh workspace would cost a page fault per 4 KB.
+  constexpr uintptr_t page = uintptr_t{2} << 20;
+  const uintptr_t begin = (address + page - 1) / page * page;
+  const uintptr_t end = (address + buffer.size_bytes()) / page * page;
+  if (end > begin) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+#endif
+  return "";
+}
+
+ffi::Future fail(const std::string& error) {
+  ffi::Promise promise;
+  ffi::Future future(promise);
+  promise.SetError(ffi::Error::InvalidArgument("xsake_cpu: " + error));
+  return future;
+}
+
+ffi::Future start(ffi::ThreadPool& pool, std::shared_ptr<Job> job) {
+  ffi::Promise promise;
+  ffi::Future future(promise);
+  if (job->is_empty()) {
+    promise.SetAvailable();
+    return future;
+  }
+  const std::function<void()> work = [job, promise]() mutable {
+    job->work([&] { promise.SetAvailable(); });
+  };
+  const int64_t workers = min_of(max_of(1, pool.num_threads()), job->max_workers());
+  for (int64_t i = 1; i < workers; i++) pool.Schedule(std::function<void()>(work));
+  work();
+  return future;
+}
+
+// Counts down the tasks of each (batch, kv head); the last one merges.
+void count_tasks(Call* call, int64_t tasks_per_head) {
+  const auto heads = static_cast<size_t>(call->problem.batch * call->problem.kv_heads);
+  call->unfinished = std::make_unique<std::atomic<int64_t>[]>(heads);
+  for (size_t i = 0; i < heads; i++) call->unfinished[i].store(tasks_per_head);
+}
+bool is_last_task(Call& call, int64_t head) {
+  return call.unfinished[static_cast<size_t>(head)].fetch_sub(1, std::memory_order_acq_rel) == 1;
+}
+
+std::string read_outputs(const Inputs& in, AnyResult o, FloatsResult lse, Problem* p) {
+  if (!has_shape(o->dimensions(), {p->batch, p->q_tokens, p->q_heads, p->v_dim}) ||
+      o->element_type() != in.q.element_type() ||
+      !has_shape(lse->dimensions(), {p->batch, p->q_tokens, p->q_heads}))
+    return "results: expected o [B, Tq, Hq, Dv] in the dtype of q and lse [B, Tq, Hq]";
+  p->o = o->untyped_data(), p->lse = lse->typed_data();
+  return "";
+}
+
+std::shared_ptr<Job> forward_job(std::unique_ptr<Call> call, int64_t slot) {
+  const Problem& p = call->problem;
+  auto job = std::make_shared<Job>(std::move(call), slot);
+  job->add_phase(p.batch * p.kv_heads * p.kv_blocks,
+                 [&p](int64_t item, char*) { kernels().forward_pack(p, item); });
+  job->add_phase(p.batch * p.q_heads * p.q_blocks * p.tiles_per_block(),
+                 [&p](int64_t item, char* scratch) { kernels().forward_tile(p, item, scratch); });
+  return job;
+}
+
+std::shared_ptr<Job> decode_job(std::unique_ptr<Call> call, int64_t slot) {
+  const Problem& p = call->problem;
+  const int64_t chunks = max_of(1, num_chunks(p.kv_blocks, p.block_kv));
+  count_tasks(call.get(), chunks);
+  auto job = std::make_shared<Job>(std::move(call), slot);
+  job->add_phase(p.batch * p.kv_heads * chunks,
+                 [&p, &call = job->call(), chunks](int64_t item, char* scratch) {
+                   kernels().decode_chunk(p, item, scratch);
+                   const int64_t head = item / p.kv_heads / chunks * p.kv_heads + item % p.kv_heads;
+                   if (is_last_task(call, head)) kernels().decode_merge(p, head);
+                 });
+  return job;
+}
+
+ffi::Future attend(ffi::ThreadPool& pool, bool is_decode, const Inputs& in, AnyResult o,
+                   FloatsResult lse, AnyResult workspace, const Attributes& attributes) {
+  auto call = std::make_unique<Call>();
+  Problem& p = call->problem;
+  if (std::string error = read_call(in, attributes, call.get()); !error.empty()) return fail(error);
+  if (std::string error = read_outputs(in, o, lse, &p); !error.empty()) return fail(error);
+  const WorkspaceSizes z = sizes_of(p);
+  const int64_t slot =
+      (is_decode ? take_decode(nullptr, p.dim, p.v_dim, z.program_steps, nullptr)
+                 : take_forward(nullptr, p.dim, p.v_dim, z.program_steps, nullptr));
+  const int64_t arrays = is_decode ? take_decode_arrays(nullptr, z, nullptr)
+                                   : take_forward_arrays(nullptr, z, nullptr);
+  if (std::string error = read_workspace(*workspace, arrays, slot, call.get()); !error.empty())
+    return fail(error);
+  return start(pool,
+               is_decode ? decode_job(std::move(call), slot) : forward_job(std::move(call), slot));
+}
+
+struct Residuals {
+  ffi::AnyBuffer o;
+  Floats lse;
+  ffi::AnyBuffer do_;
+  Floats dlse;
+};
+struct Gradients {
+  AnyResult dq, dk, dv;
+  FloatsResult dbias;
+};
+
+std::string read_gradients(const Inputs& in, Residuals from, Gradients to, Problem* p) {
+  const auto is_like = [](const ffi::AnyBuffer& x, const ffi::AnyBuffer& y) {
+    return x.element_type() == y.element_type() && x.dimensions() == y.dimensions();
+  };
+  for (const ffi::AnyBuffer& x : {from.o, from.do_})
+    if (!has_shape(x.dimensions(), {p->batch, p->q_tokens, p->q_heads, p->v_dim}) ||
+        x.element_type() != in.q.element_type())
+      return "o and do: expected [B, Tq, Hq, Dv] in the dtype of q";
+  for (const Floats& x : {from.lse, from.dlse})
+    if (!has_shape(x.dimensions(), {p->batch, p->q_tokens, p->q_heads}))
+      return "lse and dlse: expected [B, Tq, Hq]";
+  if (!is_like(*to.dq, in.q) || !is_like(*to.dk, in.k) || !is_like(*to.dv, in.v))
+    return "dq, dk, dv: expected the shapes and dtypes of q, k, v";
+  const auto bias = in.bias.dimensions();
+  if (p->bias && !(to.dbias->dimensions() == bias)) return "dbias: expected the shape of the bias";
+  p->o = from.o.untyped_data(), p->lse = from.lse.typed_data();
+  p->do_ = from.do_.untyped_data(), p->dlse = from.dlse.typed_data();
+  p->dq = to.dq->untyped_data(), p->dk = to.dk->untyped_data(), p->dv = to.dv->untyped_data();
+  p->dbias = p->bias ? to.dbias->typed_data() : nullptr;
+  return "";
+}
+
+std::shared_ptr<Job> backward_job(std::unique_ptr<Call> call, int64_t slot) {
+  const Problem& p = call->problem;
+  const int64_t heads = p.batch * p.kv_heads;
+  const int64_t ranges = num_ranges(p.batch, p.kv_heads, p.kv_tokens, p.block_kv);
+  const int64_t tiles = p.q_blocks * p.tiles_per_block();
+  count_tasks(call.get(), ranges);
+  auto job = std::make_shared<Job>(std::move(call), slot);
+  job->add_phase(heads * p.kv_blocks,
+                 [&p](int64_t item, char*) { kernels().backward_pack(p, item); });
+  job->add_phase(heads * ranges + (p.bias ? p.bias_batch * p.bias_heads * tiles : 0),
+                 [&p, &call = job->call(), heads, ranges](int64_t item, char* scratch) {
+                   if (item >= heads * ranges)
+                     return kernels().backward_bias(p, item - heads * ranges, scratch);
+                   kernels().backward_range(p, item, scratch);
+                   if (is_last_task(call, item % heads) && ranges > 1)
+                     kernels().backward_merge(p, item % heads);
+                 });
+  return job;
+}
+
+ffi::Future differentiate(ffi::ThreadPool& pool, const Inputs& in, const Residuals& residuals,
+                          const Gradients& gradients, AnyResult workspace,
+                          const Attributes& attributes) {
+  auto call = std::make_unique<Call>();
+  Problem& p = call->problem;
+  if (std::string error = read_call(in, attributes, call.get()); !error.empty()) return fail(error);
+  if (std::string error = read_gradients(in, residuals, gradients, &p); !error.empty())
+    return fail(error);
+  const WorkspaceSizes z = sizes_of(p);
+  const int64_t slot = take_backward(nullptr, p.dim, p.v_dim, z.program_steps, nullptr);
+  const int64_t arrays = take_backward_arrays(nullptr, z, nullptr);
+  if (std::string error = read_workspace(*workspace, arrays, slot, call.get()); !error.empty())
+    return fail(error);
+  return start(pool, backward_job(std::move(call), slot));
+}
+
+// Arguments and attributes of every handler.
+#define XS_INPUTS                                                                          \
+  ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, Ints row_starts, Ints kv_block,    \
+      ffi::AnyBuffer is_partial, Ints tables, ffi::AnyBuffer mask_blocks, Ints mask_index, \
+      ffi::AnyBuffer bias, Ints q_positions, Ints kv_positions, Ints q_segment_ids,        \
+      Ints kv_segment_ids
+#define XS_ATTRIBUTES                                                                  \
+  float scale, float softcap, int64_t block_q, int64_t block_kv, int64_t layout_batch, \
+      int64_t layout_heads, ffi::Span<const int32_t> program, int64_t program_heads
+#define XS_PACK_INPUTS                                                                             \
+  Inputs {                                                                                         \
+    q, k, v, row_starts, kv_block, is_partial, tables, mask_blocks, mask_index, bias, q_positions, \
+        kv_positions, q_segment_ids, kv_segment_ids                                                \
+  }
+#define XS_PACK_ATTRIBUTES                                                                \
+  Attributes {                                                                            \
+    scale, softcap, block_q, block_kv, layout_batch, layout_heads, program, program_heads \
+  }
+
+template <bool is_decode>
+ffi::Future attend_handler(ffi::ThreadPool pool, XS_INPUTS, AnyResult o, FloatsResult lse,
+                           AnyResult workspace, XS_ATTRIBUTES) {
+  return attend(pool, is_decode, XS_PACK_INPUTS, o, lse, workspace, XS_PACK_ATTRIBUTES);
+}
+
+ffi::Future backward_handler(ffi::ThreadPool pool, XS_INPUTS, ffi::AnyBuffer o, Floats lse,
+                             ffi::AnyBuffer do_, Floats dlse, AnyResult dq, AnyResult dk,
+                             AnyResult dv, FloatsResult dbias, AnyResult workspace, XS_ATTRIBUTES) {
+  return differentiate(pool, XS_PACK_INPUTS, {o, lse, do_, dlse}, {dq, dk, dv, dbias}, workspace,
+                       XS_PACK_ATTRIBUTES);
+}
+
+template <class B>
+auto bind_inputs(B&& binding) {
+  return std::forward<B>(binding)
+      .template Arg<ffi::AnyBuffer>()
+      .template Arg<ffi::AnyBuffer>()
+      .template Arg<ffi::AnyBuffer>()
+      .template Arg<Ints>()
+      .template Arg<Ints>()
+      .template Arg<ffi::AnyBuffer>()
+      .template Arg<Ints>()
+      .template Arg<ffi::AnyBuffer>()
+      .template Arg<Ints>()
+      .template Arg<ffi::AnyBuffer>()
+      .template Arg<Ints>()
+      .template Arg<Ints>()
+      .template Arg<Ints>()
+      .template Arg<Ints>();
+}
+template <class B>
+auto bind_attributes(B&& binding) {
+  return std::forward<B>(binding)
+      .template Attr<float>("scale")
+      .template Attr<float>("softcap")
+      .template Attr<int64_t>("block_q")
+      .template Attr<int64_t>("block_kv")
+      .template Attr<int64_t>("layout_batch")
+      .template Attr<int64_t>("layout_heads")
+      .template Attr<ffi::Span<const int32_t>>("program")
+      .template Attr<int64_t>("program_heads");
+}
+
+}  // namespace
+}  // namespace xsake_cpu
+
+#define XSAKE_EXPORT extern "C" __attribute__((visibility("default")))
+using namespace xsake_cpu;
+
+XSAKE_EXPORT XLA_FFI_Error* xsake_cpu_forward(XLA_FFI_CallFrame* frame) {
+  static auto* const handler = bind_attributes(bind_inputs(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>())
+                                                   .Ret<ffi::AnyBuffer>()
+                                                   .Ret<Floats>()
+                                                   .Ret<ffi::AnyBuffer>())
+                                   .To(attend_handler<false>)
+                                   .release();
+  return handler->Call(frame);
+}
+
+XSAKE_EXPORT XLA_FFI_Error* xsake_cpu_decode(XLA_FFI_CallFrame* frame) {
+  static auto* const handler = bind_attributes(bind_inputs(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>())
+                                                   .Ret<ffi::AnyBuffer>()
+                                                   .Ret<Floats>()
+                                                   .Ret<ffi::AnyBuffer>())
+                                   .To(attend_handler<true>)
+                                   .release();
+  return handler->Call(frame);
+}
+
+XSAKE_EXPORT XLA_FFI_Error* xsake_cpu_backward(XLA_FFI_CallFrame* frame) {
+  static auto* const handler = bind_attributes(bind_inputs(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>())
+                                                   .Arg<ffi::AnyBuffer>()
+                                                   .Arg<Floats>()
+                                                   .Arg<ffi::AnyBuffer>()
+                                                   .Arg<Floats>()
+                                                   .Ret<ffi::AnyBuffer>()
+                                                   .Ret<ffi::AnyBuffer>()
+                                                   .Ret<ffi::AnyBuffer>()
+                                                   .Ret<Floats>()
+                                                   .Ret<ffi::AnyBuffer>())
+                                   .To(backward_handler)
+                                   .release();
+  return handler->Call(frame);
+}
+
+XSAKE_EXPORT const char* xsake_cpu_isa() { return kernels().name; }
+XSAKE_EXPORT void xsake_cpu_ffi_version(int32_t* major, int32_t* minor) {
+  *major = XLA_FFI_API_MAJOR;
+  *minor = XLA_FFI_API_MINOR;
+}
+
+// Bytes of the workspace of a call with scratch for `workers` threads. More threads than that do
+// not take part; results do not depend on their number.
+#define XS_WORKSPACE(name)                                                                    \
+  XSAKE_EXPORT int64_t xsake_cpu_##name##_workspace(                                          \
+      int64_t batch, int64_t q_tokens, int64_t kv_tokens, int64_t q_heads, int64_t kv_heads,  \
+      int64_t dim, int64_t v_dim, int64_t block_kv, int64_t program_steps, int64_t workers) { \
+    const WorkspaceSizes z{batch, q_tokens, kv_tokens, q_heads,      kv_heads,                \
+                           dim,   v_dim,    block_kv,  program_steps};                        \
+    return take_##name##_arrays(nullptr, z, nullptr) + kAlign +                               \
+           max_of(1, workers) * take_##name(nullptr, dim, v_dim, program_steps, nullptr);     \
+  }
+XS_WORKSPACE(forward)
+XS_WORKSPACE(backward)
+XS_WORKSPACE(decode)
+
+// Building blocks, for tests.
+XSAKE_EXPORT void xsake_cpu_test_exp2(const float* x, float* y, int64_t n) {
+  kernels().exp2(x, y, n);
+}
+XSAKE_EXPORT void xsake_cpu_test_tanh(const float* x, float* y, int64_t n) {
+  kernels().tanh(x, y, n);
+}
+XSAKE_EXPORT void xsake_cpu_test_product(const float* a, const float* b, float* c, int64_t m,
+                                         int64_t n, int64_t k) {
+  kernels().product(a, b, c, m, n, k);
+}

@@ -1,0 +1,207 @@
+// Forward pass: pack listed blocks, then one task per tile of at most 128 queries of one head.
+//
+// A step takes up to 256 keys from any listed blocks, so that small blocks share the cost of a
+// step: s = q k^T, p = 2^(s - m) in place, acc = alpha acc + p v.
+#pragma once
+
+#include "online_softmax.h"
+
+namespace xsake_cpu::XSAKE_ISA {
+
+template <class T>
+static void pack_forward_block(const Problem& p, const PackedBlock& block) {
+  const int64_t width = padded_block(p);
+  ForwardArrays arrays;
+  take_forward_arrays(p.workspace, sizes_of(p), &arrays);
+  float* k = arrays.k + block.index * width * p.dim;
+  float* v = arrays.v + block.index * width * round_up(p.v_dim, kPanel);
+  for_parts(p, block.kv_block, [&](int64_t first, int64_t padded, int64_t count) {
+    int8_t bad[kStepKeys];
+    const int64_t token = block.kv_block * p.block_kv + first;
+    pack_rows(kv_rows<T>(p, p.v, p.v_dim, block.b, block.hk, token, count), padded,
+              v + first * kPanel, width, bad);
+    pack_transposed(kv_rows<T>(p, p.k, p.dim, block.b, block.hk, token, count), padded,
+                    k + first * p.dim, bad);
+  });
+}
+
+static void forward_pack(const Problem& p, int64_t item) {
+  const PackedBlock block = packed_block(p, item);
+  if (!p.is_listed[p.listed_index(block.b, block.hk, block.kv_block)]) return;
+  FlushDenormals guard;
+  with_dtype(p.dtype, [&](auto type) { pack_forward_block<decltype(type)>(p, block); });
+}
+
+// Queries of one task.
+struct Tile {
+  int64_t b, h, q_block, first, count, padded;
+  int64_t token_row(const Problem& p, int64_t r) const {
+    return (b * p.q_tokens + first + r) * p.q_heads + h;
+  }
+};
+
+// The tile of a task; count is 0 for tiles after the end. Later tiles of a causal mask are longer
+// and come first.
+XS_INLINE Tile tile_of(const Problem& p, int64_t item) {
+  const int64_t per_block = p.tiles_per_block(), tiles = p.q_blocks * per_block;
+  const int64_t tile = tiles - 1 - item % tiles;
+  Tile x;
+  x.h = item / tiles % p.q_heads;
+  x.b = item / tiles / p.q_heads;
+  x.q_block = tile / per_block;
+  x.first = x.q_block * p.block_q + tile % per_block * kTileRows;
+  const int64_t end = min_of(p.q_tokens, (x.q_block + 1) * p.block_q);
+  x.count = max_of(0, min_of(kTileRows, end - x.first));
+  x.padded = round_up(x.count, 2);
+  return x;
+}
+
+XS_INLINE void load_rows(const Problem& p, const Tile& tile, const TileRows& rows) {
+  const int32_t* positions =
+      p.q_positions ? p.q_positions + tile.b % p.q_positions_batch * p.q_tokens : nullptr;
+  const int32_t* segments = p.q_segments ? p.q_segments + tile.b * p.q_tokens : nullptr;
+  for (int64_t r = 0; r < tile.count; r++) {
+    const int64_t token = tile.first + r;
+    rows.token[r] = (int32_t)token;
+    rows.position[r] = positions ? positions[token] : (int32_t)token;
+    rows.segment[r] = segments ? segments[token] : -1;
+    rows.head[r] = (int32_t)tile.h;
+  }
+}
+
+// Queries times query_factor; a row that pads the last strip is 0.
+template <class T>
+static void load_queries(const Problem& p, const Tile& tile, float* q, int64_t q_row) {
+  const float factor = query_factor(p);
+  for (int64_t r = 0; r < tile.padded; r++) {
+    const T* from = static_cast<const T*>(p.q) + tile.token_row(p, r < tile.count ? r : 0) * p.dim;
+    prefetch_row(from + kAhead * p.q_heads * p.dim, p.dim);
+    for (int64_t d = 0; d < p.dim; d += VL) {
+      vf x = load_upto(from + d, p.dim - d);
+      x = r < tile.count ? x * factor : vf{};
+      store_upto(q + r * q_row + d, x, p.dim - d);
+    }
+  }
+}
+
+class ForwardTile {
+ public:
+  ForwardTile(const Problem& p, const Tile& tile, char* scratch) : p_(p), tile_(tile) {
+    take_forward(scratch, p.dim, p.v_dim, p.program ? p.program->num_steps : 0, &x_);
+    take_forward_arrays(p.workspace, sizes_of(p), &arrays_);
+    padded_v_dim_ = round_up(p.v_dim, kPanel);
+    width_ = padded_block(p);
+  }
+
+  void run() {
+    load_rows(p_, tile_, x_.rows);
+    with_dtype(p_.dtype, [&](auto type) { load_queries<decltype(type)>(p_, tile_, x_.q, p_.dim); });
+    init_rows(x_.softmax, tile_.padded, padded_v_dim_);
+    const int64_t row = p_.list_row(tile_.b, tile_.h, tile_.q_block);
+    const int32_t end = p_.row_starts[row + 1];
+    for (int32_t item = p_.row_starts[row]; item < end; item++) {
+      const int64_t first = (int64_t)p_.kv_block[item] * p_.block_kv;
+      const int64_t keys = min_of(p_.block_kv, p_.kv_tokens - first);
+      for (int64_t at = 0; at < keys; at += kStepKeys)
+        add_piece(item, at, min_of(kStepKeys, keys - at));
+    }
+    flush();
+    with_dtype(p_.dtype, [&](auto type) {
+      for (int64_t r = 0; r < tile_.count; r++)
+        finalize_row<decltype(type)>(p_, tile_.token_row(p_, r), x_.softmax.acc + r * padded_v_dim_,
+                                     x_.softmax.m[r], x_.softmax.l[r]);
+    });
+  }
+
+ private:
+  void add_piece(int32_t item, int64_t first, int64_t count) {
+    const int64_t kv_block = p_.kv_block[item], width = round_up(count, kPanel);
+    if (num_pieces_ == kMaxPieces || columns_ + width > kStepKeys) flush();
+    const int64_t hk = tile_.h / p_.group();
+    const int64_t block = (tile_.b * p_.kv_heads + hk) * p_.kv_blocks + kv_block;
+    Piece& x = pieces_[num_pieces_++];
+    x.k = arrays_.k + (block * width_ + first) * p_.dim;
+    x.v = arrays_.v + block * width_ * padded_v_dim_ + first * kPanel;
+    x.kv_block = kv_block;
+    x.first = first;
+    x.column = columns_;
+    x.width = width;
+    x.count = count;
+    x.is_masked = p_.is_partial[item] || count < width;
+    columns_ += width;
+    if (!x.is_masked) return;
+    for (int64_t r = 0; r < tile_.count; r++) x_.rows.item[r] = item;
+    MaskBuilder(p_, x_.rows, x_.mask, tile_.b).build<kPanel>(x, tile_.count, tile_.padded);
+  }
+
+  void flush() {
+    if (!num_pieces_) return;
+    clear_max(x_.softmax, tile_.padded);
+    for (int j = 0; j < num_pieces_; j++) {
+      has_general_scores(p_) ? scores<true>(pieces_[j]) : scores<false>(pieces_[j]);
+      if (has_general_scores(p_))
+        finish_scores(p_, pieces_[j], x_.rows, x_.mask, x_.softmax, tile_.b, tile_.count);
+    }
+    update_max(x_.softmax, tile_.padded);
+    update_sums(x_.softmax, x_.mask, pieces_, num_pieces_, (int)tile_.padded);
+    for (int j = 0; j < num_pieces_; j++) add_values(pieces_[j], j == 0);
+    num_pieces_ = 0;
+    columns_ = 0;
+  }
+
+  // A panel of K stays in L1 while the strips of the tile pass over it.
+  template <bool raw>
+  void scores(const Piece& piece) {
+    for (int64_t c = 0; c < piece.width; c += kPanel) {
+      const float* k = piece.k + c * p_.dim;
+      for_strips((int)tile_.padded, [&](auto strip, int r) __attribute__((always_inline)) {
+        constexpr int M = decltype(strip)::value;
+        const int64_t column = piece.column + c;
+        const float* q = x_.q + r * p_.dim;
+        float* s = x_.softmax.s + r * kScoreStride + column;
+        float* row_max = x_.softmax.row_max + r * kMaxVector;
+        const int state = piece.is_masked ? panel_state(x_.mask, r, M, column) : 1;
+        if (!(state & 1)) {
+          fill_hidden(s, M);
+        } else if (raw) {
+          score_strip<M, Scores::raw>(q, p_.dim, k, p_.dim, s, row_max, nullptr);
+        } else if (state == 1) {
+          score_strip<M, Scores::full>(q, p_.dim, k, p_.dim, s, row_max, nullptr);
+        } else {
+          const int8_t* mask = x_.mask.mask + r * kStepKeys + column;
+          score_strip<M, Scores::masked>(q, p_.dim, k, p_.dim, s, row_max, mask);
+        }
+      });
+    }
+  }
+
+  void add_values(const Piece& piece, bool is_first) {
+    for (int64_t d = 0; d < padded_v_dim_; d += kPanel)
+      for_strips((int)tile_.padded, [&](auto strip, int r) __attribute__((always_inline)) {
+        constexpr int M = decltype(strip)::value;
+        const Range range = strip_range(piece, x_.mask, r, M);
+        if (range.begin >= range.end && !is_first) return;
+        scale_add<M>(x_.softmax.s + r * kScoreStride + piece.column + range.begin, kScoreStride,
+                     piece.v + d * width_ + range.begin * kPanel, kPanel, range.end - range.begin,
+                     x_.softmax.acc + r * padded_v_dim_ + d, padded_v_dim_,
+                     is_first ? x_.softmax.alpha + r : nullptr);
+      });
+  }
+
+  static constexpr int kMaxPieces = kStepKeys / kPanel;
+  const Problem& p_;
+  const Tile& tile_;
+  ForwardScratch x_;
+  ForwardArrays arrays_;
+  int64_t padded_v_dim_, width_, columns_ = 0;
+  Piece pieces_[kMaxPieces];
+  int num_pieces_ = 0;
+};
+
+static void forward_tile(const Problem& p, int64_t item, char* scratch) {
+  FlushDenormals guard;
+  const Tile tile = tile_of(p, item);
+  if (tile.count) ForwardTile(p, tile, scratch).run();
+}
+
+}  // namespace xsake_cpu::XSAKE_ISA

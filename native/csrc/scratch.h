@@ -1,0 +1,212 @@
+// Division of workspaces: packed arrays of a call, and the scratch of each worker.
+//
+// Every structure is laid out by one function, which also measures it when the base is null, so the
+// size that the caller reserves cannot differ from the size in use.
+#pragma once
+
+#include "problem.h"
+
+namespace xsake_cpu {
+
+// Row stride of s, p and ds: a power of two would map the rows of a strip to one cache set.
+constexpr int64_t kScoreStride = kStepKeys + 16;
+constexpr int64_t kGradStride = kGradKeys + 16;
+
+// Rows of a tile as the element mask and the bias read them.
+struct TileRows {
+  int32_t* token;     // index of the query in its sequence
+  int32_t* position;  // as the mask sees it
+  int32_t* segment;
+  int32_t* head;  // query head
+  int32_t* item;  // item of the list that the row takes in this step; -1: none
+};
+
+struct MaskScratch {
+  int8_t* mask;  // [rows, kStepKeys]: -1 where a pair counts, else 0
+  uint8_t*
+      state;  // [rows, kStepKeys / 8]: bit 0 if a pair of a panel counts, bit 1 if one does not
+  int32_t* steps;      // [program steps, kStepKeys]
+  int32_t* key_valid;  // [kStepKeys]: -1 or 0
+  int32_t* key_position;
+  int32_t* key_segment;
+};
+constexpr int64_t kStateStride = kStepKeys / 4;  // the narrowest panel has 4 columns at least
+
+static inline TileRows take_rows(Arena& arena, int64_t rows) {
+  TileRows x;
+  x.token = arena.take<int32_t>(rows);
+  x.position = arena.take<int32_t>(rows);
+  x.segment = arena.take<int32_t>(rows);
+  x.head = arena.take<int32_t>(rows);
+  x.item = arena.take<int32_t>(rows);
+  return x;
+}
+
+static inline MaskScratch take_mask(Arena& arena, int64_t rows, int64_t program_steps) {
+  MaskScratch x;
+  x.mask = arena.take<int8_t>(rows * kStepKeys);
+  x.state = arena.take<uint8_t>(rows * kStateStride);
+  x.steps = arena.take<int32_t>(program_steps * kStepKeys);
+  x.key_valid = arena.take<int32_t>(kStepKeys);
+  x.key_position = arena.take<int32_t>(kStepKeys);
+  x.key_segment = arena.take<int32_t>(kStepKeys);
+  return x;
+}
+
+// State of the online softmax of a tile.
+struct SoftmaxRows {
+  float* acc;            // [rows, padded v_dim]
+  float* s;              // [rows, kScoreStride]
+  float* row_max;        // [rows, kMaxVector]: maximum of s in this step, by lane
+  float *m, *l, *alpha;  // [rows]
+};
+
+static inline SoftmaxRows take_softmax(Arena& arena, int64_t rows, int64_t v_dim) {
+  SoftmaxRows x;
+  x.acc = arena.take<float>(rows * round_up(v_dim, kMaxPanel));
+  x.s = arena.take<float>(rows * kScoreStride);
+  x.row_max = arena.take<float>(rows * kMaxVector);
+  x.m = arena.take<float>(rows);
+  x.l = arena.take<float>(rows);
+  x.alpha = arena.take<float>(rows);
+  return x;
+}
+
+struct ForwardScratch {
+  float* q;  // [rows, dim]
+  SoftmaxRows softmax;
+  TileRows rows;
+  MaskScratch mask;
+};
+
+static inline int64_t take_forward(char* base, int64_t dim, int64_t v_dim, int64_t program_steps,
+                                   ForwardScratch* out) {
+  Arena arena{base};
+  ForwardScratch x;
+  x.q = arena.take<float>(kTileRows * dim);
+  x.softmax = take_softmax(arena, kTileRows, v_dim);
+  x.rows = take_rows(arena, kTileRows);
+  x.mask = take_mask(arena, kTileRows, program_steps);
+  if (out) *out = x;
+  return arena.used;
+}
+
+// K^T panels and V panels of listed blocks.
+struct ForwardArrays {
+  float *k, *v;
+};
+
+static inline int64_t take_forward_arrays(char* base, const WorkspaceSizes& z, ForwardArrays* out) {
+  Arena arena{base};
+  const int64_t blocks = (z.kv_tokens + z.block_kv - 1) / z.block_kv;
+  const int64_t keys = z.batch * z.kv_heads * blocks * round_up(z.block_kv, kMaxPanel);
+  ForwardArrays x;
+  x.k = arena.take<float>(keys * z.dim);
+  x.v = arena.take<float>(keys * round_up(z.v_dim, kMaxPanel));
+  if (out) *out = x;
+  return arena.used;
+}
+
+struct BackwardScratch {
+  float *q, *q_finite, *do_, *dq;  // [rows, padded dim or v_dim]
+  float *p, *ds;                   // [rows, kGradStride]
+  float *lse, *delta;              // [rows]
+  TileRows rows;
+  MaskScratch mask;
+};
+
+static inline int64_t take_backward(char* base, int64_t dim, int64_t v_dim, int64_t program_steps,
+                                    BackwardScratch* out) {
+  Arena arena{base};
+  BackwardScratch x;
+  const int64_t padded = round_up(dim, kMaxPanel);
+  x.q = arena.take<float>(kTileRows * padded);
+  x.q_finite = arena.take<float>(kTileRows * padded);
+  x.do_ = arena.take<float>(kTileRows * round_up(v_dim, kMaxPanel));
+  x.dq = arena.take<float>(kTileRows * padded);
+  x.p = arena.take<float>(kTileRows * kGradStride);
+  x.ds = arena.take<float>(kTileRows * kGradStride);
+  x.lse = arena.take<float>(kTileRows);
+  x.delta = arena.take<float>(kTileRows);
+  x.rows = take_rows(arena, kTileRows);
+  x.mask = take_mask(arena, kTileRows, program_steps);
+  if (out) *out = x;
+  return arena.used;
+}
+
+// Packed K and V, sums of dk and dv, parts of dq.
+struct BackwardArrays {
+  float *k_t, *v_t;  // panels [width / panel][dim][panel]
+  float* k;          // panels [dim / panel][width][panel], finite
+  float *dk, *dv;    // [keys, padded dim]
+  float* dq;         // [ranges, batch, q_tokens, q_heads, dim], without it for one range
+};
+
+static inline int64_t take_backward_arrays(char* base, const WorkspaceSizes& z,
+                                           BackwardArrays* out) {
+  Arena arena{base};
+  const int64_t blocks = (z.kv_tokens + z.block_kv - 1) / z.block_kv;
+  const int64_t keys = z.batch * z.kv_heads * blocks * round_up(z.block_kv, kMaxPanel);
+  const int64_t ranges = num_ranges(z.batch, z.kv_heads, z.kv_tokens, z.block_kv);
+  BackwardArrays x;
+  x.k_t = arena.take<float>(keys * z.dim);
+  x.v_t = arena.take<float>(keys * z.v_dim);
+  x.k = arena.take<float>(keys * round_up(z.dim, kMaxPanel));
+  x.dk = arena.take<float>(keys * round_up(z.dim, kMaxPanel));
+  x.dv = arena.take<float>(keys * round_up(z.v_dim, kMaxPanel));
+  x.dq = arena.take<float>(ranges > 1 ? ranges * z.batch * z.q_tokens * z.q_heads * z.dim : 0);
+  if (out) *out = x;
+  return arena.used;
+}
+
+struct DecodeScratch {
+  float* q;      // [rows, dim padded to vectors]
+  float *k, *v;  // [kStepKeys, padded dim]: finite or widened copies
+  SoftmaxRows softmax;
+  float *acc, *m, *l;  // before the last step
+  TileRows rows;
+  MaskScratch mask;
+};
+
+static inline int64_t take_decode(char* base, int64_t dim, int64_t v_dim, int64_t program_steps,
+                                  DecodeScratch* out) {
+  Arena arena{base};
+  DecodeScratch x;
+  x.q = arena.take<float>(kDecodeRows * round_up(dim, kMaxPanel));
+  x.k = arena.take<float>(kStepKeys * round_up(dim, kMaxPanel));
+  x.v = arena.take<float>(kStepKeys * round_up(v_dim, kMaxPanel));
+  x.softmax = take_softmax(arena, kDecodeRows, v_dim);
+  x.acc = arena.take<float>(kDecodeRows * round_up(v_dim, kMaxPanel));
+  x.m = arena.take<float>(kDecodeRows);
+  x.l = arena.take<float>(kDecodeRows);
+  x.rows = take_rows(arena, kDecodeRows);
+  x.mask = take_mask(arena, kDecodeRows, program_steps);
+  if (out) *out = x;
+  return arena.used;
+}
+
+// One softmax state per (batch, query, head, chunk): acc, m, l.
+struct DecodeArrays {
+  float *acc, *m, *l;
+};
+
+static inline int64_t take_decode_arrays(char* base, const WorkspaceSizes& z, DecodeArrays* out) {
+  Arena arena{base};
+  const int64_t blocks = (z.kv_tokens + z.block_kv - 1) / z.block_kv;
+  const int64_t chunks = max_of(1, num_chunks(blocks, z.block_kv));
+  const int64_t states = z.batch * z.q_tokens * z.q_heads * chunks;
+  DecodeArrays x;
+  x.acc = arena.take<float>(states * z.v_dim);
+  x.m = arena.take<float>(states);
+  x.l = arena.take<float>(states);
+  if (out) *out = x;
+  return arena.used;
+}
+
+static inline WorkspaceSizes sizes_of(const Problem& p) {
+  return {p.batch,   p.q_tokens, p.kv_tokens,
+          p.q_heads, p.kv_heads, p.dim,
+          p.v_dim,   p.block_kv, p.program ? p.program->num_steps : 0};
+}
+
+}  // namespace xsake_cpu

@@ -1,0 +1,211 @@
+"""Native CPU kernels of XSAKE as XLA FFI handlers: forward, backward, decode.
+
+The library is loaded by ctypes and contains no Python code. It was built with the FFI headers of
+the oldest supported jaxlib; `handlers` checks that the running jaxlib accepts them.
+"""
+
+import ctypes
+import functools
+import os
+import pathlib
+import re
+from collections.abc import Sequence
+from typing import Any
+
+__all__ = [
+    "backward_workspace",
+    "decode_workspace",
+    "encode_program",
+    "ffi_api_version",
+    "forward_workspace",
+    "handlers",
+    "isa",
+    "runtime_ffi_api_version",
+    "version",
+]
+
+_TARGETS = ("xsake_cpu_forward", "xsake_cpu_backward", "xsake_cpu_decode")
+
+# Codes of mask_program.h.
+_OPERATIONS = (
+    "and",
+    "or",
+    "xor",
+    "not",
+    "eq",
+    "ne",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+    "add",
+    "sub",
+    "mul",
+    "neg",
+    "abs",
+    "sign",
+    "min",
+    "max",
+    "div",
+    "rem",
+    "shift_left",
+    "shift_right_arithmetic",
+    "shift_right_logical",
+    "population_count",
+    "clz",
+    "select_n",
+    "to_bool",
+    "to_int32",
+    "to_uint32",
+)
+_KINDS = {"position": 1, "constant": 2, "table": 3, "step": 4}
+_TYPES = {"bool": 0, "int32": 1, "uint32": 2}
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    path = os.environ.get("XSAKE_CPU_LIBRARY")
+    if path is None:
+        path = str(pathlib.Path(__file__).with_name("libxsake_cpu.so"))
+    library = ctypes.CDLL(path)
+    library.xsake_cpu_isa.restype = ctypes.c_char_p
+    for target in _TARGETS:
+        workspace = getattr(library, f"{target}_workspace")
+        workspace.restype, workspace.argtypes = ctypes.c_int64, [ctypes.c_int64] * 10
+    return library
+
+
+def isa() -> str:
+    """Instruction set in use: avx512, avx2, base or neon; XSAKE_CPU_ISA selects a lower one."""
+    return _library().xsake_cpu_isa().decode()
+
+
+def version() -> str:
+    """Version of the distribution; 0 from a source tree."""
+    from importlib import metadata
+
+    try:
+        return metadata.version("xsake-cpu")
+    except metadata.PackageNotFoundError:
+        return "0"
+
+
+def ffi_api_version() -> tuple[int, int]:
+    """XLA FFI version that the library was built with."""
+    major, minor = ctypes.c_int32(), ctypes.c_int32()
+    _library().xsake_cpu_ffi_version(ctypes.byref(major), ctypes.byref(minor))
+    return major.value, minor.value
+
+
+def runtime_ffi_api_version() -> tuple[int, int]:
+    """XLA FFI version of the running jaxlib, from the header that it ships."""
+    import jax
+
+    header = pathlib.Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h").read_text()
+    major, minor = (
+        int(re.search(rf"#define XLA_FFI_API_{name} (\d+)", header)[1])  # type: ignore[index]
+        for name in ("MAJOR", "MINOR")
+    )
+    return major, minor
+
+
+def handlers() -> dict[str, Any]:
+    """Capsules of the handlers by target name, for `jax.ffi.register_ffi_target`.
+
+    Raises:
+        RuntimeError: the running jaxlib is older than the library. Registering the handlers would
+            make its CPU backend fail for every program.
+    """
+    import jax
+
+    built, runtime = ffi_api_version(), runtime_ffi_api_version()
+    if built[0] != runtime[0] or built[1] > runtime[1]:
+        raise RuntimeError(
+            f"XLA FFI version of xsake-cpu: got {built}, expected at most {runtime} of the running "
+            "jaxlib. Update jaxlib, or install an older xsake-cpu."
+        )
+    return {target: jax.ffi.pycapsule(getattr(_library(), target)) for target in _TARGETS}
+
+
+def _workspace(target: str, sizes: Sequence[int], workers: int | None) -> int:
+    workers = os.cpu_count() or 1 if workers is None else workers
+    return getattr(_library(), f"{target}_workspace")(*sizes, workers)
+
+
+def forward_workspace(
+    *,
+    batch: int,
+    q_tokens: int,
+    kv_tokens: int,
+    q_heads: int,
+    kv_heads: int,
+    dim: int,
+    v_dim: int,
+    block_kv: int,
+    program_steps: int = 0,
+    workers: int | None = None,
+) -> int:
+    """Bytes of the workspace of a forward call.
+
+    `workers` is the number of threads that it has scratch for, by default those of the machine. It
+    changes no result.
+    """
+    sizes = (batch, q_tokens, kv_tokens, q_heads, kv_heads, dim, v_dim, block_kv, program_steps)
+    return _workspace("xsake_cpu_forward", sizes, workers)
+
+
+def backward_workspace(
+    *,
+    batch: int,
+    q_tokens: int,
+    kv_tokens: int,
+    q_heads: int,
+    kv_heads: int,
+    dim: int,
+    v_dim: int,
+    block_kv: int,
+    program_steps: int = 0,
+    workers: int | None = None,
+) -> int:
+    """Bytes of the workspace of a backward call; see `forward_workspace`."""
+    sizes = (batch, q_tokens, kv_tokens, q_heads, kv_heads, dim, v_dim, block_kv, program_steps)
+    return _workspace("xsake_cpu_backward", sizes, workers)
+
+
+def decode_workspace(
+    *,
+    batch: int,
+    q_tokens: int,
+    kv_tokens: int,
+    q_heads: int,
+    kv_heads: int,
+    dim: int,
+    v_dim: int,
+    block_kv: int,
+    program_steps: int = 0,
+    workers: int | None = None,
+) -> int:
+    """Bytes of the workspace of a decode call; see `forward_workspace`."""
+    sizes = (batch, q_tokens, kv_tokens, q_heads, kv_heads, dim, v_dim, block_kv, program_steps)
+    return _workspace("xsake_cpu_decode", sizes, workers)
+
+
+def encode_program(steps: Sequence[Any], answer: Any) -> list[int]:
+    """Encode a mask program for the attribute `program`: see csrc/mask_program.h.
+
+    Args:
+        steps: `(operation, terms)` each; a term is `(kind, number, dtype)`, as in
+            `xsake.kernels.mask_program`.
+        answer: the term that is the result.
+    """
+    words = [len(steps), *_encode_term(answer)]
+    for operation, terms in steps:
+        encoded = [word for term in terms for word in _encode_term(term)]
+        words += [_OPERATIONS.index(operation), *encoded, *[0] * (9 - len(encoded))]
+    return words
+
+
+def _encode_term(term: Any) -> list[int]:
+    kind, number, dtype = term
+    number = int(number) & 0xFFFFFFFF
+    return [_KINDS[kind], number - (number >> 31 << 32), _TYPES[dtype]]
