@@ -6,6 +6,7 @@ export PATH := justfile_directory() / venv / "bin:" + env("PATH")
 # Some machines forbid it: every process would then compile all of JAX's modules again, 10 s of them.
 export PYTHONDONTWRITEBYTECODE := ""
 all_types := "xsake,beartype.beartype(conf=beartype.BeartypeConf(strategy=beartype.BeartypeStrategy.On))"
+extras := "--extra flax --extra model --extra train --extra serve --extra trackers --extra equinox --extra viz --extra bench --extra testing"
 compile := "uv pip compile --quiet --universal --python-version 3.12 --generate-hashes --no-annotate --no-emit-index-url --no-emit-find-links --custom-compile-command 'just lock'"
 
 _default:
@@ -40,7 +41,7 @@ test *args:
     JAX_DISABLE_MOST_OPTIMIZATIONS=1 pytest -q {{ args }}
 
 # every test, slow ones included, every type checked, many more examples, compiled as for users; then every supported jax
-nightly *args: && showcase certify-smoke (jax-range "--slow")
+nightly *args: && showcase certify-smoke (native "-n" "2") (jax-range "--slow")
     pytest -q -m "slow or not slow" --timeout=1800 --hypothesis-profile=nightly --jaxtyping-packages='{{ all_types }}' {{ args }}
 
 # update the source tree in docs/tree.md
@@ -75,6 +76,11 @@ jax-range *args:
 # the gate's part of it: the oldest, few tests
 jax-range-smoke:
     .ci/jax_range --quick
+
+# the wheel of xsake-cpu, and every test of the backend native_cpu
+native *args:
+    .ci/native {{ args }}
+    python .ci/stage_inputs.py passed native
 
 # sdist, wheel, bill of materials and pages in dist/, tried on every Python; publishes nothing
 release *tag:
@@ -163,7 +169,9 @@ audit:
 # resolve the locks again
 lock:
     echo uv | {{ compile }} - -o requirements/uv.txt
-    {{ compile }} pyproject.toml --all-extras --group dev -o requirements/dev.txt
+    # every extra but `cpu`, whose package is built from native/
+    {{ compile }} pyproject.toml {{ extras }} --group dev -o requirements/dev.txt
+    printf '%s\n' scikit-build-core jax==0.8.0 jaxlib==0.8.0 cmake ninja | {{ compile }} - -o requirements/native.txt
     {{ compile }} --group build -o requirements/build.txt
     {{ compile }} --group release -o requirements/release.txt
     for minor in 0.8 0.9 0.10 0.11 0.12; do \

@@ -27,3 +27,7 @@ def gate(names: Collection[str], rows: Iterable[Any]) -> list[Any]:
 
 # What backends share is tested on one of them every time; conformance always runs them all.
 each_implementation = pytest.mark.parametrize("implementation", gate(["xla"], RUNNABLE))
+# The native kernels have no float64.
+each_in_float64 = pytest.mark.parametrize(
+    "implementation", gate(["xla"], [name for name in RUNNABLE if name != "native_cpu"])
+)

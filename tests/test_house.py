@@ -6,6 +6,7 @@ import importlib.util
 import pathlib
 import subprocess
 import sys
+import tomllib
 
 import xsake
 import xsake.errors
@@ -32,6 +33,11 @@ def test_import_is_light_and_touches_no_device():
     command = [sys.executable, "-W", "error", "-c", LIGHT_IMPORT]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_both_distributions_have_one_version():
+    native = tomllib.loads((ROOT / "native" / "pyproject.toml").read_text())
+    assert native["project"]["version"] == xsake.__version__
 
 
 def test_the_installed_version_is_the_one_in_the_source():

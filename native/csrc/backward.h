@@ -49,18 +49,31 @@ static void backward_pack(const Problem& p, int64_t item) {
   with_dtype(p.dtype, [&](auto type) { pack_backward_block<decltype(type)>(p, block); });
 }
 
+// What the probabilities of a row are made from. A row without keys has p = 0. The rounding of lse
+// hides how far a probability near 1 is from 1: from `one` on it is 1, as for a single visible key.
+XS_INLINE RowOrigin origin_of(float lse) {
+  if (!(__builtin_fabsf(lse) < __builtin_inff()))
+    return {lse == kNegInf ? __builtin_inff() : lse, 0.f, 1.f};
+  const double exact = (double)lse * ((double)kLog2e + (double)kLog2eLow);
+  const float high = (float)exact, unit = 1.f / (1 << 24);
+  return {high, (float)(exact - (double)high), 1.f - (__builtin_fabsf(lse) + 2.f) * unit};
+}
+XS_INLINE vf probabilities(vf s, const RowOrigin& row) {
+  const vf p = exp2(s - splat(row.high) - splat(row.low));
+  return select(p >= splat(row.one), splat(1.f), p);
+}
+
 // p = 2^(q k - lse) of a strip and a panel; raw: q k.
 template <int M, Scores mode>
 XS_NOINLINE void probability_strip(const float* q, int64_t q_row, const float* k, int64_t dim,
-                                   float* p, const float* lse, const int8_t* mask) {
+                                   float* p, const RowOrigin* origins, const int8_t* mask) {
   vf acc[M][kVectors];
   clear(acc);
   multiply(q, q_row, 1, k, kPanel, dim, acc);
   XS_FOR (r, M) {
-    const vf origin = splat(lse[r]);
     XS_FOR (n, kVectors) {
       vf x = acc[r][n];
-      if constexpr (mode != Scores::raw) x = exp2(x - origin);
+      if constexpr (mode != Scores::raw) x = probabilities(x, origins[r]);
       if constexpr (mode == Scores::masked)
         x = select(load_mask(mask + r * kStepKeys + n * VL), x, vf{});
       store(p + r * kGradStride + n * VL, x);
@@ -150,7 +163,7 @@ class TileGrads {
       std::memset(x_.q + r * padded_dim_, 0, static_cast<size_t>(padded_dim_) * sizeof(float));
       std::memset(x_.do_ + r * padded_v_dim_, 0,
                   static_cast<size_t>(padded_v_dim_) * sizeof(float));
-      x_.lse[r] = __builtin_inff();
+      x_.origin[r] = {__builtin_inff(), 0.f, 1.f};
       x_.delta[r] = 0;
     }
     q_finite_ = is_finite_tile ? x_.q : x_.q_finite;
@@ -174,7 +187,7 @@ class TileGrads {
   template <class T>
   void load_cotangent(const T* from, const T* o, int64_t at, int64_t r) {
     vi flaws = vi{};
-    vf sum = vf{};
+    float sum = 0.f;  // in the order of the product do v: a query that sees one key has ds = 0
     for (int64_t d = 0; d < padded_v_dim_; d += VL) {
       vf x = vf{}, y = vf{};
       if (d < p_.v_dim) x = load_upto(from + d, p_.v_dim - d), y = load_upto(o + d, p_.v_dim - d);
@@ -182,11 +195,10 @@ class TileGrads {
       flaws |= ~finite;
       x = select(finite, x, vf{});
       store(x_.do_ + r * padded_v_dim_ + d, x);
-      sum += x * y;
+      for (int i = 0; i < VL; i++) sum += x[i] * y[i];
     }
-    const float lse = p_.lse[at];
-    x_.lse[r] = any(flaws) ? __builtin_nanf("") : lse == kNegInf ? __builtin_inff() : lse * kLog2e;
-    x_.delta[r] = sum_lanes(sum) - p_.dlse[at];
+    x_.origin[r] = any(flaws) ? RowOrigin{__builtin_nanf(""), 0.f, 1.f} : origin_of(p_.lse[at]);
+    x_.delta[r] = sum - p_.dlse[at];
   }
 
   XS_INLINE void clear_strip(float* x, int rows) {
@@ -208,9 +220,9 @@ class TileGrads {
         if (!(state & 1)) {
           clear_strip(p, M);
         } else if (state == 1) {
-          probability_strip<M, Scores::full>(q, padded_dim_, k, p_.dim, p, x_.lse + r, nullptr);
+          probability_strip<M, Scores::full>(q, padded_dim_, k, p_.dim, p, x_.origin + r, nullptr);
         } else {
-          probability_strip<M, Scores::masked>(q, padded_dim_, k, p_.dim, p, x_.lse + r, mask);
+          probability_strip<M, Scores::masked>(q, padded_dim_, k, p_.dim, p, x_.origin + r, mask);
         }
       });
       score_grads<false>(piece, c, key);
@@ -247,7 +259,7 @@ class TileGrads {
         constexpr int M = decltype(strip)::value;
         probability_strip<M, Scores::raw>(x_.q + r * padded_dim_, padded_dim_,
                                           arrays_.k_t + (key + c) * p_.dim, p_.dim,
-                                          x_.p + r * kGradStride + c, x_.lse + r, nullptr);
+                                          x_.p + r * kGradStride + c, x_.origin + r, nullptr);
       });
     for (int64_t r = 0; r < tile_.count; r++) finish_row(piece, r);
     for (int64_t c = 0; c < piece.width; c += kPanel) score_grads<true>(piece, c, key);
@@ -255,12 +267,11 @@ class TileGrads {
 
   void finish_row(const Piece& piece, int64_t r) {
     const int64_t token = piece.kv_block * p_.block_kv + piece.first;
-    const vf origin = splat(x_.lse[r]);
     const float slope_factor = 1.f / (p_.softcap * kLog2e);
     for (int64_t c = 0; c < piece.width; c += VL) {
       float* p = x_.p + r * kGradStride + c;
       const vf s = to_scores(p_, load(p), tile_.b, tile_.h, x_.rows.token[r], token + c);
-      vf x = exp2(s - origin);
+      vf x = probabilities(s, x_.origin[r]);
       if (piece.is_masked) x = select(load_mask(x_.mask.mask + r * kStepKeys + c), x, vf{});
       store(p, x);
       // Without a softcap s may be -inf, by a bias, and a factor 0 would make it NaN.

@@ -304,7 +304,7 @@ static void merge_states(const Problem& p, const DecodeArrays& x, int64_t at, in
       sum += alpha(i) * load_upto(x.acc + (first + i) * p.v_dim + d, p.v_dim - d);
     store_upto(o + d, sum / divisor, p.v_dim - d);
   }
-  p.lse[at] = l != 0 ? m * kLn2 + logf(l) : kNegInf;
+  p.lse[at] = l != 0 ? m * kLn2 + (m * kLn2Low + logf(l)) : kNegInf;
 }
 
 static void decode_merge(const Problem& p, int64_t item) {

@@ -6,7 +6,9 @@
 namespace xsake_cpu::XSAKE_ISA {
 
 constexpr float kLog2e = 1.4426950408889634f;
+constexpr float kLog2eLow = 1.9259629e-8f;  // log2 e minus kLog2e
 constexpr float kLn2 = 0.6931471805599453f;
+constexpr float kLn2Low = -1.9046542e-9f;  // ln 2 minus kLn2
 
 // 2^x for x <= 127, exactly 0 from -127 down; NaN stays. Relative error 8e-8: the polynomial of
 // online_softmax.py. The power of two is a factor, not an addition to the exponent bits, because an

@@ -175,7 +175,7 @@ XS_INLINE void finalize_row(const Problem& p, int64_t at, const float* acc, floa
   T* o = static_cast<T*>(p.o) + at * p.v_dim;
   for (int64_t d = 0; d < p.v_dim; d += VL)
     store_upto(o + d, load_upto(acc + d, p.v_dim - d) / divisor, p.v_dim - d);
-  p.lse[at] = l != 0 ? m * kLn2 + logf(l) : kNegInf;
+  p.lse[at] = l != 0 ? m * kLn2 + (m * kLn2Low + logf(l)) : kNegInf;
 }
 
 }  // namespace xsake_cpu::XSAKE_ISA

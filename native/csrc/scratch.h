@@ -107,10 +107,16 @@ static inline int64_t take_forward_arrays(char* base, const WorkspaceSizes& z, F
   return arena.used;
 }
 
+struct RowOrigin {
+  float high, low;  // lse in base 2, and the digits that float32 drops
+  float one;        // probabilities from here on are 1
+};
+
 struct BackwardScratch {
   float *q, *q_finite, *do_, *dq;  // [rows, padded dim or v_dim]
   float *p, *ds;                   // [rows, kGradStride]
-  float *lse, *delta;              // [rows]
+  RowOrigin* origin;               // [rows]
+  float* delta;                    // [rows]
   TileRows rows;
   MaskScratch mask;
 };
@@ -126,7 +132,7 @@ static inline int64_t take_backward(char* base, int64_t dim, int64_t v_dim, int6
   x.dq = arena.take<float>(kTileRows * padded);
   x.p = arena.take<float>(kTileRows * kGradStride);
   x.ds = arena.take<float>(kTileRows * kGradStride);
-  x.lse = arena.take<float>(kTileRows);
+  x.origin = arena.take<RowOrigin>(kTileRows);
   x.delta = arena.take<float>(kTileRows);
   x.rows = take_rows(arena, kTileRows);
   x.mask = take_mask(arena, kTileRows, program_steps);

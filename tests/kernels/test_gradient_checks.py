@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import xsake
-from tests.lanes import each_implementation
+from tests.lanes import each_in_float64
 from xsake.masks import Causal, PerHead, Window
 from xsake.testing import dense, oracle
 from xsake.testing.cases import ConformanceCase
@@ -33,7 +33,7 @@ def double_precision():
         yield
 
 
-@each_implementation
+@each_in_float64
 def test_check_grads_in_float64(implementation, double_precision):
     inputs = SMALL.inputs()
     attend = jax.jit(bind(xsake.attention, SMALL, implementation))
@@ -44,7 +44,7 @@ def test_check_grads_in_float64(implementation, double_precision):
     )
 
 
-@each_implementation
+@each_in_float64
 def test_directional_differences_at_head_dim_64(implementation, double_precision):
     inputs = WIDE.inputs()
     attend = jax.jit(bind(xsake.attention, WIDE, implementation))
@@ -68,7 +68,7 @@ def test_directional_differences_at_head_dim_64(implementation, double_precision
             assert slope == pytest.approx((up - down) / (2 * step), rel=1e-6, abs=1e-7), name
 
 
-@each_implementation
+@each_in_float64
 @pytest.mark.parametrize("case", [SMALL, WIDE], ids=lambda case: case.name)
 def test_custom_gradients_equal_autodiff_of_the_dense_formula(
     case, implementation, double_precision

@@ -13,7 +13,9 @@ from xsake.masks import AbstractMask
 DEFAULT_BLOCK = 128
 AnyArray = Array | np.ndarray | jax.ShapeDtypeStruct
 
-BackendName = Literal["mosaic_gpu_hopper", "mosaic_gpu", "mosaic_tpu", "xla", "reference"]
+BackendName = Literal[
+    "mosaic_gpu_hopper", "mosaic_gpu", "mosaic_tpu", "native_cpu", "xla", "reference"
+]
 type Implementation = BackendName | Sequence[BackendName] | None
 type Mask = AbstractMask | Bool[Array | np.ndarray, "..."] | str | None
 

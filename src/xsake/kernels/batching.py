@@ -54,7 +54,9 @@ def fold_batch(run: Callable, inputs: BlockSparseInputs, *rest: Any) -> Any:
     def rule(size, is_batched, arrays, traced, rest):
         of_arrays, of_traced, of_rest = is_batched
         all_batched = lambda results: jax.tree.map(lambda _: True, results)
-        if layout.batch > 1 or any(jax.tree.leaves(of_traced)):
+        # A bias that batch elements share has one gradient, so it cannot be folded.
+        has_bias = arrays["bias"] is not None
+        if layout.batch > 1 or has_bias or any(jax.tree.leaves(of_traced)):
             results = _map_sequentially(call, is_batched, (arrays, traced, rest))
             return results, all_batched(results)
         batch = arrays["q"].shape[1 if of_arrays["q"] else 0]

@@ -6,12 +6,14 @@ candidate for the current platform, so a CPU never imports a GPU kernel. The mod
     forward(inputs, config, platform) -> (o, lse, ...)
     backward(inputs, config, platform, o, lse, do, dlse) -> Gradients
     unsupported_reason(inputs, config, platform) -> str | None      if it cannot serve every call
+    unavailable_reason() -> str | None                              if it needs an extra
     count_passes(inputs, config, platform) -> (KernelCost, ...)     of block-sparse attention
 """
 
 import dataclasses
 import functools
 import importlib
+import importlib.util
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -19,6 +21,7 @@ import jax
 
 from xsake.errors import ArgumentError, UnsupportedError
 from xsake.kernels.lowering import (
+    EXPORTED_CPU,
     PLATFORMS,
     Branch,
     Unsupported,
@@ -54,6 +57,8 @@ class BackendSpec(NamedTuple):
     jax_releases: tuple[str, ...] | None = None  # its kernels were certified with; None: all
     is_on_request: bool = False  # used only when it is named
     is_portable: bool = False  # one program for all platforms, so it can be differentiated again
+    extra: tuple[str, str] | None = None  # package that it needs, and the extra that installs it
+    is_exported: bool = True  # by `jax.export`, also when it is not named
 
     def load(self) -> Any:
         """Import the module."""
@@ -62,12 +67,19 @@ class BackendSpec(NamedTuple):
 
     def platform_reason(self, platform: str) -> str | None:
         """Why it never runs on a platform with this release of JAX; None if it may."""
+        if platform == EXPORTED_CPU and not self.is_exported:
+            return "an exported program must not depend on it; name it to export it"
         if self.platforms is not None and family_of(platform) not in self.platforms:
             return f"it runs on {' and '.join(self.platforms)} only"
         if self.jax_releases is not None and not is_release(self.jax_releases, jax.__version__):
             releases = " and ".join(self.jax_releases)
             return f"its kernels were certified with jax {releases}, this is jax {jax.__version__}"
-        return None
+        if self.extra is None:
+            return None
+        package, extra = self.extra
+        if importlib.util.find_spec(package) is None:
+            return f'it needs the package {package}: pip install "xsake[{extra}]"'
+        return self.load().unavailable_reason()
 
     def unsupported_reason(self, inputs: Any, config: Any, platform: str) -> str | None:
         """Why it cannot serve a call on a platform; None if it can."""
@@ -175,6 +187,8 @@ class Op:
         branches: dict[str, Branch] = {
             p: functools.partial(run, p) for p in PLATFORMS if p in named
         }
+        if call.implementation is None and not all(spec.is_exported for spec in candidates):
+            branches[EXPORTED_CPU] = functools.partial(run, EXPORTED_CPU)
         if ANY_OTHER in named:
             return branches, other
         names = " or ".join(repr(spec.name) for spec in candidates)
@@ -196,8 +210,8 @@ def define_attention(op: Op) -> Callable[..., Any]:
     def attend(call: StaticCall, arrays: Any, context: Any):
         def forward(platform: str, arrays: Any, context: Any):
             inputs = call.inputs(arrays, context)
-            backend = op.choose(inputs, call.config, platform, call.implementation).load()
-            return backend.forward(inputs, call.config, platform)
+            spec = op.choose(inputs, call.config, platform, call.implementation)
+            return spec.load().forward(inputs, call.config, family_of(platform))
 
         return by_platform(*op.branches(call, forward), arrays, context)
 
@@ -221,8 +235,8 @@ def backward_given_lse(
 
     def backward(platform: str, arrays: Any, context: Any, o, lse, do, dlse):
         inputs = call.inputs(arrays, context)
-        backend = op.choose(inputs, call.config, platform, call.implementation).load()
-        return backend.backward(inputs, call.config, platform, o, lse, do, dlse)
+        spec = op.choose(inputs, call.config, platform, call.implementation)
+        return spec.load().backward(inputs, call.config, family_of(platform), o, lse, do, dlse)
 
     return by_platform(*op.branches(call, backward), arrays, context, o, lse, do, dlse)
 

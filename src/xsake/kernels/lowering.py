@@ -18,6 +18,8 @@ from xsake.errors import ArgumentError, UnsupportedError
 
 # The platforms that have names here; every other one gets the default branch.
 PLATFORMS = ("cpu", "tpu", "cuda", "rocm")
+# The CPU of `jax.export`: an artefact must not depend on a library of the machine that made it.
+EXPORTED_CPU = "exported cpu"
 
 
 def capability_of(platform: str) -> tuple[int, int] | None:
@@ -30,12 +32,14 @@ def capability_of(platform: str) -> tuple[int, int] | None:
 
 def family_of(platform: str) -> str:
     """The platform that programs are lowered for: "cuda" for the name of one kind of GPU."""
+    if platform == EXPORTED_CPU:
+        return "cpu"
     return platform if capability_of(platform) is None else "cuda"
 
 
 def check_platform(name: str, fix: str) -> None:
     """Raise ArgumentError unless a platform has a name here."""
-    if name not in PLATFORMS:
+    if name not in (*PLATFORMS, EXPORTED_CPU):
         raise ArgumentError(
             "no platform of this name",
             got=repr(name),
@@ -174,7 +178,10 @@ def _results(*_, table, types, side_effects):
 
 
 def _lower(platform: str, ctx: mlir.LoweringRuleContext, *operands, table, types, side_effects):
-    choice = dict(table).get(platform, dict(table)["default"])
+    choices = dict(table)
+    if platform == "cpu" and ctx.module_context.lowering_parameters.for_export:
+        platform = EXPORTED_CPU if EXPORTED_CPU in choices else platform
+    choice = choices.get(platform, choices["default"])
     if isinstance(choice, Unsupported):
         here = ", ".join(ctx.platforms or ctx.module_context.platforms)
         raise UnsupportedError(

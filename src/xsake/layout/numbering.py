@@ -8,6 +8,7 @@ list, `inner` the side that its items name.
 import dataclasses
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 from jax import lax
 
@@ -205,4 +206,5 @@ def _evaluate_blocks(mask: AbstractMask, keys: np.ndarray, blocks: tuple[int, in
     head, q_block, kv_block = (x[:, None, None] for x in keys.T)
     q = q_block * blocks[0] + np.arange(blocks[0])[None, :, None]
     kv = kv_block * blocks[1] + np.arange(blocks[1])[None, None, :]
-    return np.asarray(mask.allows(q, kv, None if mask.heads is None else head))
+    with jax.ensure_compile_time_eval():  # a rule may use jnp, and the caller may be tracing
+        return np.asarray(mask.allows(q, kv, None if mask.heads is None else head))

@@ -82,7 +82,7 @@ def blockwise(
     kv_tokens, kv_heads = inputs.k.shape[1:3]
     queries, keys = batch * q_heads * q_tokens, batch * kv_heads * kv_tokens
     pairs = layout.block_q * layout.block_kv
-    listed = _count_blocks(inputs)
+    listed = count_blocks(inputs)
 
     def count(
         name: str,
@@ -151,7 +151,7 @@ def dense(inputs: BlockSparseInputs) -> tuple[KernelCost, ...]:
     kv_tokens = inputs.k.shape[1]
     pairs = batch * q_heads * q_tokens * kv_tokens
     blocks = batch * q_heads * layout.q_blocks * layout.kv_blocks
-    listed = _count_blocks(inputs)
+    listed = count_blocks(inputs)
     queries, keys = batch * q_heads * q_tokens, batch * q_heads * kv_tokens
     arrays = queries * size.q + keys * (size.k + size.v)
     planes = pairs * (size.row + size.bias)
@@ -184,7 +184,7 @@ def _sizes(inputs: BlockSparseInputs, widens: bool) -> _Sizes:
     )
 
 
-def _count_blocks(inputs: BlockSparseInputs) -> int:
+def count_blocks(inputs: BlockSparseInputs) -> int:
     """Blocks the layout lists over all batch elements and query heads, or at most lists."""
     layout = inputs.layout
     batch, q_heads = inputs.q.shape[0], inputs.q.shape[2]

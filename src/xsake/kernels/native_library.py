@@ -1,0 +1,30 @@
+"""The library of the distribution `xsake-cpu`, loaded and registered once per process."""
+
+import functools
+import importlib
+from typing import Any
+
+import jax
+
+
+@functools.cache
+def load() -> Any:
+    """Return the module `xsake_cpu` with its handlers registered, or the reason why it cannot run.
+
+    A handler of a newer FFI than that of the running jaxlib would make every program of the CPU
+    fail, so versions are compared before anything is registered.
+    """
+    try:
+        library: Any = importlib.import_module("xsake_cpu")
+        handlers = library.handlers()
+    except (ImportError, OSError, RuntimeError) as error:
+        return f"xsake-cpu cannot be used: {error}"
+    for target, handler in handlers.items():
+        jax.ffi.register_ffi_target(target, handler, platform="cpu")
+    return library
+
+
+def describe() -> str:
+    """Return version and instruction set of the library, or the reason why it cannot run."""
+    library = load()
+    return library if isinstance(library, str) else f"{library.version()}, {library.isa()}"
