@@ -80,7 +80,6 @@ jax-range-smoke:
 # the wheel of xsake-cpu, and every test of the backend native_cpu
 native *args:
     .ci/native {{ args }}
-    python .ci/stage_inputs.py passed native
 
 # sdist, wheel, bill of materials and pages in dist/, tried on every Python; publishes nothing
 release *tag:

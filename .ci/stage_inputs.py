@@ -20,10 +20,6 @@ INPUTS = {
         "src/xsake/certify", "src/xsake/kernels", "src/xsake/layout", "src/xsake/masks",
         "requirements/dev.txt",
     ),
-    "native": (
-        "native", "src/xsake/kernels", "src/xsake/layout", "src/xsake/masks", "src/xsake/testing",
-        "tests/kernels", "requirements/native.txt",
-    ),
 }  # fmt: skip
 
 
