@@ -13,6 +13,7 @@ from xsake.kernels.block_sparse import api
 from xsake.kernels.block_sparse.xla import kernels as xla
 from xsake.kernels.block_sparse.xla.kernels import BlockedCall
 from xsake.kernels.online_softmax import LOG2E
+from xsake.layout import BlockLayout
 from xsake.masks import Causal, Explicit, Full, PerHead, Window
 from xsake.testing.cases import ConformanceCase
 from xsake.testing.conformance import (
@@ -36,6 +37,14 @@ PADDED = (((20, 18), (20, 18)), ((45,), (45,)))
 
 CAPPED = {"softcap": 1.5, "sinks": 2, "bias": (True, True)}
 
+
+def every_block(case):
+    """Layouts of calls with positions have no mask of their own."""
+    grid = np.ones((-(-case.q_tokens // 16), -(-case.kv_tokens // 16)), bool)
+    sizes = {"q_tokens": case.q_tokens, "kv_tokens": case.kv_tokens}
+    return BlockLayout.from_block_mask(grid, **sizes, block_q=16, block_kv=16)
+
+
 DETECTORS = {
     "plain": ConformanceCase("plain", WINDOWS, block=(16, 8), **SIZES),
     "gaps": ConformanceCase(
@@ -44,7 +53,7 @@ DETECTORS = {
     "capped": ConformanceCase("capped", Causal(), block=(16, 16), **CAPPED, **SIZES),
     "packed": ConformanceCase("packed", Full(), block=(16, 16), batch=2, segments=PADDED, **SIZES),
     "late": ConformanceCase(
-        "late", Causal(), block=(16, 16), q_positions=tuple(range(30, 75)), **SIZES
+        "late", Causal(), layout=every_block, q_positions=tuple(range(30, 75)), **SIZES
     ),
 }
 
@@ -204,8 +213,8 @@ BUGS = [
         lambda right: lambda *given: right(*given)._replace(head=0 * right(*given).head), "plain"),
     Bug("every_head_uses_the_mask_of_head_zero", BlockedCall, "element_mask",
         mask_of_head_zero, "plain"),
-    Bug("keys_past_the_end_are_visible", blocking, "token_blocks",
-        lambda right: lambda *given: right(*given)._replace(tokens=given[2] + 1), "late"),
+    Bug("keys_past_the_end_are_visible", blocking.RowTileSide, "token_index",
+        lambda right: lambda self: jnp.minimum(right(self), self.tokens - 1), "late"),
     Bug("padding_sees_padding", blocking, "token_blocks",
         lambda right: lambda positions, ids, *sizes: right(positions, jnp.abs(ids), *sizes),
         "packed"),

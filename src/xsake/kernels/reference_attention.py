@@ -44,6 +44,7 @@ def forward(
 ) -> tuple[Float[Array, "B Tq Hq Dv"], Float[Array, "B Tq Hq"], Float[Array, "B Hq Tq Tk"]]:
     """`(o, lse, p)`; the mask is per query head or per kv head."""
     mask = _by_query_head(mask, q, 1)
+    k, v = isolate_nonfinite(k, v)  # before the scores: a bad value makes its key NaN
     s, _ = scores(q, k, mask, scale, softcap, bias)
     lse = jax.nn.logsumexp(s, axis=-1)
     p = _probabilities(s, lse, mask)
@@ -64,6 +65,7 @@ def backward(
 ) -> Gradients:
     """Gradients from the residuals (o, lse, do, dlse), by the formulas."""
     dtype, mask = sum_dtype(q.dtype), _by_query_head(mask, q, 1)
+    k, v = isolate_nonfinite(k, v)
     s, slope = scores(q, k, mask, scale, softcap, bias)
     o, lse, do, dlse = (x.astype(dtype) for x in residuals)
     delta, lse = (jnp.swapaxes(x, 1, 2) for x in ((do * o).sum(-1) - dlse, lse))
