@@ -65,7 +65,7 @@ def rows_of(chosen):
 @few_examples
 @given(case=strategies.cases())
 def test_every_drawn_case_is_within_the_error_budget(implementation, case):
-    assert failures(check_case(xsake.attention, case, implementation)) == []
+    assert failures(check_case(xsake.attention, case, implementation, extra_ulps=4)) == []
 
 
 @each_implementation
