@@ -6,13 +6,15 @@ Quicker tests of the same behaviour, named in the comments, run with every chang
 # By file, the beginnings of their names.
 _TESTS = {
     "attention/test_jax_nn.py": [
-        # booleans per query and key that are traced, per key and batch element; both with causal
+        # booleans per query and key that are traced, with a bias, with segment ids
         "test_a_boolean_array_of_any_shape[(1, 1, 1, 70)",
         "test_a_boolean_array_of_any_shape[(2, 1, 70",
         "test_a_boolean_array_of_any_shape[(2, 1, 1, 70)-True",
         "test_a_boolean_array_of_any_shape[(2, 4",
         "test_a_boolean_array_of_any_shape[(4, 70",
+        "test_a_boolean_array_of_any_shape[(2, 1, 1, 70)-False",
         "test_a_boolean_array_of_any_shape[(70, 70)-False",
+        "test_arguments_that_both_have[booleans and causal",
         "test_arguments_that_both_have[causal]",
         "test_arguments_that_both_have[mask and causal",
         "test_arguments_that_both_have[scale",
@@ -24,7 +26,8 @@ _TESTS = {
         "test_many_rules_in_turn_compile_once_each[attend_masked_layout",
     ],
     "attention/test_explain.py": [
-        # both and neither
+        # neither
+        "test_the_predicted_blocks_are_those_the_passes_really_compute[True-True",
         "test_the_predicted_blocks_are_those_the_passes_really_compute[True-False",
         "test_the_predicted_blocks_are_those_the_passes_really_compute[False-True",
     ],
@@ -59,7 +62,8 @@ _TESTS = {
         "test_failures_and_declined_cases_have_reasons_and_the_run_goes_on[nan",
     ],
     "hads/test_sparse_attention.py": [
-        # the other selectors, a part of the budget
+        # the other selectors, a part of the budget; gradients: training/test_attention.py
+        "test_gradients_flow_through_planned_attention",
         "test_a_layer_computes_the_blocks_that_were_chosen[kl",
         "test_a_whole_budget_is_dense_attention",
         "test_new_inputs_compile_nothing",
@@ -71,7 +75,9 @@ _TESTS = {
     "kernels/test_conformance.py": [
         # `everything` in bfloat16, windows per head, heads of 64 in float32, other layouts
         "test_result_is_within_the_error_budget[everything-xla",
+        "test_result_is_within_the_error_budget[head_dim_192",
         "test_result_is_within_the_error_budget[head_dim_64_longer",
+        "test_result_is_within_the_error_budget[layout_per_kv_head",
         "test_result_is_within_the_error_budget[merged_grid",
         "test_result_is_within_the_error_budget[more_queries",
         "test_result_is_within_the_error_budget[rows_of_many",
@@ -81,6 +87,7 @@ _TESTS = {
         # positions, a traced list, a bias, gradients
         "test_outputs_equal_the_reference[kv positions",
         "test_outputs_equal_the_reference[list per",
+        "test_outputs_equal_the_reference[query blocks",
         "test_outputs_equal_the_reference[segments",
         "test_outputs_equal_the_reference[shared",
         "test_outputs_equal_the_reference[sinks",
@@ -108,7 +115,8 @@ _TESTS = {
         "test_empty_rows_and_columns_are_exactly_zero[ragged_grid-xla",
     ],
     "kernels/test_gpu_pieces.py": [
-        # gradients of split rows
+        # tests/kernels/test_mosaic_gpu.py: a traced grid, forward and backward
+        "test_gradients_of_split_rows_are_those_of_whole_ones",
         "test_pieces_hold_every_item_once_and_none_is_too_long",
     ],
     "kernels/test_gpu_planted_bugs.py": [
@@ -121,12 +129,13 @@ _TESTS = {
         "test_kernels_are_within_the_error_budget_and_without_races[segments_and",
     ],
     "kernels/test_mosaic_tpu.py": [
-        # segments and windows; races in a traced grid
+        # the strict interpreter: values, and races in a traced grid
         "test_interpreted_kernels_are_within_the_error_budget[explicit_with",
         "test_interpreted_kernels_are_within_the_error_budget[head_dim_96",
         "test_interpreted_kernels_are_within_the_error_budget[one_token",
         "test_interpreted_kernels_are_within_the_error_budget[positions_per",
         "test_interpreted_kernels_are_within_the_error_budget[ragged_grid",
+        "test_interpreted_kernels_are_within_the_error_budget[segments_and",
         "test_no_race_no_stray_access_no_unwritten_memory[empty_layout",
         "test_no_race_no_stray_access_no_unwritten_memory[three_query",
     ],
@@ -162,7 +171,13 @@ _TESTS = {
         "test_three_heads_of_a_group_are_within_the_error_budget",
     ],
     "kernels/test_short_sequences.py": [
-        # positions and ids, a traced list, a shared bias
+        # positions and ids, a traced list, a shared bias, softcap and sinks
+        "test_results_and_gradients_equal_the_reference[bias",
+        "test_results_and_gradients_equal_the_reference[half bias",
+        "test_results_and_gradients_equal_the_reference[lists",
+        "test_results_and_gradients_equal_the_reference[no mask",
+        "test_results_and_gradients_equal_the_reference[shared bias-786432",
+        "test_results_and_gradients_equal_the_reference[traced list-786432",
         "test_results_and_gradients_equal_the_reference[list per",
         "test_results_and_gradients_equal_the_reference[one block",
         "test_results_and_gradients_equal_the_reference[positions-",
@@ -182,6 +197,7 @@ _TESTS = {
     "model/test_decoder.py": [
         # layers of one kind
         "test_layers_of_two_kinds_scan_like_they_unroll",
+        "test_one_layout_for_all_layers_is_scanned_and_one_each_is_unrolled",
         "test_rematerialised_layers_give_the_same_gradients",
     ],
     "model/test_native_sparse.py": [
@@ -214,7 +230,8 @@ _TESTS = {
         "test_it_learns_through_the_trainer",
     ],
     "training/test_balanced.py": [
-        # shards list the blocks of the plan
+        # a reordered plan asks for the same blocks
+        "test_shards_list_the_blocks_that_the_plan_foretells_and_end_near_their_mean",
         "test_weights_and_plan_in_another_order_are_the_same_function",
     ],
     "training/test_faults.py": [

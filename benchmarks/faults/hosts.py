@@ -204,6 +204,8 @@ def _is_connected(pid: int) -> bool:
     words = dict(
         word.split("=", 1) for word in Path(f"/proc/{pid}/environ").read_text().split("\0") if word
     )
+    if COORDINATOR not in words:  # still the environment of its parent, before exec
+        return False
     port = f":{int(words[COORDINATOR].rpartition(':')[2]):04X}"
     for table in ("tcp", "tcp6"):
         for line in Path("/proc/net", table).read_text().splitlines()[1:]:

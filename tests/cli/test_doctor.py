@@ -25,6 +25,7 @@ REPORT = {
     "backend": "cpu",
     "devices": ["TFRT_CPU_0 (cpu)"],
     "implementations": {"xla": None, "mosaic_tpu": "needs a TPU; this is [cpu]"},
+    "libraries": {},
     "compilation_cache": {"directory": None, "writable": None},
     "self_tests": [PASSED],
 }
@@ -53,6 +54,7 @@ WRONG = PASSED | {"max_error": 0.3, "problem": "differs from the reference"}
     ("changes", "code", "text"),
     [
         ({}, 0, "self-test passed"),
+        ({"libraries": {"xla": "a-library 0.1, avx2"}}, 0, "a-library 0.1, avx2"),
         ({"healthy": False, "self_tests": [WRONG]}, 1, "self-test failed: differs"),
         ({"healthy": False, "self_tests": []}, 1, "cannot run here"),
     ],

@@ -61,7 +61,9 @@ def test_a_library_that_jaxlib_would_refuse_is_not_registered(monkeypatch, fresh
 @needs_library
 class TestWithTheLibrary:
     def test_it_is_the_choice_on_a_cpu(self, arrays):
-        assert xsake.explain(*arrays, mask=Causal()).implementation == "native_cpu"
+        report = xsake.explain(*arrays, mask=Causal())
+        assert report.implementation == "native_cpu"
+        assert report.library == native_library.describe() and report.library in str(report)
         text = jax.jit(lambda *x: xsake.attention(*x, mask=Causal())).lower(*arrays).as_text()
         assert "xsake_cpu_forward" in text
 

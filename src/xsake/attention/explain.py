@@ -47,6 +47,7 @@ class Explanation:
 
     Attributes:
         implementation: selected implementation.
+        library: name, version and instruction set of its native library; None if it has none.
         declined: other implementations and why they are not used.
         platform: target platform.
         arrays: shape and dtype of every array argument.
@@ -64,6 +65,7 @@ class Explanation:
     """
 
     implementation: str
+    library: str | None
     declined: dict[str, str]
     platform: str
     arrays: dict[str, str]
@@ -100,7 +102,8 @@ class Explanation:
         return "\n".join(f"{name:<15} {text}".rstrip() for name, text in self._lines())
 
     def _lines(self):
-        yield "implementation", f"{self.implementation} on {self.platform}"
+        library = "" if self.library is None else f" ({self.library})"
+        yield "implementation", f"{self.implementation}{library} on {self.platform}"
         for name, reason in self.declined.items():
             yield "", f"not {name}: {reason}"
         yield "arrays", ", ".join(f"{name} {what}" for name, what in self.arrays.items())
@@ -184,7 +187,6 @@ def explain(
         chosen = OP.choose(operands, problem, platform, OP.names(implementation))
         sources = pruning_sources(operands)
         final = _prune_if_known(operands)
-        is_static = final.layout.is_static
         is_counted = is_known(*jax.tree.leaves(final.layout))
         if is_counted:  # count in NumPy
             final = final._replace(layout=jax.tree.map(np.asarray, final.layout))
@@ -192,6 +194,7 @@ def explain(
         blocks = _blocks(final, passes[0].listed, is_counted)
     return Explanation(
         implementation=chosen.name,
+        library=chosen.describe_library(),
         declined=OP.reasons(operands, problem, platform, chosen.name),
         platform=platform,
         arrays=_arrays(operands, sinks),
@@ -202,12 +205,12 @@ def explain(
         block_kv=final.layout.block_kv,
         layout_origin=_origin(args),
         pruned_by=sources,
-        is_static=is_static,
+        is_static=final.layout.is_static,
         is_counted=is_counted,
         blocks=blocks,
         passes=passes,
-        compile_key=_compile_key(final, problem, chosen.name, sinks, is_static),
-        recompiles=_recompiles(final.layout, is_static),
+        compile_key=_compile_key(final, problem, chosen.name, sinks),
+        recompiles=_recompiles(final.layout),
     )
 
 
@@ -265,10 +268,10 @@ def _origin(args: AttentionArgs) -> str:
 
 
 def _compile_key(
-    operands: BlockSparseInputs, problem: BlockSparseConfig, chosen: str, sinks, is_static: bool
+    operands: BlockSparseInputs, problem: BlockSparseConfig, chosen: str, sinks
 ) -> dict[str, Any]:
     layout = operands.layout
-    if is_static:
+    if layout.is_static:
         layout_key: Any = f"static list of {layout.items} blocks"
     else:
         names = ("capacity", "batch", "heads", "block_q", "block_kv")
@@ -282,8 +285,8 @@ def _compile_key(
     }
 
 
-def _recompiles(layout: BlockLayout, is_static: bool) -> str:
-    if is_static:
+def _recompiles(layout: BlockLayout) -> str:
+    if layout.is_static:
         return (
             "for other shapes, dtypes, scale or softcap, and for every other layout: "
             "the block list is part of the program"

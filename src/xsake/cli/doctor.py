@@ -92,16 +92,19 @@ def collect_report() -> dict[str, Any]:
     A version is None for a library that is not installed, the reason of an implementation is None
     if it can run here. It is healthy if at least one self-test ran and none failed.
     """
-    installed = {each.name: each.version for each in importlib.metadata.distributions()}
+    installed = {each.name.lower(): each.version for each in importlib.metadata.distributions()}
     versions = {"xsake": xsake.__version__, "python": platform.python_version()}
     implementations = OP.implementations()
-    tests = run_self_tests([name for name, reason in implementations.items() if reason is None])
+    available = [name for name, reason in implementations.items() if reason is None]
+    libraries = {name: OP.spec(name).describe_library() for name in available}
+    tests = run_self_tests(available)
     return {
         "healthy": bool(tests) and all(test.problem is None for test in tests),
         "versions": versions | {name: installed.get(name) for name in PACKAGES},
         "backend": jax.default_backend(),
         "devices": [f"{device} ({device.device_kind})" for device in jax.devices()],
         "implementations": implementations,
+        "libraries": {name: text for name, text in libraries.items() if text is not None},
         "compilation_cache": find_compilation_cache(),
         "self_tests": [test._asdict() for test in tests],
     }
@@ -194,6 +197,8 @@ def _report_table(report: dict[str, Any]) -> rich.table.Table:
         elif name in tests:
             numbers = "max error {max_error:.1e}, {seconds:.2f} s with compilation"
             numbers = numbers.format_map(tests[name])
+            if name in report["libraries"]:
+                numbers = f"{report['libraries'][name]}; {numbers}"
             text = f"[green]runs, self-test passed[/] [dim]({numbers})[/]"
         table.add_row(name, text)
     return table

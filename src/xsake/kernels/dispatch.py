@@ -7,6 +7,7 @@ candidate for the current platform, so a CPU never imports a GPU kernel. The mod
     backward(inputs, config, platform, o, lse, do, dlse) -> Gradients
     unsupported_reason(inputs, config, platform) -> str | None      if it cannot serve every call
     unavailable_reason() -> str | None                              if it needs an extra
+    describe_library() -> str                                       if it needs an extra
     count_passes(inputs, config, platform) -> (KernelCost, ...)     of block-sparse attention
 """
 
@@ -80,6 +81,10 @@ class BackendSpec(NamedTuple):
         if importlib.util.find_spec(package) is None:
             return f'it needs the package {package}: pip install "xsake[{extra}]"'
         return self.load().unavailable_reason()
+
+    def describe_library(self) -> str | None:
+        """Version and instruction set of the library that it needs; None if it needs none."""
+        return None if self.extra is None else self.load().describe_library()
 
     def unsupported_reason(self, inputs: Any, config: Any, platform: str) -> str | None:
         """Why it cannot serve a call on a platform; None if it can."""

@@ -25,6 +25,8 @@ def load() -> Any:
 
 
 def describe() -> str:
-    """Return version and instruction set of the library, or the reason why it cannot run."""
+    """Return name, version and instruction set of the library, or why it cannot run."""
     library = load()
-    return library if isinstance(library, str) else f"{library.version()}, {library.isa()}"
+    if isinstance(library, str):
+        return library
+    return f"xsake-cpu {library.version()}, {library.isa()}"

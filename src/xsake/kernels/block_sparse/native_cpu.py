@@ -32,6 +32,11 @@ def unavailable_reason() -> str | None:
     return library if isinstance(library, str) else None
 
 
+def describe_library() -> str:
+    """Name, version and instruction set of the library."""
+    return native_library.describe()
+
+
 def unsupported_reason(
     inputs: BlockSparseInputs, config: BlockSparseConfig, platform: str
 ) -> str | None:
