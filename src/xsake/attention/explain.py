@@ -187,11 +187,11 @@ def explain(
         chosen = OP.choose(operands, problem, platform, OP.names(implementation))
         sources = pruning_sources(operands)
         final = _prune_if_known(operands)
+        is_static = final.layout.is_static
         is_counted = is_known(*jax.tree.leaves(final.layout))
         if is_counted:  # count in NumPy
             final = final._replace(layout=jax.tree.map(np.asarray, final.layout))
         passes = chosen.load().count_passes(final, problem, platform)
-        blocks = _blocks(final, passes[0].listed, is_counted)
     return Explanation(
         implementation=chosen.name,
         library=chosen.describe_library(),
@@ -205,12 +205,12 @@ def explain(
         block_kv=final.layout.block_kv,
         layout_origin=_origin(args),
         pruned_by=sources,
-        is_static=final.layout.is_static,
+        is_static=is_static,
         is_counted=is_counted,
-        blocks=blocks,
+        blocks=_blocks(final, passes[0].listed, is_counted),
         passes=passes,
-        compile_key=_compile_key(final, problem, chosen.name, sinks),
-        recompiles=_recompiles(final.layout),
+        compile_key=_compile_key(final, problem, chosen.name, sinks, is_static),
+        recompiles=_recompiles(final.layout, is_static),
     )
 
 
@@ -268,10 +268,10 @@ def _origin(args: AttentionArgs) -> str:
 
 
 def _compile_key(
-    operands: BlockSparseInputs, problem: BlockSparseConfig, chosen: str, sinks
+    operands: BlockSparseInputs, problem: BlockSparseConfig, chosen: str, sinks, is_static: bool
 ) -> dict[str, Any]:
     layout = operands.layout
-    if layout.is_static:
+    if is_static:
         layout_key: Any = f"static list of {layout.items} blocks"
     else:
         names = ("capacity", "batch", "heads", "block_q", "block_kv")
@@ -285,8 +285,8 @@ def _compile_key(
     }
 
 
-def _recompiles(layout: BlockLayout) -> str:
-    if layout.is_static:
+def _recompiles(layout: BlockLayout, is_static: bool) -> str:
+    if is_static:
         return (
             "for other shapes, dtypes, scale or softcap, and for every other layout: "
             "the block list is part of the program"
