@@ -71,6 +71,8 @@ class Contender:
     implementation: str
     grid: str | None = None
     is_backward: bool = False
+    block: int = BLOCK
+    dtype: str = "float32"
 
 
 Outcome = tuple[list[BenchmarkRow], list[Claim]]
@@ -116,7 +118,8 @@ def race(
                     raise
                 failures[contender.side] = str(error).strip().splitlines()[-1]
         able = [c for c in contenders if c.side in facts]
-        errors = _check(able, workers, arrays, grids)
+        checked = [c for c in able if IMPLEMENTATIONS[c.implementation].is_attention]
+        errors = _check(checked, workers, arrays, grids)
         sides = [
             TimedSide(c.side, lambda w=workers[c.implementation], name=c.side: w.run(name))
             for c in able
@@ -124,6 +127,7 @@ def race(
         times = take_turns(sides, settings, is_long=shape.q_tokens >= LONG)
         versions = {c.implementation: workers[c.implementation].versions for c in contenders}
     run = uuid.uuid4().hex[:12]
+    tolerances = {contender.side: TOLERANCE[contender.dtype] for contender in checked}
     measured = {
         side: {
             "seconds": TimingStats(**vars(Spread.of(times[side]))),
@@ -131,8 +135,7 @@ def race(
             "ratios": _ratios(side, times, baselines),
             "compile_seconds": facts[side]["compile_seconds"],
             "temp_bytes": facts[side].get("temp_bytes"),
-            "max_error": errors[side] if math.isfinite(errors[side]) else None,
-            "is_correct": errors[side] <= TOLERANCE,
+            **_accuracy(errors.get(side), tolerances.get(side)),
         }
         for side in times
     }
@@ -273,10 +276,10 @@ def blocks_of(tokens: int) -> int:
 def draw_inputs(shape: Shape, seed: int) -> dict[str, np.ndarray]:
     """Standard normal q, k, v and the cotangent of the output, `[B, T, H, D]` each."""
     random = np.random.default_rng(seed)
-    sizes = (shape.batch, shape.q_tokens, shape.q_heads, shape.head_dim)
-    return {
-        name: random.standard_normal(sizes, np.float32) for name in ("q", "k", "v", "cotangent")
-    }
+    queries = (shape.batch, shape.q_tokens, shape.q_heads, shape.head_dim)
+    keys = (shape.batch, shape.kv_tokens, shape.kv_heads, shape.head_dim)
+    sizes = {"q": queries, "k": keys, "v": keys, "cotangent": queries}
+    return {name: random.standard_normal(size, np.float32) for name, size in sizes.items()}
 
 
 def _start_workers(
@@ -300,8 +303,13 @@ def _start_workers(
 
 
 def _case(contender: Contender) -> dict:
-    call = IMPLEMENTATIONS[contender.implementation].call
-    return {"call": call, "grid": contender.grid, "block": BLOCK, "backward": contender.is_backward}
+    return {
+        "call": IMPLEMENTATIONS[contender.implementation].call,
+        "grid": contender.grid,
+        "block": contender.block,
+        "backward": contender.is_backward,
+        "dtype": contender.dtype,
+    }
 
 
 def _check(
@@ -313,16 +321,24 @@ def _check(
     """Relative error of every side against the float64 truth of its own grid."""
     truths: dict[tuple[str | None, bool], dict[str, np.ndarray]] = {}
     errors = {}
-    tokens, heads = arrays["q"].shape[1:3]
     for contender in contenders:
         key = (contender.grid, contender.is_backward)
         if key not in truths:
-            dense = causal_grid(heads, blocks_of(tokens))
-            grid = dense if contender.grid is None else grids[contender.grid]
-            truths[key] = true_attention(arrays, grid, BLOCK, is_backward=contender.is_backward)
+            grid = None if contender.grid is None else grids[contender.grid]
+            truths[key] = true_attention(
+                arrays, grid, contender.block, is_backward=contender.is_backward
+            )
         measured = workers[contender.implementation].check(contender.side)
         errors[contender.side] = relative_error(measured, truths[key])
     return errors
+
+
+def _accuracy(error: float | None, tolerance: float | None) -> dict[str, float | bool]:
+    if error is None or tolerance is None:  # no attention
+        return {}
+    return {"is_correct": error <= tolerance} | (
+        {"max_error": error} if math.isfinite(error) else {}
+    )
 
 
 def _common_ratio(seconds: list[float], baseline: list[float]) -> Spread:
@@ -352,7 +368,7 @@ def _row(
 ) -> BenchmarkRow:
     """The row without its numbers."""
     chosen = IMPLEMENTATIONS[contender.implementation]
-    block = BLOCK if chosen.is_blockwise else None
+    block = contender.block if chosen.is_blockwise else None
     return BenchmarkRow(
         experiment=experiment,
         run=run,
@@ -360,6 +376,7 @@ def _row(
         implementation=chosen.title,
         direction="forward+backward" if contender.is_backward else "forward",
         shape=shape,
+        dtype=contender.dtype,
         mask="causal",
         layout=(contender.grid or "causal") if chosen.is_blockwise else "none",
         budget=1.0 if contender.grid is None else budget_of(grids[contender.grid]),

@@ -84,11 +84,11 @@ def measure(settings: Settings) -> Outcome:
                 compilations=later,
                 repeats=len(grids) - 1,
                 max_error=error,
-                is_correct=error <= TOLERANCE,
+                is_correct=error <= TOLERANCE["float32"],
             )  # fmt: skip
         )
         budgets = f"{budget_of(grids[0]):.0%} to {budget_of(grids[-1]):.0%}"
-        is_good = later == 0 and first > 0 and error <= TOLERANCE
+        is_good = later == 0 and first > 0 and error <= TOLERANCE["float32"]
         claims.append(
             Claim(
                 f"traced layouts, budgets {budgets} in one bucket, {direction}",

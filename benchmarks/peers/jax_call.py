@@ -26,11 +26,11 @@ def measured_function(attend: Attend, is_backward: bool) -> Callable:
 
 def prepare_jax(attend: Attend, arrays: dict[str, np.ndarray], case: dict) -> Prepared:
     """Compile `attend` for the inputs and say how many temporary bytes the compiler planned."""
-    inputs = [jnp.asarray(arrays[name]) for name in ("q", "k", "v", "cotangent")]
+    inputs = [jnp.asarray(arrays[x], case["dtype"]) for x in ("q", "k", "v", "cotangent")]
     compiled = jax.jit(measured_function(attend, case["backward"])).lower(*inputs).compile()
     facts = {
         "temp_bytes": compiled.memory_analysis().temp_size_in_bytes,
         "device": inputs[0].device.device_kind,
     }
-    fetch = lambda out: {name: np.asarray(array) for name, array in out.items()}
+    fetch = lambda out: {name: np.asarray(array, np.float32) for name, array in out.items()}
     return Prepared(lambda: jax.block_until_ready(compiled(*inputs)), fetch, facts)

@@ -33,6 +33,9 @@ class Prepared:
     facts: dict[str, Any] = field(default_factory=dict)
 
 
+GEMM_SIZE = 2048
+READ_SIZE = 2**26
+"""Rows and columns of the bare matrix product, floats of the array that is read once."""
 QUICK_SECONDS = 1.0
 """A call that takes less is made twice and the second one counts: a process that waited for others
 comes back to cold memory, which would be most of a quick call, and nothing of a slow one."""

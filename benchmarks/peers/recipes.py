@@ -26,7 +26,8 @@ class Recipe:
 class Implementation:
     """Who computes: adapter module, its environment (None: ours), and the adapter's call name.
 
-    `is_blockwise`: it takes a block grid; the others compute densely.
+    `is_blockwise`: it takes a block grid; the others compute densely. `is_attention`: without it,
+    a bare operation that tells what the machine can do.
     """
 
     adapter: str
@@ -34,6 +35,7 @@ class Implementation:
     call: str
     title: str
     is_blockwise: bool = False
+    is_attention: bool = True
 
 
 ENVIRONMENTS = {
@@ -54,12 +56,23 @@ ENVIRONMENTS = {
 
 IMPLEMENTATIONS = {
     "xsake": Implementation("xsake_worker", None, "attention", "xsake.attention", True),
+    "xsake.xla": Implementation(
+        "xsake_worker", None, "xla", 'xsake.attention, implementation="xla"', True
+    ),
     "jax.nn": Implementation("jax_worker", None, "xla", "jax.nn.dot_product_attention"),
     "torch.sdpa": Implementation(
         "torch_worker", "torch", "sdpa", "torch scaled_dot_product_attention"
     ),
     "torch.flex": Implementation(
         "torch_worker", "torch", "flex", "torch.compile(flex_attention)", True
+    ),
+    "torch.gemm": Implementation(
+        "torch_worker", "torch", "gemm", "torch matmul (MKL)", is_attention=False
+    ),
+    "torch.read": Implementation("torch_worker", "torch", "read", "torch sum", is_attention=False),
+    "jax.gemm": Implementation("jax_worker", None, "gemm", "jax matmul", is_attention=False),
+    "numpy.gemm": Implementation(
+        "jax_worker", None, "openblas", "NumPy matmul (OpenBLAS)", is_attention=False
     ),
     "tokamax": Implementation("tokamax_worker", "tokamax", "xla_chunked", "tokamax xla_chunked"),
     "tokamax.xla": Implementation("tokamax_worker", "tokamax", "xla", "tokamax xla"),
@@ -106,7 +119,9 @@ def build(environment: str, peers_dir: Path) -> Path:
     return python
 
 
-def built_interpreter(environment: str, peers_dir: Path) -> Path:
+def built_interpreter(environment: str | None, peers_dir: Path) -> Path:
     """The Python of an environment, which is built first when it is missing."""
+    if environment is None:
+        return Path(sys.executable)
     python = peers_dir / environment / "bin" / "python"
     return python if python.exists() else build(environment, peers_dir)

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from benchmarks.peers.protocol import Prepared
+from benchmarks.peers.protocol import GEMM_SIZE, READ_SIZE, Prepared
 
 
 def versions() -> dict[str, str]:
@@ -19,15 +19,24 @@ def start(threads: int) -> None:
 
 def prepare(arrays: dict[str, np.ndarray], case: dict) -> Prepared:
     """A causal call on `[B, H, T, D]` tensors, transposed outside the timed part."""
+    if case["call"] == "gemm":
+        x = torch.randn(GEMM_SIZE, GEMM_SIZE)
+        return Prepared(lambda: x @ x, lambda _: {})
+    if case["call"] == "read":
+        x = torch.randn(READ_SIZE)
+        return Prepared(x.sum, lambda _: {})
     q, k, v, cotangent = (
-        torch.from_numpy(arrays[name]).transpose(1, 2).contiguous()
+        torch.from_numpy(arrays[name])
+        .to(getattr(torch, case["dtype"]))
+        .transpose(1, 2)
+        .contiguous()
         for name in ("q", "k", "v", "cotangent")
     )
     if case["call"] == "sdpa":
         if case["grid"] is not None:
             raise ValueError("sdpa has no block grid")
         attend = torch.nn.functional.scaled_dot_product_attention
-        options = {"is_causal": True}
+        options = {"is_causal": q.shape[2] > 1, "enable_gqa": q.shape[1] != k.shape[1]}
     else:
         grid = arrays[case["grid"]] if case["grid"] else _causal_grid(q, case["block"])
         attend = torch.compile(flex_attention)
@@ -48,7 +57,7 @@ def prepare(arrays: dict[str, np.ndarray], case: dict) -> Prepared:
 
 def _fetched(found: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
     turned = lambda x: x.transpose(1, 2).contiguous() if x.ndim == 4 else x
-    return {name: turned(array).numpy() for name, array in found.items()}
+    return {name: turned(array).float().numpy() for name, array in found.items()}
 
 
 def block_mask(grid: np.ndarray, block: int, tokens: int) -> BlockMask:

@@ -4,6 +4,7 @@ It also runs with earlier commits of the package, so it uses nothing but their p
 """
 
 import functools
+import importlib.util
 
 import jax
 import numpy as np
@@ -17,7 +18,11 @@ from xsake.masks import Causal
 
 def versions() -> dict[str, str]:
     """What is measured."""
-    return {"xsake": xsake.__version__, "jax": jax.__version__}
+    found = {"xsake": xsake.__version__, "jax": jax.__version__}
+    if importlib.util.find_spec("xsake_cpu") is not None:
+        library = importlib.import_module("xsake_cpu")
+        found["xsake-cpu"] = f"{library.version()} {library.isa()}"
+    return found
 
 
 def start(threads: int) -> None:
@@ -32,13 +37,15 @@ def causal_layout(tokens: int, block: int, grid: np.ndarray | None) -> BlockLayo
     return BlockLayout.from_block_mask(grid, mask=Causal(), **sizes)
 
 
-def attend_with(layout: BlockLayout) -> Attend:
-    """`xsake.attention` over a layout that is known when it compiles."""
-    return functools.partial(xsake.attention, layout=layout)
+def attend_with(layout: BlockLayout | None, call: str = "attention") -> Attend:
+    """`xsake.attention` over a layout that is known when it compiles; the call names a backend."""
+    implementation = None if call == "attention" else call
+    return functools.partial(xsake.attention, layout=layout, implementation=implementation)
 
 
 def prepare(arrays: dict[str, np.ndarray], case: dict) -> Prepared:
-    """A causal call over all visible blocks or over the named grid."""
+    """A causal call over all visible blocks or over the named grid; one query sees all keys."""
     grid = None if case["grid"] is None else arrays[case["grid"]]
-    layout = causal_layout(arrays["q"].shape[1], case["block"], grid)
-    return prepare_jax(attend_with(layout), arrays, case)
+    tokens = arrays["q"].shape[1]
+    layout = None if tokens == 1 else causal_layout(tokens, case["block"], grid)
+    return prepare_jax(attend_with(layout, case["call"]), arrays, case)
