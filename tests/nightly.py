@@ -231,8 +231,7 @@ _TESTS = {
     ],
     "training/test_balanced.py": [
         # a reordered plan asks for the same blocks
-        "test_shards_list_the_blocks_that_the_plan_foretells_and_end_near_their_mean",
-        "test_weights_and_plan_in_another_order_are_the_same_function",
+        "test_another_order_is_the_same_function_with_equal_work",
     ],
     "training/test_faults.py": [
         # faults F3, F22
@@ -245,9 +244,7 @@ _TESTS = {
     "training/test_resume.py": [
         # a new run refuses changed tokens; a checkpoint of 0.1.0 is resumed
         "test_a_complete_run_ends_well_without_its_goodput_file",
-        "test_a_resumed_run_refuses_tokens_that_were_changed",
         "test_a_run_whose_folder_was_taken_stops_and_writes_no_more",
-        "test_a_schedule_does_not_move_when_a_run_is_resumed_with_more_steps",
     ],
     "training/test_step.py": [
         # the other numbers of microbatches and chunks

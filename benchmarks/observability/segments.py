@@ -130,7 +130,7 @@ def main() -> None:
     def pause(progress: Any) -> None:
         nonlocal begin
         seconds = (time.perf_counter() - begin) / config.run.log_interval
-        print(json.dumps({"step": progress.step, "seconds": seconds}), flush=True)
+        print(json.dumps({"step": progress.done - 1, "seconds": seconds}), flush=True)
         if not sys.stdin.readline():
             sys.exit(0)
         begin = time.perf_counter()

@@ -46,7 +46,7 @@ def main() -> None:
             bare.seconds(1)
             bare_side.append(bare.seconds(SEGMENT))
             ratio = bare_side[-1] / loop_side[-1] if loop_side else float("nan")
-            print(f"step {progress.step}: bare / loop {ratio:.4f}", flush=True)
+            print(f"step {progress.done - 1}: bare / loop {ratio:.4f}", flush=True)
             left[0] = time.perf_counter()
 
         train(config, on_progress=show)

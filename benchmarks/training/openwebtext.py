@@ -122,12 +122,8 @@ def _run(config: TrainingConfig) -> None:
     begin = time.monotonic()
 
     def show(progress) -> None:
-        name, step = config.run.name, progress.step + 1
-        print(
-            f"{name} {step}: loss {progress.loss:.4f}, {progress.tokens_per_second:.0f} tokens/s, "
-            f"{progress.remaining_seconds:.0f} s to go {progress.note}",
-            flush=True,
-        )
+        left = f"{progress.remaining_seconds:.0f} s to go"
+        print(f"{config.run.name} {progress.done}: {progress.label}, {left}", flush=True)
 
     if train(config, on_progress=show) is RunStatus.STOPPED:
         raise SystemExit(75)

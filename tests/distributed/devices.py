@@ -2,10 +2,17 @@
 
 import dataclasses
 import os
-import socket
 import subprocess
 import sys
 import textwrap
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+import xsake
+from xsake.distributed import ContextParallel, MeshShape, batch_share, make_mesh
+from xsake.masks import Causal
 
 # The same settings that pytest and conftest.py give to tests in this process.
 STRICT = """
@@ -49,23 +56,24 @@ def run_on_eight_devices(code: str, last_words: str) -> str:
     return run.stdout
 
 
-def run_in_two_processes(code: str, last_words: str) -> None:
-    """Runs the code twice at once, with four devices each; its arguments: an address, a number."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    both = [
-        subprocess.Popen(
-            [sys.executable, "-c", STRICT + textwrap.dedent(code), address, str(number)],
-            env={**os.environ, "XLA_FLAGS": COUNT + "4"},
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+def ring_over_two_processes() -> None:
+    """Compare a ring over the devices of two processes with one device, gradients included."""
+    q = k = v = np.random.default_rng(0).normal(size=(2, 64, 2, 8)).astype(np.float32)
+    loss = lambda attend, *x: (attend(*x, mask=Causal()) ** 2).sum()
+    plain = xsake.BlockSparseAttention(implementation="reference")
+    expected = jax.jit(jax.value_and_grad(lambda *x: loss(plain, *x), argnums=(0, 1, 2)))(q, k, v)
+    for shape, share in ((MeshShape(data=2, context=4), jax.process_index()),
+                         (MeshShape(context=8), 0)):  # fmt: skip
+        mesh = make_mesh(shape)
+        assert batch_share(mesh) == (share, shape.data), batch_share(mesh)
+        attend = ContextParallel(
+            mesh=mesh, exchange="ring", block_q=8, block_kv=8, implementation="reference"
         )
-        for number in range(2)
-    ]  # fmt: skip
-    try:
-        told = [process.communicate(timeout=3000)[0] for process in both]
-    finally:
-        for process in both:
-            process.kill()
-    for process, text in zip(both, told, strict=True):
-        assert process.returncode == 0 and last_words in text, text[-4000:]
+        whole = NamedSharding(mesh, PartitionSpec())
+        arrays = [jax.make_array_from_process_local_data(whole, x, x.shape) for x in (q, k, v)]
+        run = jax.value_and_grad(lambda *x, attend=attend: loss(attend, *x), argnums=(0, 1, 2))
+        found = jax.jit(run, out_shardings=whole)(*arrays)
+        for one, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+            one, other = (np.asarray(x.addressable_data(0)) for x in (one, other))
+            assert np.isfinite(one).all()
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5 * np.abs(other).max())

@@ -2,19 +2,14 @@
 
 import hypothesis
 import hypothesis.strategies as st
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
-import xsake
 from xsake.distributed.head_balancing import place_heads, reorder_heads
 from xsake.errors import ArgumentError, UnsupportedError
 from xsake.layout import BlockLayout
 from xsake.masks import Causal, PerHead, Window
-from xsake.model import Decoder, DecoderConfig
-from xsake.model.attend import LayoutAttention
 
 N = 64
 VISIBLE = N * (N + 1) // 2
@@ -77,37 +72,6 @@ def ragged(layers: int, heads: int, tokens: int, block: int) -> list[BlockLayout
     chosen |= np.eye(blocks, dtype=bool)
     sizes = {"block_q": block, "block_kv": block, "mask": Causal()}
     return [BlockLayout.from_block_mask(grid, **sizes) for grid in chosen]
-
-
-@pytest.mark.slow  # training/test_balanced.py has it with a plan
-def test_a_placed_decoder_computes_the_same_function():
-    config = DecoderConfig.tiny(layers=2, q_heads=8, kv_heads=4, has_qkv_bias=True)
-    model = Decoder(config, rngs=nnx.Rngs(0))
-    layouts = ragged(2, 8, 32, 8)
-    work = np.stack([np.diff(x.row_starts).reshape(8, -1).sum(-1) for x in layouts])
-    placement = place_heads(work, kv_heads=4, shards=2)
-    assert (placement.kv_order != np.arange(4)).any()
-    graph, state = nnx.split(model)
-
-    def spread(variable):
-        names = variable.get_metadata()["out_sharding"]
-        return variable.replace(placement.apply(variable[...], names))
-
-    moved = jax.tree.map(spread, state, is_leaf=lambda x: isinstance(x, nnx.Variable))
-    assert jnp.abs(moved["layers"]["attention"]["query"][...] - model.layers.attention.query).max()
-    tokens = jax.random.randint(jax.random.key(1), (2, 32), 0, config.vocab_size)
-    placed = tuple(placement.layout(x, i) for i, x in enumerate(layouts))
-    operator = xsake.BlockSparseAttention(implementation="reference")
-
-    def logits(state, layouts):
-        run = lambda state: nnx.merge(graph, state)(
-            tokens, attend=LayoutAttention(layouts, operator)
-        )
-        return jax.jit(run, compiler_options={"xla_backend_optimization_level": 0})(state)
-
-    expected, found = logits(state, tuple(layouts)), logits(moved, placed)
-    assert np.isfinite(found).all()
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_layouts_move_with_their_heads_and_back():

@@ -15,8 +15,6 @@ from xsake.distributed.sharding_rules import (
     NamedShape,
     batch_sharding,
     logical_sharding,
-    named_shapes,
-    shardings_by_path,
     tree_shardings,
 )
 from xsake.errors import ArgumentError
@@ -34,15 +32,13 @@ def test_every_parameter_of_a_decoder_has_rules_for_its_axes():
         "has_qkv_bias": True, "has_out_bias": True, "has_mlp_bias": True, "has_qk_norm": True,
         "has_post_norms": True, "has_learned_positions": True, "is_tied": False, "norm": "layer"
     }  # fmt: skip
-    state = nnx.state(decoder(**everything), nnx.Param)
-    found = named_shapes(state)
-    assert len(found) == len(jax.tree.leaves(state))
-    specs = {path: tuple(x.spec) for path, x in shardings_by_path(found, ONE).items()}
-    assert specs["embedding"] == ("tensor", "fsdp")
-    assert specs["layers.attention.query"] == (None, "fsdp", "tensor", None)
-    assert specs["layers.attention.out"] == (None, "tensor", None, "fsdp")
-    assert specs["layers.mlp.down"] == (None, "tensor", "fsdp")
-    assert specs["layers.attention.query_norm.weight"] == (None, None)
+    found = tree_shardings(nnx.state(decoder(**everything), nnx.Param), ONE)
+    attention, mlp = found["layers"]["attention"], found["layers"]["mlp"]
+    assert found["embedding"].spec == PartitionSpec("tensor", "fsdp")
+    assert attention["query"].spec == PartitionSpec(None, "fsdp", "tensor", None)
+    assert attention["out"].spec == PartitionSpec(None, "tensor", None, "fsdp")
+    assert attention["query_norm"]["weight"].spec == PartitionSpec(None, None)
+    assert mlp["down"].spec == PartitionSpec(None, "tensor", "fsdp")
 
 
 def test_an_optimizer_lies_like_the_parameters_it_keeps_numbers_for():
@@ -95,12 +91,13 @@ def test_invalid_rules_raise_with_the_name(names, shape, rules, message):
 def test_parameters_are_cut_over_eight_devices_or_the_refusal_says_which_cannot_be():
     mesh = make_mesh(MeshShape(data=2, fsdp=2, tensor=2), machines(1, 8))
     state = nnx.state(decoder(), nnx.Param)
-    shapes = {x.path: x.shape for x in named_shapes(state)}
-    found = shardings_by_path(named_shapes(state), mesh)
-    part = lambda path: found[path].shard_shape(shapes[path])
-    assert part("embedding") == (48, 24)
-    assert part("layers.attention.key") == (3, 24, 1, 8)
-    assert part("final_norm.weight") == (24,)
+    parts = jax.tree.map(
+        lambda sharding, leaf: sharding.shard_shape(leaf.shape),
+        nnx.to_pure_dict(tree_shardings(state, mesh)), nnx.to_pure_dict(state),
+    )  # fmt: skip
+    assert parts["embedding"] == (48, 24)
+    assert parts["layers"]["attention"]["key"] == (3, 24, 1, 8)
+    assert parts["final_norm"]["weight"] == (24,)
     assert batch_sharding(mesh).shard_shape((8, 33)) == (2, 33)
 
     wide = make_mesh(MeshShape(tensor=8), machines(1, 8))

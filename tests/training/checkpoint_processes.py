@@ -8,6 +8,7 @@ import time
 
 import jax
 import numpy as np
+import pytest
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
@@ -45,10 +46,8 @@ class Pair:
 
     def __init__(self, folder):
         self.rank, self.folder = jax.process_index(), folder
-        self.events, self.failures = [], []
-        self.store = CheckpointStore(
-            folder, on_event=self.events.append, on_failure=self.failures.append
-        )
+        self.events = []
+        self.store = CheckpointStore(folder, on_event=self.events.append)
 
     def save(self, step):
         self.store.save(step, tree(step), {"step": step})
@@ -58,16 +57,12 @@ class Pair:
         began = time.monotonic()
         self.save(step)
         meet(f"training continues {step}")  # before the save has ended
-        try:
+        with pytest.raises(CheckpointError, match=f"checkpoint {step} was not saved") as raised:
             self.store.wait()
-            raise AssertionError("a save without one of its halves")
-        except CheckpointError as error:
-            assert f"checkpoint {step} was not saved" in str(error), error
         assert time.monotonic() - began < seconds
-        assert [(each.step, each.is_committed) for each in self.failures] == [(step, False)]
         meet(f"failed {step}")
         assert step not in self.store.steps()
-        return self.failures.pop().what
+        return str(raised.value)
 
 
 def limit_file_size(size):
@@ -90,44 +85,9 @@ def one_cannot_write(folder):
         limit_file_size(None)
         pair.save(first + 1)
         pair.store.wait()
-    assert not pair.failures and pair.store.steps() == [1, 11, 21], pair.failures
+    assert pair.store.steps() == [1, 11, 21]
     assert restore(pair.store).step == 21 and not pair.events
     pair.store.close()
-
-
-def one_has_a_full_disk(folder, group):
-    """A real ENOSPC: process 0 is in the group that may use the reserved part of the disk."""
-    if jax.process_index() == 0:
-        os.setgroups([group])
-    pair = Pair(folder)
-    pair.save(1)
-    pair.store.wait()
-    fill, reserve = folder.parent / "fill", folder.parent / "reserve"
-    if pair.rank == 1:
-        with open(fill, "wb", buffering=0) as file:
-            for size in (2**16, 2**10):
-                try:
-                    while True:
-                        os.write(file.fileno(), os.urandom(size))
-                        os.fsync(file.fileno())
-                except OSError as error:
-                    assert error.strerror == "No space left on device"
-    meet("full")
-    if pair.rank == 0:  # there is room for the whole save in the reserved part
-        with open(reserve, "wb") as file:
-            file.write(os.urandom(2**20))
-            file.flush()
-            os.fsync(file.fileno())
-        reserve.unlink()
-    meet("not full for process 0")
-    what = pair.fail_to_save(2)
-    assert "No space left" in what and ("process 1" in what) == (pair.rank == 0), what
-    if pair.rank == 1:
-        fill.unlink()
-    meet("room again")
-    pair.save(3)
-    pair.store.close()
-    assert not pair.failures and pair.store.steps() == [1, 3]
 
 
 def both_verify_and_repair(folder):
@@ -145,7 +105,7 @@ def both_verify_and_repair(folder):
         pair.save(step)
     pair.save(3)
     pair.store.wait()
-    assert not pair.failures and pair.store.steps() == [1, 2, 3], pair.failures
+    assert pair.store.steps() == [1, 2, 3]
     manifest = verify.read_manifest(folder / "3")
     # Three times, as there are three steps; the names of data files are random.
     assert sum(file.path in hashed for file in manifest.files) == len(hashed) / 3

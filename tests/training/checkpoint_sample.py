@@ -55,16 +55,5 @@ def assert_exact(restored, step: int) -> None:
     assert jax.tree.map(bits, restored.tree) == jax.tree.map(bits, tree(step))
 
 
-class Watcher:
-    """Keeps what a store tells."""
-
-    def __init__(self):
-        self.notices: list[CheckpointEvent] = []
-        self.failures = []
-
-    @property
-    def reasons(self):
-        return [(notice.kind, notice.step, notice.reason) for notice in self.notices]
-
-    def options(self):
-        return {"on_event": self.notices.append, "on_failure": self.failures.append}
+def reasons(notices: list[CheckpointEvent]):
+    return [(notice.kind, notice.step, notice.reason) for notice in notices]

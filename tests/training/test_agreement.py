@@ -1,15 +1,9 @@
-"""Processes of one run with different settings, data or versions: refused by all, by name."""
+"""Processes of one run with different settings, data or versions; F22 starts two of them."""
 
-import contextlib
-import json
 import shutil
-import socket
-
-import pytest
 
 from benchmarks.faults.runs import prepare
 from tests.training.test_config import config
-from xsake.training.processes import BIND, COORDINATOR, LOOPBACK, PROCESS, PROCESSES
 from xsake.training.reliability import collect_facts, list_differences
 
 
@@ -50,44 +44,3 @@ def test_data_and_plans_are_compared_by_content_wherever_they_are(tmp_path):
     missing = collect_facts(config(f'data.folder="{tmp_path}"'))
     lines = list_differences([collect_facts(config(f'data.folder="{data}"')), missing])
     assert lines and all("process 1 has 'the folder has no data" in line for line in lines)
-
-
-@contextlib.contextmanager
-def a_pair(ground, *different):
-    """Two processes of one run; the second with other settings."""
-    with contextlib.ExitStack() as stack, socket.socket() as probe:
-        probe.bind((LOOPBACK, 0))
-        place = f"{LOOPBACK}:{probe.getsockname()[1]}"
-        probe.close()
-        run = ground.run("pair", "mesh.data=2")
-        yield [
-            stack.enter_context(
-                made.started(
-                    variables={
-                        COORDINATOR: place, PROCESSES: "2", PROCESS: str(rank), BIND: LOOPBACK,
-                    }
-                )
-            )
-            for rank, made in enumerate((run, run.different(*different)))
-        ]  # fmt: skip
-
-
-@pytest.mark.timeout(300)
-def test_a_stale_file_on_one_host_ends_both_processes(tmp_path):
-    ground = prepare(tmp_path)
-    other = tmp_path / "other-data"
-    shutil.copytree(tmp_path / "data", other)
-    index = json.loads((other / "index.json").read_text())
-    index["splits"]["train"]["shards"][0]["blake2b"] = "0" * 64
-    (other / "index.json").write_text(json.dumps(index))
-    settings = "optimizer.peak_learning_rate=2e-3", f'data.folder="{other}"'
-    with a_pair(ground, *settings) as both:
-        for started in both:
-            started.ended()
-    text = (tmp_path / "pair.log").read_text()
-    assert [started.process.returncode for started in both] == [2, 2], text[-3000:]
-    line = "optimizer.peak_learning_rate: process 0 has 0.001, process 1 has 0.002"
-    assert text.count(line) == 2  # both say it
-    assert text.count("digest of data (train): process 0 has ") == 2
-    assert "data.folder:" not in text
-    assert not (tmp_path / "pair" / "metrics.jsonl").exists()

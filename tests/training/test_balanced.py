@@ -1,16 +1,20 @@
 """Balanced heads in a run: the same function, shards with equal work, and a way back."""
 
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.distributed.devices import run_on_eight_devices
+from tests import processes
+from tests.training.data_sample import letters, save_texts, save_tokenizer
 from tests.training.test_config import config
 from tests.training.test_guard import drawn_state
 from xsake import hads
 from xsake.errors import ArgumentError
 from xsake.model.observer import Observer
+from xsake.observability import read_metrics
 from xsake.training.attention import (
     calibrate_model,
     choose_placement,
@@ -18,7 +22,10 @@ from xsake.training.attention import (
     restore_attention,
     to_kv_order,
 )
+from xsake.training.build_data import build
+from xsake.training.config import TrainingConfig
 from xsake.training.state import define_model, reorder_heads
+from xsake.training.train import train
 
 BLOCK, SHARDS = 8, 2
 RUN = config(
@@ -74,28 +81,19 @@ def work_of_shards(attention, model) -> np.ndarray:
     return np.asarray(found).reshape(DECODER.layers, len(TOKENS), SHARDS, -1).sum((1, 3)) / 2
 
 
-def test_weights_and_plan_in_another_order_are_the_same_function(
+def test_another_order_is_the_same_function_with_equal_work(
     definition, first, profile, attention, placement
 ):
     order = to_kv_order(placement)
+    model = definition.merge(first.parameters)
     moved = definition.merge(reorder_heads(order, first.parameters, definition.names))
     placed = make_attention(SECTION, DECODER, profile=profile, kv_order=order)
-    before = definition.merge(first.parameters)(TOKENS, attend=attention.attends[-1])
+    before = model(TOKENS, attend=attention.attends[-1])
     after = moved(TOKENS, attend=placed.attends[-1])
     assert np.isfinite(after).all()
     np.testing.assert_allclose(after, before, rtol=1e-5, atol=1e-5)
-
-
-def test_shards_list_the_blocks_that_the_plan_foretells_and_end_near_their_mean(
-    definition, first, profile, attention, placement
-):
-    order = to_kv_order(placement)
-    moved = definition.merge(reorder_heads(order, first.parameters, definition.names))
-    placed = make_attention(SECTION, DECODER, profile=profile, kv_order=order)
-    given = work_of_shards(attention, definition.merge(first.parameters))
-    np.testing.assert_array_equal(given, placement.before)
-    balanced = work_of_shards(placed, moved)
-    np.testing.assert_array_equal(balanced, placement.after)
+    np.testing.assert_array_equal(work_of_shards(attention, model), placement.before)
+    np.testing.assert_array_equal(work_of_shards(placed, moved), placement.after)
     assert placement.excess_before > 1.08
     assert placement.excess_after < 1.02
 
@@ -146,53 +144,41 @@ def test_a_reordered_plan_asks_for_the_same_blocks(attention, placement):
     np.testing.assert_array_equal(moved.blocks[1], plan.blocks[1][placement.q_order[1]])
 
 
-MESH = """
-import json, pathlib, tempfile
-from tests.training.data_sample import letters, save_texts, save_tokenizer
-from tests.training.test_balanced import RUN, unequal_profile
-from tests.training.test_guard import drawn_state
-from xsake.training.config import TrainingConfig
-from xsake.observability import read_metrics
-from xsake.training.build_data import build
-from xsake.training.state import define_model
-from xsake.training.train import train
-
-def losses(folder, mesh):
+def losses_of(folder, mesh):
+    """Train three steps on a mesh; return losses, the record of the checkpoint, and the probe."""
     name = "-".join(map(str, ["run", *mesh.values()]))
-    asked = RUN.model_dump() | {
+    settings = RUN.model_dump() | {
         "data": {"folder": folder / "data", "context": 64, "batch": 8},
-        "attention": {"kind": "plan", "budget": 0.8, "block": 8, "profile": folder / "p",
+        "attention": {"kind": "plan", "budget": 0.8, "block": 8, "profile": folder / "profile",
                       "probe_interval": 2},
         "mesh": mesh, "checkpoint": {"folder": folder / name, "save_interval": 0},
         "optimizer": {"peak_learning_rate": 1e-2}, "run": {"steps": 3, "log_interval": 0},
-    }
-    train(TrainingConfig.from_dict(asked))
+    }  # fmt: skip
+    train(TrainingConfig.from_dict(settings))
     lines = read_metrics(folder / name / "metrics.jsonl")
     manifest = next((folder / name / "steps").glob("*/MANIFEST.json"))
-    extra = json.loads(manifest.read_text())["extra"]
     [probe] = [line for line in lines if "attn_mass_recall" in line]
-    assert np.shape(probe["attn_mass_recall"]) == np.shape(probe["entropy"]) == (
-        RUN.model.decoder.layers, RUN.model.decoder.q_heads)
-    return np.array([line["loss"] for line in lines if "loss" in line]), extra, probe
+    shape = (DECODER.layers, DECODER.q_heads)
+    assert np.shape(probe["attn_mass_recall"]) == np.shape(probe["entropy"]) == shape
+    losses = np.array([line["loss"] for line in lines if "loss" in line])
+    return losses, json.loads(manifest.read_text())["extra"], probe
 
-with tempfile.TemporaryDirectory() as name:
-    folder = pathlib.Path(name)
+
+def train_on_a_mesh_and_on_one_device(folder) -> None:
     texts = [save_texts(folder / "texts.txt", letters(200))]
     build(save_tokenizer(folder / "tokenizer"), texts, folder / "data")
-    unequal_profile(define_model(RUN), drawn_state(RUN)).save(folder / "p")
-    one, extra, alone = losses(folder, {})
+    unequal_profile(define_model(RUN), drawn_state(RUN)).save(folder / "profile")
+    one, extra, alone = losses_of(folder, {})
     assert np.isfinite(one).all() and "kv_order" not in extra
-    many, extra, probe = losses(folder, {"fsdp": 2, "tensor": 2, "context": 2})
+    many, extra, probe = losses_of(folder, {"fsdp": 2, "tensor": 2, "context": 2})
     assert np.abs(many / one - 1).max() < 1e-5, (many, one)
     assert extra["kv_order"] == extra["attention"]["kv_order"], extra
     spent = [np.mean(x["block_density"]) for x in (alone, probe)]
     assert np.allclose(spent, 0.8, atol=0.02), spent
     assert alone["work_excess"] == 1 <= probe["work_excess"] < 1.2, probe["work_excess"]
-print("the mesh trains alike")
-"""
 
 
 @pytest.mark.timeout(900)  # two runs, each compiled twice
 @pytest.mark.slow  # two runs on eight devices, minutes of compiling
-def test_a_mesh_with_balanced_heads_trains_like_one_device():
-    run_on_eight_devices(MESH, "the mesh trains alike")
+def test_a_mesh_with_balanced_heads_trains_like_one_device(tmp_path):
+    processes.run(train_on_a_mesh_and_on_one_device, tmp_path, devices=8, seconds=800)

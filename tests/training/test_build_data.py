@@ -162,7 +162,7 @@ def test_a_build_that_is_stopped_after_each_shard_finishes(inputs, tmp_path, str
         written = len(list(folder.glob("*.bin")))
 
         def stop_after_one(progress, already=written):
-            if progress.finished is not None and len(list(folder.glob("*.bin"))) > already:
+            if progress.detail and len(list(folder.glob("*.bin"))) > already:
                 raise Stop
 
         with contextlib.suppress(Stop):
@@ -173,7 +173,7 @@ def test_a_build_that_is_stopped_after_each_shard_finishes(inputs, tmp_path, str
 
 def test_finished_files_are_kept_and_not_tokenized_again(inputs, tmp_path, straight, monkeypatch):
     files, seen = straight
-    late = max(i for i, progress in enumerate(seen) if progress.finished is not None) - 2
+    late = max(i for i, progress in enumerate(seen) if progress.detail) - 2
     interrupt(*inputs, tmp_path / "data", late)
     kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "data").glob("train-*.bin")}
     encoded, encode = [], Vocabulary.encode
@@ -382,12 +382,13 @@ def test_invalid_settings_are_errors(inputs, tmp_path, make, words):
 
 def test_progress_is_reported(straight):
     files, seen = straight
-    assert seen[0].doing == "reading texts.txt"
-    steps = [progress for progress in seen if progress.doing == "tokenizing"]
-    assert all(a.done <= b.done and a.tokens <= b.tokens for a, b in itertools.pairwise(steps))
+    assert seen[0].label == "reading texts.txt"
+    steps = [progress for progress in seen if progress.label.endswith("tokens, tokenizing")]
+    assert all(a.done <= b.done for a, b in itertools.pairwise(steps))
     assert steps[-1].done == steps[-1].total > 60
-    finished = [progress.finished for progress in seen if progress.finished is not None]
+    finished = [progress.detail for progress in steps if progress.detail]
     assert len(finished) == sum(name.endswith(".bin") for name in files)
+    assert "train file 1: 300 tokens" in finished
 
 
 # Tokenizer

@@ -1,7 +1,6 @@
 """From a checkpoint of training to a directory of Hugging Face, and back into a decoder."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -28,9 +27,7 @@ def store(model, tmp_path_factory):
     """Parameters as flax keeps them, and as plain dictionaries: a checkpoint names them alike."""
     folder = tmp_path_factory.mktemp("run")
     own = nnx.state(model, nnx.Param)
-    nothing = jax.tree.map(jnp.zeros_like, parameters_of(model))
     writer = CheckpointStore(folder)
-    writer.save(1, {"parameters": nothing, "plain": nothing}, {})
     writer.save(2, {"parameters": own, "plain": parameters_of(model)}, {})
     writer.close()
     return CheckpointStore(folder, is_read_only=True)
@@ -45,17 +42,10 @@ def test_the_parameters_of_a_step_become_a_model_that_loads(store, model, tmp_pa
     jax.tree.map(np.testing.assert_array_equal, parameters_of(loaded.model), parameters_of(model))
 
 
-def test_an_older_step_is_exported_if_it_is_named(store, tmp_path):
-    target = tmp_path / "model"
-    assert export_checkpoint(store, target, config=CONFIG, family="llama", step=1) == 1
-    loaded = huggingface.load(target)
-    assert not any(np.any(leaf) for leaf in jax.tree.leaves(parameters_of(loaded.model)))
-
-
 def test_a_config_of_another_model_is_refused_and_nothing_is_written(store, tmp_path):
     wider = CONFIG.model_copy(update={"mlp_width": 2 * CONFIG.mlp_width})
     with pytest.raises(CheckpointError, match="'parameters' of step 2 has another tree"):
         export_checkpoint(store, tmp_path / "model", config=wider, family="llama")
     with pytest.raises(CheckpointError, match="not saved"):
         export_checkpoint(store, tmp_path / "model", config=CONFIG, family="llama", part="weights")
-    assert not list(tmp_path.iterdir()) and store.steps() == [1, 2]
+    assert not list(tmp_path.iterdir()) and store.steps() == [2]

@@ -2,7 +2,7 @@
 
 import itertools
 import json
-import subprocess
+import resource
 import sys
 import threading
 import time
@@ -185,27 +185,18 @@ def test_the_largest_index_that_a_build_may_write_is_read(tmp_path):
     assert read_index(tmp_path).split("train").tokens == count * 2**26
 
 
-LIMITED = """
-import resource, sys
-from pathlib import Path
-import numpy as np
-from xsake.training.data import Windows
-
-resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))
-windows = Windows(Path(sys.argv[1]), context=7)
-numbers = np.random.default_rng(0).permutation(len(windows))
-rows = windows.read(numbers)
-assert (rows == numbers[:, None] * 7 + np.arange(8)).all()
-print(len(windows))
-"""
-
-
 def test_more_shards_than_a_process_may_open_are_read(tmp_path):
-    folder = data_sample.save_data(tmp_path / "data", 1200 * 10, shard_tokens=10)
-    done = subprocess.run(
-        [sys.executable, "-c", LIMITED, str(folder)], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0 and int(done.stdout) == (12_000 - 1) // 7, done.stderr
+    folder = data_sample.save_data(tmp_path / "data", 12_000, shard_tokens=10)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (200, limits[1]))
+    try:
+        found = windows(folder, context=7)
+        numbers = np.random.default_rng(0).permutation(len(found))
+        rows = found.read(numbers)
+        found.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    np.testing.assert_array_equal(rows, numbers[:, None] * 7 + np.arange(8))
 
 
 def test_mapped_files_stay_readable_and_replaced_ones_are_errors(tmp_path, monkeypatch):
@@ -297,28 +288,6 @@ def test_the_order_is_the_one_of_existing_checkpoints():
     assert large.tolist() == [47242565694, 732575120442, 682130162110, 715430300086]
     far = data.positions_to_windows(np.array([2**61, 2**61 + 1]), windows=2**40 + 1, seed=0)
     assert (far >= 0).all() and (far <= 2**40).all() and far[0] != far[1]
-
-
-def test_seeds_and_epochs_give_unrelated_orders():
-    size, pairs = 1000, list(itertools.product(range(4), range(4)))
-    orders = [permute(np.arange(size), size=size, seed=seed, epoch=epoch) for seed, epoch in pairs]
-    for one, other in itertools.combinations(range(len(pairs)), 2):
-        # Includes seed 1 in epoch 0 with seed 0 in epoch 1.
-        assert (orders[one] == orders[other]).sum() < 12, (pairs[one], pairs[other])
-
-
-def test_the_order_is_uniform_and_separates_neighbours():
-    size, trials = 6, 600
-    found = np.array([
-        permute(np.arange(size), size=size, seed=seed, epoch=0) for seed in range(trials)
-    ])  # fmt: skip
-    for position in range(size):
-        counts = np.bincount(found[:, position], minlength=size)
-        expected = trials / size
-        assert np.abs(counts - expected).max() < 5 * np.sqrt(expected), (position, counts)
-    order = permute(np.arange(5000), size=5000, seed=0, epoch=0)
-    assert (np.abs(np.diff(order)) <= 2).sum() < 15
-    assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 0.06
 
 
 # Batches

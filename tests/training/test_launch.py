@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent import futures
 
 import pytest
 import typer
@@ -239,18 +240,11 @@ def test_a_command_that_cannot_run_is_an_error(command, processes, words):
 
 
 def test_signals_need_the_main_thread():
-    errors = []
-
-    def call():
-        try:
-            launch(["true"])
-        except UnsupportedError as error:
-            errors.append(str(error))
-
-    thread = threading.Thread(target=call)
-    thread.start()
-    thread.join()
-    assert "main thread" in errors[0]
+    with (
+        futures.ThreadPoolExecutor(1) as pool,
+        pytest.raises(UnsupportedError, match="main thread"),
+    ):
+        pool.submit(launch, ["true"]).result()
 
 
 def test_waits_double_up_to_a_limit_and_are_partly_random():

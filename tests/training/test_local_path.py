@@ -9,17 +9,13 @@ from xsake.cli import app
 from xsake.errors import ArgumentError
 
 
-@pytest.mark.parametrize("setting", ["checkpoint.folder", "data.folder"])
+@pytest.mark.parametrize(
+    "name", ["checkpoint.folder", "data.folder", "attention.plan", "attention.profile"]
+)
 @pytest.mark.parametrize("address", ["gs://bucket/run", "s3://b", "gs:/bucket/run", "file:///run"])
-def test_an_address_in_a_setting_is_refused_by_the_settings_name(setting, address):
-    with pytest.raises(ArgumentError, match=rf"{setting}: \w+:// is not supported"):
-        config(f'{setting}="{address}"')
-
-
-@pytest.mark.parametrize("name", ["plan", "profile"])
-def test_an_address_of_a_file_of_the_attention_is_refused(name):
-    with pytest.raises(ArgumentError, match=rf"attention\.{name}: gs:// is not supported"):
-        config('attention.kind="plan"', f'attention.{name}="gs://b/x.json"')
+def test_an_address_in_a_setting_is_refused_by_the_settings_name(name, address):
+    with pytest.raises(ArgumentError, match=rf"{name}: \w+:// is not supported"):
+        config('attention.kind="plan"', f'{name}="{address}"')
 
 
 @pytest.mark.parametrize("path", ["run", "/runs/gs:/x", "c:/run", "a b/c:d", "-rf", "..hidden"])

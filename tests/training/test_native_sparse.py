@@ -6,7 +6,6 @@ import pytest
 
 from tests import processes
 from tests.training.test_config import config
-from xsake.errors import ArgumentError
 from xsake.model import DenseAttention
 from xsake.training.attention import make_attention
 from xsake.training.state import DeviceSetup, build_optimizer, define_model, init_state
@@ -34,17 +33,6 @@ def test_it_learns_through_the_trainer():
         losses.append(float(metrics.loss))
     assert losses[-1] < 0.8 * losses[0]
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(state.parameters))
-
-
-def test_kind_and_model_belong_together():
-    with pytest.raises(ArgumentError, match="or neither"):
-        config('attention.kind="native_sparse"')
-    with pytest.raises(ArgumentError, match="or neither"):
-        config("model.decoder.native_sparse={}")
-    with pytest.raises(ArgumentError, match="does not support context parallelism"):
-        config(*NATIVE, "mesh.context=2")
-    with pytest.raises(ArgumentError, match="does not use all given settings"):
-        config(*NATIVE, "attention.budget=0.5")
 
 
 def step_on_a_mesh() -> None:

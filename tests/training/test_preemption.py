@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent import futures
 
 import pytest
 
@@ -30,10 +31,10 @@ def last_step(stop, seconds=10.0):
 
 @pytest.mark.parametrize("name", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_stops_after_a_step(name):
-    names, other = [], []
+    other = []
     before = signal.signal(signal.SIGUSR2, lambda *_: other.append("kept"))
     try:
-        with PreemptionHandler(on_signal=names.append) as stop:
+        with PreemptionHandler() as stop:
             os.kill(os.getpid(), signal.SIGUSR2)  # other signals keep their handlers
             assert last_step(stop, 0.2) is None
             os.kill(os.getpid(), name)
@@ -41,7 +42,7 @@ def test_a_signal_stops_after_a_step(name):
             assert stop.should_stop(99)  # and it stays so
     finally:
         signal.signal(signal.SIGUSR2, before)
-    assert names == [name.name] and other == ["kept"]
+    assert other == ["kept"]
 
 
 def test_several_sigterms_before_the_first_step_are_one_request():
@@ -107,10 +108,7 @@ from xsake.training.preemption import PreemptionHandler
 one = np.float32(1)
 endless = jax.jit(lambda x: jax.lax.while_loop(lambda y: y < 2, lambda y: -y, x))
 step = endless.lower(one).compile()
-with PreemptionHandler(
-    step_timeout_s=1.0, stack_file=Path(sys.argv[1]), is_fatal=sys.argv[2] == "fatal",
-    on_signal=lambda name: print("heard", name, flush=True),
-) as stop:
+with PreemptionHandler(step_timeout_s=1.0, stack_file=Path(sys.argv[1])) as stop:
     stop.should_stop(1)
     print("hanging", flush=True)
     step(one).block_until_ready()
@@ -119,7 +117,7 @@ with PreemptionHandler(
 
 def test_a_second_interrupt_ends_even_a_step_that_hangs(tmp_path):
     path = tmp_path / "stacks.txt"
-    command = [sys.executable, "-c", HANGS, str(path), "patient"]
+    command = [sys.executable, "-c", HANGS, str(path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
         try:
             assert child.stdout.readline() == "hanging\n"
@@ -127,7 +125,7 @@ def test_a_second_interrupt_ends_even_a_step_that_hangs(tmp_path):
             while "<module>" not in path.read_text() and time.monotonic() < end:
                 time.sleep(0.1)
             child.send_signal(signal.SIGINT)
-            assert child.stdout.readline() == "heard SIGINT\n"
+            time.sleep(0.5)
             assert child.poll() is None
             child.send_signal(signal.SIGINT)
             assert child.wait(timeout=30) == preemption.EXIT_INTERRUPTED
@@ -135,15 +133,7 @@ def test_a_second_interrupt_ends_even_a_step_that_hangs(tmp_path):
             child.kill()
     text = path.read_text()
     assert text.count("Timeout (0:00:01)!") == 1
-    assert 'File "<string>", line 16 in <module>' in text
-
-
-@pytest.mark.slow
-def test_a_step_that_hangs_can_end_the_process(tmp_path):
-    path = tmp_path / "stacks.txt"
-    command = [sys.executable, "-c", HANGS, str(path), "fatal"]
-    assert subprocess.run(command, check=False, timeout=100).returncode == 1
-    assert 'File "<string>", line 16 in <module>' in path.read_text()
+    assert 'File "<string>", line 13 in <module>' in text
 
 
 def test_invalid_arguments_are_errors_and_change_nothing(tmp_path):
@@ -157,16 +147,8 @@ def test_invalid_arguments_are_errors_and_change_nothing(tmp_path):
     with pytest.raises(ArgumentError, match="cannot write the file for stacks"), unwritable:
         pass
     assert signal.getsignal(signal.SIGTERM) == handler
-    errors = []
-
-    def enter():
-        try:
-            with PreemptionHandler():
-                pass
-        except UnsupportedError as error:
-            errors.append(str(error))
-
-    thread = threading.Thread(target=enter)
-    thread.start()
-    thread.join()
-    assert "main thread" in errors[0]
+    with (
+        futures.ThreadPoolExecutor(1) as pool,
+        pytest.raises(UnsupportedError, match="main thread"),
+    ):
+        pool.submit(PreemptionHandler().__enter__).result()

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 
@@ -16,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.processes import start
 from xsake.errors import ArgumentError, UnsupportedError
 from xsake.training import processes
 from xsake.training.launch import RestartPolicy, launch
@@ -241,55 +241,44 @@ def test_two_processes_stop_compare_fail_and_are_restarted(tmp_path, monkeypatch
     assert ended - told["1.1"]["time"] < 90
 
 
-LOOP = """
-import os, sys, time
-import numpy as np
-from xsake.training import processes
-processes.start(heartbeat_seconds=int(sys.argv[1]))
-for step in range(100_000):
-    time.sleep(0.02)
-    processes.gather(np.int32([step]))
-    if step == 5:
-        print("together", flush=True)
-"""
+def gather_forever(address, rank, heartbeat):
+    os.environ |= {PROCESSES: "2", PROCESS: str(rank), COORDINATOR: address}
+    processes.start(heartbeat_seconds=heartbeat)
+    for step in range(100_000):
+        time.sleep(0.02)
+        processes.gather(np.int32([step]))
+        if step == 5:
+            print("together", flush=True)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("name", [signal.SIGKILL, signal.SIGSTOP])
 def test_who_is_left_ends_soon_after_another_has_died(victim, name, tmp_path):
-    heartbeat, pair = 8, []
-    words = tmp_path / "words"
+    heartbeat, outputs = 8, [tmp_path / "0", tmp_path / "1"]
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
-    with words.open("w") as file:
-        for rank in (0, 1):
-            place = {PROCESSES: "2", PROCESS: str(rank), COORDINATOR: address}
-            pair.append(
-                subprocess.Popen(
-                    [sys.executable, "-c", LOOP, str(heartbeat)],
-                    env={**os.environ, **place},
-                    stdout=subprocess.PIPE,
-                    stderr=file,
-                    text=True,
-                )
-            )
-    survivor = pair[1 - victim]
+    pair = []
+    for rank, output in enumerate(outputs):
+        output.touch()
+        pair.append(start(gather_forever, address, rank, heartbeat, output=output))
+    survivor, words = pair[1 - victim], outputs[1 - victim]
     try:
-        for child in pair:
-            assert "together\n" in iter(child.stdout.readline, "")
-        pair[victim].send_signal(name)
+        while any("together" not in output.read_text() for output in outputs):
+            assert all(child.is_alive() for child in pair)
+            time.sleep(0.05)
+        os.kill(pair[victim].pid, name)
         began = time.monotonic()
-        while survivor.poll() is None and "Terminating process" not in words.read_text():
+        while survivor.is_alive() and "Terminating process" not in words.read_text():
             assert time.monotonic() - began < 60
             time.sleep(0.05)
         seconds = time.monotonic() - began
         # It prints its stacks before it goes, which takes seconds on a busy machine.
-        assert survivor.wait(timeout=30) != 0
+        survivor.join(30)
+        assert survivor.exitcode not in (None, 0)
     finally:
         for child in pair:
             child.kill()
-            child.wait()
-            child.stdout.close()
+            child.join()
     assert seconds < heartbeat + 2

@@ -114,40 +114,31 @@ def test_shares_that_are_not_the_step_make_no_manifest(step):
     assert not (step / verify.MANIFEST).exists()
 
 
-def link(path, target):
-    path.rename(target)
-    path.symlink_to(target)
+def link(path):
+    outside = next(x for x in path.parents if x.name == "7").with_name("outside")
+    path.symlink_to(path.rename(outside))
 
 
 DATA = "state/d/data"
-DAMAGES = {  # what happens to a step: modes that notice it, reason, file
-    "changed": (("full",), "digest", DATA),
-    "shorter": (("full", "size"), "size", DATA),
-    "deleted": (("full", "size"), "missing", DATA),
-    "added": (("full", "size"), "extra", "state/new"),
-    "link": (("full", "size", "off"), "symlink", DATA),
-    "linked folder": (("full", "size", "off"), "symlink", "state"),
-    "linked manifest": (("full", "size", "off"), "symlink", verify.MANIFEST),
-    "pipe": (("full", "size", "off"), "special", DATA),
-}
+DAMAGES = [  # path, what happens to it, modes that notice it, reason
+    (DATA, lambda path: path.write_bytes(path.read_bytes()[:-1] + b"?"), ["full"], "digest"),
+    (DATA, lambda path: path.write_bytes(path.read_bytes()[:-1]), ["full", "size"], "size"),
+    (DATA, lambda path: path.unlink(), ["full", "size"], "missing"),
+    ("state/new", lambda path: path.write_text("new"), ["full", "size"], "extra"),
+    (DATA, link, ["full", "size", "off"], "symlink"),
+    ("state", link, ["full", "size", "off"], "symlink"),
+    (verify.MANIFEST, link, ["full", "size", "off"], "symlink"),
+    (DATA, lambda path: (path.unlink(), os.mkfifo(path)), ["full", "size", "off"], "special"),
+]
 
 
-@pytest.mark.parametrize("harm", DAMAGES)
+@pytest.mark.parametrize(("file", "harm", "modes", "reason"), DAMAGES)
 @pytest.mark.parametrize("mode", ["full", "size", "off"])
-def test_each_kind_of_damage_has_its_reason_and_names_the_file(step, harm, mode):
-    data, content = step / DATA, (step / DATA).read_bytes()
+def test_each_kind_of_damage_has_its_reason_and_names_the_file(
+    step, file, harm, modes, reason, mode
+):
     manifest = verify.read_manifest(step)
-    {
-        "changed": lambda: data.write_bytes(content[:-1] + b"?"),
-        "shorter": lambda: data.write_bytes(content[:-1]),
-        "deleted": data.unlink,
-        "added": lambda: (step / "state" / "new").write_text("new"),
-        "link": lambda: link(data, step.parent / "outside"),
-        "linked folder": lambda: link(step / "state", step.parent / "outside"),
-        "linked manifest": lambda: link(step / verify.MANIFEST, step.parent / "outside"),
-        "pipe": lambda: (data.unlink(), os.mkfifo(data)),
-    }[harm]()
-    modes, reason, file = DAMAGES[harm]
+    harm(step / file)
     if mode not in modes:
         verify.verify_files(step, manifest, mode)
         return

@@ -145,15 +145,13 @@ def _decode_window(folder: Path, window: int, context: int, split: Any) -> str:
     return Tokenizer.load(folder).decode(tokens, keep_special_tokens=True)
 
 
-def _show_progress(bar: ProgressBar, event: Any) -> None:
+def _show_progress(bar: ProgressBar, event: Progress) -> None:
     """Show the current activity; without a terminal print one line per finished shard."""
-    left, shard = event.remaining_seconds, event.finished
-    label = f"{event.tokens:,} tokens, {event.doing}" if event.tokens else event.doing
-    bar.update(Progress(event.done, event.total or 1, label, remaining_seconds=left))
-    if shard is not None and not bar.console.is_terminal:
+    bar.update(event)
+    if event.detail and not bar.console.is_terminal:
+        left = event.remaining_seconds
         to_go = "" if left is None else f", {left:.0f} s remaining"
-        line = f"{shard.split} file {shard.number + 1}: {shard.shard.tokens:,} tokens{to_go}"
-        bar.console.print(line, soft_wrap=True, highlight=False)
+        bar.console.print(f"{event.detail}{to_go}", soft_wrap=True, highlight=False)
 
 
 def _format_summary(index: Any) -> list[str]:

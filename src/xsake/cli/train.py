@@ -1,13 +1,12 @@
 """`xsake train`: train a model, or resume a run."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import rich.console
 import typer
 
 from xsake._io import require_local
-from xsake._progress import Progress
 from xsake.cli.errors import exit_codes
 from xsake.cli.progress import ProgressBar
 from xsake.errors import ArgumentError
@@ -53,8 +52,7 @@ def run_train(
 
         processes.start(heartbeat_seconds=heartbeat_seconds)
         with ProgressBar(console, "loading, compiling", item="step") as bar:
-            show = lambda event: bar.show(_to_progress(event))
-            ending = train(run, on_progress=show, profile=steps, is_lock_forced=take_lock)
+            ending = train(run, on_progress=bar.show, profile=steps, is_lock_forced=take_lock)
     if ending is RunStatus.STOPPED:
         console.print("stopped; a checkpoint is saved, and the same command resumes the run")
         raise typer.Exit(code=EXIT_RESTART)
@@ -70,13 +68,3 @@ def _show_goodput(console: rich.console.Console, path: Path) -> None:
         console.print(goodput_table(read_goodput(path)))
     except ArgumentError as error:
         typer.echo(f"Cannot report goodput: {error.what}, {error.got}", err=True)
-
-
-def _to_progress(event: Any) -> Progress:
-    budget = "" if event.budget in (None, 1.0) else f"{event.budget:.0%} of blocks"
-    skipped = "skipped" if event.is_skipped else ""
-    speed = f"{event.tokens_per_second:,.0f} tokens/s"
-    parts = f"loss {event.loss:.4f}", speed, skipped, budget, event.note
-    label = ", ".join(part for part in parts if part)
-    left = event.remaining_seconds
-    return Progress(event.step + 1, event.steps, label, remaining_seconds=left)

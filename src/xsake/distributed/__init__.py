@@ -10,14 +10,11 @@ from xsake.distributed.sharding_rules import (
     ShardingRules,
     batch_sharding,
     logical_sharding,
-    named_shapes,
-    shardings_by_path,
     tree_shardings,
 )
 
 __all__ = [
     "AXES", "DEFAULT_RULES", "BatchShare", "ContextParallel", "ContextWork", "HeadPlacement",
     "MeshShape", "NamedShape", "ShardingRules", "batch_share", "batch_sharding", "context_work",
-    "logical_sharding", "make_mesh", "named_shapes", "place_heads", "reorder_heads",
-    "shardings_by_path", "tree_shardings",
+    "logical_sharding", "make_mesh", "place_heads", "reorder_heads", "tree_shardings",
 ]  # fmt: skip

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
-from xsake.distributed.load_balancing import partition_equal
+from xsake.distributed.load_balancing import mean_imbalance, partition_equal
 from xsake.errors import ArgumentError, UnsupportedError
 from xsake.layout import BlockLayout
 from xsake.layout.csr import Items, gather_rows, namespace
@@ -89,13 +89,15 @@ class HeadPlacement:
                 expected="one rule for all heads; block lists may differ between heads",
                 fix="use from_block_mask with per-head grids and one mask",
             )  # fmt: skip
-        order = self.kv_order[layer] if layout.heads == self.kv_order.shape[1] else None
-        order = self.q_order[layer] if layout.heads == self.q_order.shape[1] else order
-        if order is None:
-            raise _heads_error(layout.heads, self)
+        orders = {each.shape[1]: each[layer] for each in (self.kv_order, self.q_order)}
+        if layout.heads not in orders:
+            raise ArgumentError(
+                "layout and placement have different numbers of heads", got=f"{layout.heads} heads",
+                expected=" or ".join(map(str, [1, *orders])),
+            )  # fmt: skip
         rows = np.arange(layout.rows).reshape(layout.batch, layout.heads, layout.q_blocks)
         items = Items(layout.row_starts, layout.kv_block, layout.is_partial)
-        rows = rows[:, order].reshape(-1)
+        rows = rows[:, orders[layout.heads]].reshape(-1)
         items = gather_rows(namespace(*items), items, rows, layout.capacity)
         return dataclasses.replace(layout, **items._asdict())
 
@@ -151,12 +153,6 @@ def place_heads(
     return HeadPlacement(order, q_heads // kv_heads, shards, before, after)
 
 
-def mean_imbalance(work: Float[np.ndarray, "L shards"]) -> float:
-    """Return the sum over layers of the maximum work of a shard, relative to perfect balance."""
-    total = float(work.sum())
-    return float(work.max(-1).sum() * work.shape[-1] / total) if total else 1.0
-
-
 def reorder_heads(
     x: Any, order: Int[np.ndarray, "L H"], *, axis: int, head_dim: int | None = None
 ) -> Any:
@@ -191,10 +187,3 @@ def reorder_heads(
     if isinstance(x, jax.Array):
         return jnp.take_along_axis(x, jnp.asarray(index), axis=axis)
     return np.take_along_axis(x, index, axis=axis)
-
-
-def _heads_error(heads: int, placement: HeadPlacement) -> ArgumentError:
-    return ArgumentError(
-        "layout and placement have different numbers of heads", got=f"{heads} heads",
-        expected=f"1, {placement.kv_order.shape[1]} or {placement.q_order.shape[1]}",
-    )  # fmt: skip

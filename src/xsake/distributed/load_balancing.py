@@ -112,22 +112,22 @@ class ContextWork:
     @property
     def excess_before(self) -> float:
         """Max / mean work of shards with contiguous tokens."""
-        return _imbalance(self.before)
+        return mean_imbalance(self.before.sum(1)[None])
 
     @property
     def excess_after(self) -> float:
         """Max / mean work of shards with assigned query blocks."""
-        return _imbalance(self.after)
+        return mean_imbalance(self.after.sum(1)[None])
 
     @property
     def ring_excess_before(self) -> float:
         """Max / mean work of a ring with contiguous tokens, summed over steps."""
-        return _ring_imbalance(self.before)
+        return mean_imbalance(_work_by_step(self.before))
 
     @property
     def ring_excess_after(self) -> float:
         """Max / mean work of a ring with assigned queries and zigzag keys."""
-        return _ring_imbalance(self.after)
+        return mean_imbalance(_work_by_step(self.after))
 
     def __str__(self) -> str:
         return (
@@ -170,17 +170,19 @@ def context_work(layout: BlockLayout, shards: int, assignment: Assignment = "wor
     )
 
 
-def _imbalance(work: np.ndarray) -> float:
-    total = int(work.sum())
-    return float(work.sum(1).max() * work.shape[0] / total) if total else 1.0
+def mean_imbalance(work: np.ndarray) -> float:
+    """Return the maximum work of a shard, summed over rows, relative to perfect balance.
+
+    Rows of `work` [rows, shards] are layers or steps: each takes as long as its slowest shard.
+    """
+    total = float(work.sum())
+    return float(work.max(-1).sum() * work.shape[-1] / total) if total else 1.0
 
 
-def _ring_imbalance(work: np.ndarray) -> float:
-    """Shard s computes chunk s - t in step t; a step takes as long as its slowest shard."""
-    shards, total = work.shape[0], int(work.sum())
-    shard = np.arange(shards)
-    steps = [work[shard, (shard - step) % shards].max() for step in range(shards)]
-    return float(sum(steps) * shards / total) if total else 1.0
+def _work_by_step(work: np.ndarray) -> np.ndarray:
+    """Return the work [steps, shards] of a ring: shard s computes chunk s - t in step t."""
+    shard = np.arange(work.shape[0])
+    return work[shard, (shard - shard[:, None]) % shard.size]
 
 
 def check_num_blocks(q_blocks: int, shards: int) -> None:
@@ -243,17 +245,13 @@ def _assign_heaviest_first(work: np.ndarray, parts: int) -> np.ndarray:
     return owner
 
 
-def _loads(work: np.ndarray, owner: np.ndarray, parts: int) -> np.ndarray:
-    return np.bincount(owner, work, parts)
-
-
 def _swap(work: np.ndarray, owner: np.ndarray, parts: int) -> None:
     """Swap items of the most loaded part with others, best swap first, while the maximum falls.
 
     Each swap leaves both parts below the previous maximum, so the loop terminates.
     """
     while True:
-        load = _loads(work, owner, parts)
+        load = np.bincount(owner, work, parts)
         busiest = int(load.argmax())
         items, other = np.flatnonzero(owner == busiest), np.flatnonzero(owner != busiest)
         if other.size == 0 or load[busiest] <= load.mean() * (1 + _TOLERANCE):
@@ -269,7 +267,7 @@ def _swap(work: np.ndarray, owner: np.ndarray, parts: int) -> None:
 
 def _repartition_pair(work: np.ndarray, owner: np.ndarray, parts: int) -> bool:
     """Repartition the most loaded part and another one optimally, if they are small."""
-    load = _loads(work, owner, parts)
+    load = np.bincount(owner, work, parts)
     busiest, each = int(load.argmax()), work.size // parts
     if (
         parts == 1

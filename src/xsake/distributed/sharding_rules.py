@@ -3,7 +3,6 @@
 `tree_shardings` reads axis names from the metadata of flax variables without importing flax.
 """
 
-from collections.abc import Iterable
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -79,29 +78,6 @@ def logical_sharding(
             )  # fmt: skip
         sharding.check_mesh_axes(name, rules, mesh)
     return sharding.named_sharding(*array, mesh, rules)
-
-
-def shardings_by_path(
-    arrays: Iterable[NamedShape], mesh: Mesh, rules: ShardingRules = DEFAULT_RULES
-) -> dict[str, NamedSharding]:
-    """Return the shardings of arrays by path.
-
-    Args:
-        arrays: paths, axis names and shapes, e.g. from `named_shapes`.
-        mesh: device mesh.
-        rules: mesh axes by logical axis.
-    """
-    return {array.path: logical_sharding(array, mesh, rules) for array in arrays}
-
-
-def named_shapes(tree: Any) -> list[NamedShape]:
-    """Return path, axis names and shape of every flax variable in a tree.
-
-    Args:
-        tree: flax variables, concrete or abstract.
-    """
-    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_variable)
-    return [_named_shape(path, leaf) for path, leaf in leaves if _is_variable(leaf)]
 
 
 def tree_shardings(

@@ -9,7 +9,7 @@ import json
 import math
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,6 +19,7 @@ from jaxtyping import UInt
 
 import xsake
 from xsake._io import JsonlLog, atomic_write
+from xsake._progress import Progress, ProgressFn
 from xsake._schema import Count, Frozen
 from xsake.errors import ArgumentError, MissingExtraError
 from xsake.model.tokenizer import TOKENIZER, Tokenizer
@@ -86,18 +87,6 @@ class FinishedShard(Frozen):
 
 
 @dataclasses.dataclass(frozen=True)
-class BuildProgress:
-    """Progress of a build, in pieces of text."""
-
-    doing: str
-    done: int = 0
-    total: int = 0
-    tokens: int = 0
-    remaining_seconds: float | None = None  # None while unknown
-    finished: FinishedShard | None = None  # shard that was just written
-
-
-@dataclasses.dataclass(frozen=True)
 class BuildResult:
     """Index of a build, and numbers of shards of an earlier build."""
 
@@ -107,9 +96,6 @@ class BuildResult:
     is_new: bool = True  # whether anything was missing
 
 
-BuildCallback = Callable[[BuildProgress], None]
-
-
 def build(
     tokenizer: Path | NewTokenizer,
     texts: Sequence[Path],
@@ -117,7 +103,7 @@ def build(
     settings: BuildSettings | None = None,
     *,
     overwrite: bool = False,
-    on_progress: BuildCallback = lambda progress: None,
+    on_progress: ProgressFn = lambda _: None,
 ) -> BuildResult:
     """Tokenize texts into a folder for `TokenLoader`.
 
@@ -130,7 +116,7 @@ def build(
         folder: new or empty, or of an earlier build of the same data.
         settings: of the build.
         overwrite: discard an earlier build in the folder.
-        on_progress: called with the progress.
+        on_progress: called with the progress in pieces of text; `detail` is a new file.
     """
     settings, source = settings or BuildSettings(), tokenizer
     if isinstance(source, Path):
@@ -138,7 +124,7 @@ def build(
     elif settings.end_token is not None:
         what, got = "a new tokenizer has a fixed end token", f"--end-token {settings.end_token}"
         raise ArgumentError(what, got=got, fix="remove --end-token")
-    on_file = lambda name: on_progress(BuildProgress(f"reading {name}"))
+    on_file = lambda name: on_progress(Progress(0, 1, f"reading {name}"))
     corpus = Corpus(texts, settings.validation, on_file, invalid=settings.invalid)
     recipe = _recipe(source, corpus, settings)
     index = _prepare_folder(folder, recipe, overwrite=overwrite)
@@ -164,7 +150,7 @@ def _resume(
     corpus: Corpus,
     settings: BuildSettings,
     log: "BuildLog",
-    on_progress: BuildCallback,
+    on_progress: ProgressFn,
 ) -> BuildResult:
     """Write what is missing: the tokenizer, shards after the last intact one, the index."""
     if log.recipe is None:
@@ -174,7 +160,7 @@ def _resume(
         path = folder / TOKENIZER  # of an earlier run, if it has the digest in the log
         trained = TokenizerFile(path.read_bytes() if path.is_file() else b"", END_TOKEN)
         if trained.sha256 != log.tokenizer:
-            on_progress(BuildProgress(f"training a tokenizer of {source.vocabulary:,} tokens"))
+            on_progress(Progress(0, 1, f"training a tokenizer of {source.vocabulary:,} tokens"))
             trained = TokenizerFile.train(corpus.training_texts(), source.vocabulary)
         source = trained
     source.install(folder)
@@ -211,13 +197,13 @@ def _resume(
     return BuildResult(index, kept=num_kept, rewritten=num_recorded - num_kept)
 
 
-def _verify(path: Path, shard: Shard, itemsize: int, on_progress: BuildCallback) -> None:
-    on_progress(BuildProgress(f"checking {path.name}"))
+def _verify(path: Path, shard: Shard, itemsize: int, on_progress: ProgressFn) -> None:
+    on_progress(Progress(0, 1, f"checking {path.name}"))
     data.require_intact(path, shard, itemsize, "full")
 
 
 def _find_intact(
-    folder: Path, recorded: Sequence[FinishedShard], itemsize: int, on_progress: BuildCallback
+    folder: Path, recorded: Sequence[FinishedShard], itemsize: int, on_progress: ProgressFn
 ) -> Sequence[FinishedShard]:
     """Return the shards before the first damaged one."""
     for position, each in enumerate(recorded):
@@ -234,18 +220,23 @@ def _write_shards(
     vocabulary: "Vocabulary",
     writers: Mapping[Split, "ShardWriter"],
     log: "BuildLog",
-    on_progress: BuildCallback,
+    on_progress: ProgressFn,
 ) -> None:
     """Tokenize every piece that is not in a written shard."""
     num_done, num_skipped, started = 0, 0, time.monotonic()
 
     def report(finished: FinishedShard | None = None) -> None:
+        detail = ""
         if finished is not None:
             log.add("shard", **finished.model_dump())
+            number, size = finished.number + 1, finished.shard.tokens
+            detail = f"{finished.split} file {number}: {size:,} tokens"
         done, tokens = num_done + num_skipped, sum(writer.tokens for writer in writers.values())
         left = corpus.pieces - done
         remaining = (time.monotonic() - started) / num_done * left if num_done else None
-        on_progress(BuildProgress("tokenizing", done, corpus.pieces, tokens, remaining, finished))
+        label = f"{tokens:,} tokens, tokenizing"
+        event = Progress(done, corpus.pieces, label, remaining_seconds=remaining, detail=detail)
+        on_progress(event)
 
     def encode(pending: Sequence[tuple[int, Piece]]) -> None:
         nonlocal num_done

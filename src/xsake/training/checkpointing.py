@@ -64,23 +64,6 @@ class CheckpointEvent:
 
 
 @dataclass(frozen=True)
-class SaveFailure:
-    """A save that failed; older steps are unchanged.
-
-    `is_committed`: the arrays were committed; the manifest or the deletion of old steps failed.
-    """
-
-    step: int
-    what: str
-    error: Exception
-    is_committed: bool
-
-    def __str__(self) -> str:
-        state = "was committed but not finalized" if self.is_committed else "was not saved"
-        return f"checkpoint {self.step} {state}: {self.what}"
-
-
-@dataclass(frozen=True)
 class RestoredStep:
     """Restored step: its number, the arrays with the requested shardings, and its JSON."""
 
@@ -92,11 +75,6 @@ class RestoredStep:
 def log_event(event: CheckpointEvent) -> None:
     """Log an event of a store."""
     _LOG.log(logging.INFO if event.reason is None else logging.ERROR, "%s", event)
-
-
-def log_failure(failure: SaveFailure) -> None:
-    """Log a failed save."""
-    _LOG.error("%s", failure)
 
 
 class CheckpointStore:
@@ -111,8 +89,8 @@ class CheckpointStore:
     if every loaded array matches the record of fingerprints that was committed with the arrays;
     then the missing manifest is written. Damage to files that no array uses is not detected.
 
-    **A failed save**, for example on a full disk, does not raise: `on_failure` is called, `wait`
-    raises later, and existing steps are kept. If one process fails, the save fails on all processes
+    **A failed save**, for example on a full disk, does not raise: it is logged, `wait` raises
+    later, and existing steps are kept. If one process fails, the save fails on all processes
     after the others have finished writing; the next save is not affected.
 
     **Going back**: saving a step quarantines all steps of its number or later, because they belong
@@ -128,7 +106,6 @@ class CheckpointStore:
         verify: what `restore` compares with the manifest: `full` every byte, `size` names and
             sizes, `off` nothing. Links always raise, and fingerprints are always compared.
         on_event: called in the primary process for quarantined, skipped and repaired steps.
-        on_failure: called by the saving thread for failed saves.
         is_read_only: save, rename and write nothing: for reading the checkpoints of a running run.
     """
 
@@ -139,7 +116,6 @@ class CheckpointStore:
         max_to_keep: int = 3,
         verify: Verify = "full",
         on_event: Callable[[CheckpointEvent], None] = log_event,
-        on_failure: Callable[[SaveFailure], None] = log_failure,
         is_read_only: bool = False,
     ):
         if max_to_keep < 1 or verify not in ("full", "size", "off"):
@@ -151,10 +127,11 @@ class CheckpointStore:
         self._folder, self._max_to_keep = folder.absolute(), max_to_keep
         self._verify_mode: Verify = verify
         self._is_read_only = is_read_only
-        self._on_event, self._on_failure = on_event, on_failure
+        self._on_event = on_event
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "checkpoint")
         self._job: concurrent.futures.Future[None] | None = None
-        self._failures: list[SaveFailure] = []
+        self._failures: list[tuple[str, Exception]] = []  # since the last `wait`
+        self._num_failed, self._last_failed = 0, -1
         self._guard = threading.Lock()
         self._exchange: ProcessExchange | None = None
         self._is_closed = False
@@ -162,6 +139,13 @@ class CheckpointStore:
     def steps(self) -> list[int]:
         """Return the numbers of the committed steps, ascending; they are not validated."""
         return verify.list_committed_steps(self._folder)
+
+    def count_failures(self) -> int:
+        """Return the number of failed saves since the last step that was committed."""
+        with self._guard:
+            if self._num_failed and max(self.steps(), default=-1) > self._last_failed:
+                self._num_failed = 0
+            return self._num_failed
 
     def save(self, step: int, tree: Any, extra: dict[str, Any]) -> None:
         """Save a tree; return when the arrays are copied, and write them in the background.
@@ -211,10 +195,10 @@ class CheckpointStore:
             failures, self._failures = self._failures, []
         if failures:
             raise CheckpointError(
-                "saving failed", got="; ".join(map(str, failures)),
+                "saving failed", got="; ".join(text for text, _ in failures),
                 expected="every step committed, with its manifest",
                 fix="check whether the disk is full, broken or read-only; older steps are intact",
-            ) from failures[0].error  # fmt: skip
+            ) from failures[0][1]  # fmt: skip
 
     def restore(
         self, like: Any, step: int | None = None, *, part: str | None = None
@@ -264,7 +248,7 @@ class CheckpointStore:
     def _join(self) -> None:
         if self._job is not None:
             job, self._job = self._job, None
-            job.result()  # failures are recorded; only an error of `on_failure` is raised here
+            job.result()
 
     def _prepare(self, record: CheckpointRecord) -> int:
         """Prepare the folder for a step; return the ID of its exchange, 0 if already saved."""
@@ -324,10 +308,12 @@ class CheckpointStore:
             self._fail(record.step, error, is_committed=is_committed)
 
     def _fail(self, step: int, error: Exception, *, is_committed: bool) -> None:
-        failure = SaveFailure(step, summarize(error), error, is_committed)
+        state = "was committed but not finalized" if is_committed else "was not saved"
+        failure = f"checkpoint {step} {state}: {summarize(error)}"
+        _LOG.error("%s", failure)
         with self._guard:
-            self._failures.append(failure)
-        self._on_failure(failure)
+            self._failures.append((failure, error))
+            self._num_failed, self._last_failed = self._num_failed + 1, step
 
     def _try_restore(self, step: int, like: Any, part: str | None) -> RestoredStep | str:
         """Return a step, or the reason why it is not usable; then it is quarantined."""
@@ -529,7 +515,7 @@ def _validate(path: Path, mode: Verify) -> CheckpointRecord:
     except CheckpointError:
         raise  # a format of another version
     except Exception as error:  # Orbax raises any type for broken metadata
-        raise DamagedError("record", path.name, got=_first_line(error)) from error
+        raise DamagedError("record", path.name, got=summarize(error)) from error
     if str(record.step) != path.name:
         raise DamagedError("record", path.name, got=f"a record of step {record.step}")
     return record
@@ -551,7 +537,7 @@ def _load(path: Path, record: CheckpointRecord, like: Any, part: str | None) -> 
     except Exception as error:  # Orbax raises any type for broken files
         if isinstance(error, OSError) and error.errno not in (None, errno.ENOENT):
             raise verify.from_os_error(error, path / STATE, path) from error
-        raise DamagedError("load", STATE, got=_first_line(error)) from error
+        raise DamagedError("load", STATE, got=summarize(error)) from error
     for name, fingerprint in fingerprints(loaded).items():
         if fingerprint != (expected := saved[name].fingerprint):
             raise DamagedError("fingerprint", name, got=fingerprint, expected=expected)
@@ -591,8 +577,3 @@ def _with_sharding(name: str, leaf: Any) -> jax.ShapeDtypeStruct:
         )  # fmt: skip
     sharding = sharding or SingleDeviceSharding(jax.local_devices()[0])
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return f"{type(error).__name__}: {lines[0]}"[:300]

@@ -190,11 +190,6 @@ class ReplicaMismatch:
     copies: int  # number of replicas
     is_decided: bool  # whether more than half of them agree
 
-    @property
-    def processes(self) -> tuple[int, ...]:
-        """Processes that hold the suspects."""
-        return tuple(sorted({copy.process for copy in self.suspects}))
-
     def __str__(self) -> str:
         if self.is_decided:
             owners = ", ".join(map(str, self.suspects))

@@ -2,67 +2,23 @@
 
 import hashlib
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
+from xsake._progress import Progress, ProgressFn
 from xsake.observability import AsyncTrackers, MetricsFile
 from xsake.observability.trackers import RunInfo, make_trackers
-from xsake.training.checkpointing import CheckpointStore, SaveFailure, log_failure
+from xsake.training.checkpointing import CheckpointStore
 from xsake.training.config import TrainingConfig
 from xsake.training.processes import is_primary
 from xsake.training.step import StepMetrics
 
 
-@dataclass(frozen=True)
-class TrainingProgress:
-    """Progress event passed to the callback."""
-
-    step: int  # that finished, from 0
-    steps: int  # of the whole run
-    loss: float  # mean over the batch, nats per token
-    gradient_norm: float  # before clipping
-    learning_rate: float
-    is_skipped: bool  # whether the update was skipped
-    budget: float | None  # computed / visible blocks of attention; None for a mask
-    tokens_per_second: float  # since the previous event
-    remaining_seconds: float  # at this speed
-    note: str = ""  # other events, such as an evaluation
-
-
-ProgressCallback = Callable[[TrainingProgress], None]
-
-
-class SaveFailureCounter:
-    """Count of failed saves since the last successful one."""
-
-    def __init__(self) -> None:
-        self._failures, self._last = 0, -1
-
-    def record_failure(self, failure: SaveFailure) -> None:
-        """Count and log a failed save; called by the saving thread."""
-        self._failures, self._last = self._failures + 1, failure.step
-        log_failure(failure)
-
-    def count(self, store: CheckpointStore) -> int:
-        """Return the number of failed saves; a later committed step resets it to 0."""
-        if self._failures and max(store.steps(), default=-1) > self._last:
-            self._failures = 0
-        return self._failures
-
-
 class MetricsLogger:
     """Writer of metrics and sender of progress events; only the primary process writes."""
 
-    def __init__(
-        self,
-        config: TrainingConfig,
-        on_progress: ProgressCallback,
-        first_step: int,
-        failures: SaveFailureCounter,
-    ):
+    def __init__(self, config: TrainingConfig, on_progress: ProgressFn, first_step: int):
         run, decoder, folder = config.run, config.model.decoder, config.checkpoint.folder
-        self._run, self._on_progress, self._failures = run, on_progress, failures
+        self._run, self._on_progress = run, on_progress
         self._metrics = MetricsFile(folder / "metrics.jsonl" if is_primary() else None)
         self._trackers = _start_trackers(config)
         self._since, self._tokens, self._note = time.monotonic(), 0, ""
@@ -102,16 +58,16 @@ class MetricsLogger:
     ) -> None:
         """Log a finished step, and send a progress event if one is due."""
         run, now, tokens = self._run, time.monotonic(), int(metrics.tokens)
-        values = {
+        line: dict[str, Any] = {
             "loss": float(metrics.loss),
             "gradient_norm": float(metrics.gradient_norm),
             "learning_rate": float(metrics.learning_rate),
             "is_skipped": bool(metrics.is_skipped),
+            "consecutive_skips": int(metrics.consecutive_skips),
+            "budget": budget,
+            "failed_saves": store.count_failures() if is_primary() else 0,
+            "tokens": tokens,
         }
-        line: dict[str, Any] = {
-            **values, "consecutive_skips": int(metrics.consecutive_skips), "budget": budget,
-            "failed_saves": self._failures.count(store) if is_primary() else 0, "tokens": tokens,
-        }  # fmt: skip
         if self._last_end is not None:  # the first step includes compilation
             spent = max(now - self._last_end, 1e-9)
             line["step_seconds"] = round(spent, 6)
@@ -125,10 +81,15 @@ class MetricsLogger:
         if is_primary():
             spent = max(now - self._since, 1e-9)
             left = (run.steps - number - 1) * spent / (number - self._last_logged)
-            self._on_progress(TrainingProgress(
-                number, run.steps, **values, budget=budget,
-                tokens_per_second=self._tokens / spent, remaining_seconds=left, note=self._note,
-            ))  # fmt: skip
+            parts = (
+                f"loss {line['loss']:.4f}",
+                f"{self._tokens / spent:,.0f} tokens/s",
+                "skipped" if line["is_skipped"] else "",
+                "" if budget in (None, 1.0) else f"{budget:.0%} of blocks",
+                self._note,
+            )
+            label = ", ".join(part for part in parts if part)
+            self._on_progress(Progress(number + 1, run.steps, label, remaining_seconds=left))
             self._since, self._tokens, self._last_logged = now, 0, number
         self._note = ""
 

@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
@@ -32,25 +32,16 @@ class PreemptionHandler:
     Args:
         step_timeout_s: a longer step dumps all stacks once; None: no limit.
         stack_file: file for stacks, one per process.
-        is_fatal: whether a timeout also ends the process, so that it can be restarted.
-        on_signal: called in a separate thread with the name of each signal.
     """
 
-    def __init__(
-        self,
-        *,
-        step_timeout_s: float | None = None,
-        stack_file: Path | None = None,
-        is_fatal: bool = False,
-        on_signal: Callable[[str], None] = lambda name: None,
-    ):
+    def __init__(self, *, step_timeout_s: float | None = None, stack_file: Path | None = None):
         if step_timeout_s is not None and not step_timeout_s > 0:
             raise ArgumentError("step_timeout_s must be positive", got=step_timeout_s)
         if step_timeout_s is not None and stack_file is None:
             what, expected = "a step timeout needs a file for stacks", "a path"
             raise ArgumentError(what, got="stack_file=None", expected=expected)
-        self._step_timeout_s, self._path, self._is_fatal = step_timeout_s, stack_file, is_fatal
-        self._on_signal, self._is_requested, self._num_interrupts = on_signal, threading.Event(), 0
+        self._step_timeout_s, self._path = step_timeout_s, stack_file
+        self._is_requested, self._num_interrupts = threading.Event(), 0
         self._cleanup = contextlib.ExitStack()
         self._file: IO[str] | None = None
         self._step_began: float | None = None
@@ -137,14 +128,11 @@ class PreemptionHandler:
         self._is_requested.set()
         if jax.distributed.is_initialized():
             os.kill(os.getpid(), signal.SIGTERM)  # the service notifies the other processes
-        self._on_signal(name.name)
 
     def _arm(self) -> None:
         self._step_began = time.monotonic()
         if self._step_timeout_s is not None and self._file is not None:
-            faulthandler.dump_traceback_later(
-                self._step_timeout_s, file=self._file, exit=self._is_fatal
-            )
+            faulthandler.dump_traceback_later(self._step_timeout_s, file=self._file)
 
     def _disarm(self, step: int | None) -> None:
         began, self._step_began = self._step_began, None

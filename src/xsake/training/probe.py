@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from xsake import hads
-from xsake.distributed.head_balancing import mean_imbalance
+from xsake.distributed.load_balancing import mean_imbalance
 from xsake.errors import ArgumentError
 from xsake.hads.drift import Drift, calibrated_loss
 from xsake.kernels.statistics import block_statistics
@@ -47,6 +47,10 @@ class ProbeStatistics(NamedTuple):
     density: Float[Array, "L Hq"]
 
 
+Probe = Callable[[Parameters, Int[Array, "B T1"], Array], ProbeStatistics]
+"""Maps parameters, tokens and a random key to statistics."""
+
+
 class Probes:
     """Probes of a run, compiled once per plan.
 
@@ -58,8 +62,7 @@ class Probes:
     def __init__(self, config: TrainingConfig, devices: DeviceSetup):
         self._config, self._devices = config, devices
         self._attention: TrainingAttention | None = None
-        self._compiled: dict[int, Callable[..., ProbeStatistics]] = {}
-        self._expected: dict[int, np.ndarray | None] = {}
+        self._compiled: dict[int, tuple[Probe, np.ndarray | None]] = {}
 
     def run(
         self, number: int, attention: TrainingAttention, state: TrainState, tokens: np.ndarray
@@ -71,30 +74,29 @@ class Probes:
         if attention is not self._attention:
             self._attention = attention
             self._compiled.clear()
-            self._expected.clear()
         if level not in self._compiled:
             self._compiled[level] = self._make(attention, number)
-        probe = self._compiled[level]
+        probe, expected = self._compiled[level]
         statistics = probe(state.parameters, self._devices.put(tokens), step_key(state))
         metrics = _format_metrics(
             jax.device_get(statistics), attention.probe_target(number), self._config.mesh.tensor
         )
-        plan = _get_plan(attention.probe_target(number))
-        if plan is not None:
-            if level not in self._expected:
-                context = self._config.data.context
-                self._expected[level] = expected_kl(plan, attention, context)
-            metrics |= _drift_metrics(self._expected[level], np.asarray(statistics.kl))
+        if expected is not None:
+            metrics |= _drift_metrics(expected, np.asarray(statistics.kl))
         return metrics | {"probe_seconds": round(time.monotonic() - started, 6)}
 
-    def _make(self, attention: TrainingAttention, number: int) -> Callable[..., ProbeStatistics]:
+    def _make(self, attention: TrainingAttention, number: int) -> tuple[Probe, np.ndarray | None]:
+        """Return a probe, and the KL that it should measure, if known."""
         section, mesh = self._config.attention, self._devices.mesh
-        shape = self._config.mesh
-        return make_probe(
-            define_model(self._config), attention.attend(number), attention.probe_target(number),
+        shape, target = self._config.mesh, attention.probe_target(number)
+        probe = make_probe(
+            define_model(self._config), attention.attend(number), target,
             rows=section.probe_rows, block=section.block, sequences=shape.data * shape.fsdp,
             out_sharding=None if mesh is None else NamedSharding(mesh, PartitionSpec()),
         )  # fmt: skip
+        plan = _get_plan(target)
+        context = self._config.data.context
+        return probe, None if plan is None else expected_kl(plan, attention, context)
 
 
 def make_probe(
@@ -106,7 +108,7 @@ def make_probe(
     block: int,
     sequences: int = 1,
     out_sharding: NamedSharding | None = None,
-) -> Callable[[Parameters, Int[Array, "B T1"], Array], ProbeStatistics]:
+) -> Probe:
     """Build a jitted probe of `rows` query blocks, drawn from those that are not fully computed.
 
     A plan's block size takes precedence. `sequences`: to read, one per shard of the batch.
@@ -185,12 +187,10 @@ def expected_kl(
     if attention.profile is None or attention.profile.context != context:
         return None
     order = attention.kv_order
-    inverse = None if order is None else np.argsort(np.array(order), axis=1)
-    calibrated = (
-        plan if inverse is None else plan.reorder_heads([list(map(int, x)) for x in inverse])
-    )
+    if order is not None:  # the profile has the original order
+        plan = plan.reorder_heads(np.argsort(np.array(order), axis=1).tolist())
     try:
-        kl = calibrated_loss(calibrated, attention.profile)
+        kl = calibrated_loss(plan, attention.profile)
     except ArgumentError:
         return None
     if order is not None:
@@ -224,9 +224,7 @@ def _format_metrics(
     return metrics
 
 
-def _drift_metrics(expected: np.ndarray | None, now: np.ndarray) -> dict[str, Any]:
-    if expected is None:
-        return {}
+def _drift_metrics(expected: np.ndarray, now: np.ndarray) -> dict[str, Any]:
     drift = Drift(expected, np.asarray(now, np.float64), documents=1)
     ratio = float(now.mean()) / max(float(expected.mean()), 1e-6)
     return {"drift": round(ratio, 6), "drifted_heads": len(drift.drifted_heads)}

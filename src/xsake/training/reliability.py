@@ -348,12 +348,11 @@ def compare_processes(
     waiting: Float[np.ndarray, " processes"],
     before: StragglerReport | None = None,
     *,
-    ratio: float = RATIO,
     rounds: int = ROUNDS,
 ) -> StragglerReport:
     """Compare the processes by seconds per step of local work and of waiting for results.
 
-    Slow means more than `ratio` times the lower median; `rounds` consecutive slow rounds, counted
+    Slow means more than `RATIO` times the lower median; `rounds` consecutive slow rounds, counted
     from the report before, flag a process.
 
     Example:
@@ -362,7 +361,7 @@ def compare_processes(
         (2,)
     """
     seconds = tuple((local + waiting.min()).tolist())
-    limit = ratio * _lower_median(seconds)
+    limit = RATIO * _lower_median(seconds)
     earlier = before.slow_rounds if before is not None else (0,) * len(seconds)
     counts = tuple(
         count + 1 if each > limit else 0 for count, each in zip(earlier, seconds, strict=True)

@@ -113,26 +113,22 @@ def build_optimizer(config: TrainingConfig, definition: ModelDefinition) -> Opti
     return make_optimizer(config.optimizer, definition.names, total_steps=config.total_steps)
 
 
-def make_state(config: TrainingConfig, model: Decoder, key: Array) -> TrainState:
-    """Build the state before the first step: a copy of the weights, and a key for the steps."""
-    definition = ModelDefinition.from_model(model)
-    parameters = definition.parameters(model)
-    return TrainState(
-        step=jnp.zeros((), jnp.int32),
-        parameters=parameters,
-        optimizer=build_optimizer(config, definition).transform.init(parameters),
-        key=jax.random.key_data(key),
-        guard=init_guard(config.guard),
-    )
-
-
 def init_state(config: TrainingConfig) -> TrainState:
     """Build the state before the first step from `run.seed`.
 
     Under `jax.jit` with `out_shardings` each device holds only its shard.
     """
     weights, draws = jax.random.split(jax.random.key(config.run.seed))
-    return make_state(config, make_model(config, weights), draws)
+    model = make_model(config, weights)
+    definition = ModelDefinition.from_model(model)
+    parameters = definition.parameters(model)
+    return TrainState(
+        step=jnp.zeros((), jnp.int32),
+        parameters=parameters,
+        optimizer=build_optimizer(config, definition).transform.init(parameters),
+        key=jax.random.key_data(draws),
+        guard=init_guard(config.guard),
+    )
 
 
 def abstract_state(config: TrainingConfig) -> TrainState:

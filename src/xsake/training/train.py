@@ -14,6 +14,7 @@ import jax
 
 from xsake import hads
 from xsake._io import atomic_write
+from xsake._progress import ProgressFn
 from xsake.errors import ArgumentError, CheckpointError
 from xsake.model import AttentionFn
 from xsake.observability.goodput import Category, GoodputRecorder
@@ -33,7 +34,7 @@ from xsake.training.config import TrainingConfig
 from xsake.training.data import Batch, TokenLoader
 from xsake.training.fingerprints import find_mismatches
 from xsake.training.lock import Lease, run_lock
-from xsake.training.metrics_logger import MetricsLogger, ProgressCallback, SaveFailureCounter
+from xsake.training.metrics_logger import MetricsLogger
 from xsake.training.preemption import PreemptionHandler
 from xsake.training.probe import Probes
 from xsake.training.processes import is_primary
@@ -70,14 +71,8 @@ class TooManySkippedUpdatesError(ArgumentError):
     """Too many consecutive updates were skipped."""
 
 
-class FinalSaveError(ArgumentError):
-    """The final state could not be saved."""
-
-    is_transient = True
-
-
-class ReplicaMismatchError(ArgumentError):
-    """Replicas of parameters differ; the newest checkpoint is older than the fault."""
+class RetryError(ArgumentError):
+    """The final save failed, or replicas differ: the same command resumes the run."""
 
     is_transient = True
 
@@ -85,7 +80,7 @@ class ReplicaMismatchError(ArgumentError):
 def train(
     config: TrainingConfig,
     *,
-    on_progress: ProgressCallback = lambda _: None,
+    on_progress: ProgressFn = lambda _: None,
     profile: StepRange | None = None,
     is_lock_forced: bool = False,
 ) -> RunStatus:
@@ -99,7 +94,7 @@ def train(
         profile: steps to trace, in the primary process.
         is_lock_forced: take the folder from any run that holds it, see `run_lock`.
     """
-    run, save_interval = config.run, config.checkpoint.save_interval
+    run, section = config.run, config.checkpoint
     with contextlib.ExitStack() as stack:
         # ---------- processes and folder ----------
         lease, goodput, stop = _begin_attempt(config, stack, is_lock_forced=is_lock_forced)
@@ -109,12 +104,13 @@ def train(
         devices = DeviceSetup.from_config(config)
         loader = enter(devices.loader(config))
         # ---------- model: newest valid checkpoint, or initial weights ----------
-        failures = SaveFailureCounter()
-        store = enter(_open_store(config, failures))
+        store = enter(CheckpointStore(
+            section.folder / "steps", max_to_keep=section.max_to_keep, verify=section.verify
+        ))  # fmt: skip
         with goodput.during("restore" if store.steps() else "init"):
             state, attention, kv_order = _restore_or_init(config, devices, store, loader)
         # ---------- metrics ----------
-        logger = enter(MetricsLogger(config, on_progress, int(state.step), failures))
+        logger = enter(MetricsLogger(config, on_progress, int(state.step)))
         profiler = enter(Profiler(config.checkpoint.folder, profile if is_primary() else None))
         finish = functools.partial(_finish_step, config, lease, logger, store, loader)
         evaluation, probes = _Evaluation(config, devices), Probes(config, devices)
@@ -135,7 +131,7 @@ def train(
             if _is_due(run.replica_check_interval, number):
                 _require_equal_replicas(state)
             is_over = stop.should_stop(number)
-            if is_over or number + 1 == run.steps or _is_due(save_interval, number):
+            if is_over or number + 1 == run.steps or _is_due(section.save_interval, number):
                 with goodput.rest_of_step():
                     finish(pending)
                 pending = None
@@ -181,14 +177,6 @@ def _pause(stop: PreemptionHandler, goodput: GoodputRecorder, kind: Category) ->
     """Suspend the step timeout, and record the time under another kind."""
     with stop.without_timeout(), goodput.during(kind):
         yield
-
-
-def _open_store(config: TrainingConfig, failures: SaveFailureCounter) -> CheckpointStore:
-    section = config.checkpoint
-    return CheckpointStore(
-        section.folder / "steps", max_to_keep=section.max_to_keep, verify=section.verify,
-        on_failure=failures.record_failure,
-    )  # fmt: skip
 
 
 def _restore_or_init(
@@ -352,7 +340,7 @@ def _write_skipped_steps(
 def _require_equal_replicas(state: TrainState) -> None:
     mismatches = find_mismatches(state.parameters)
     if mismatches:
-        raise ReplicaMismatchError(
+        raise RetryError(
             "replicas of the parameters differ", got="; ".join(map(str, mismatches[:4])),
             expected="the same bits on every device",
             fix="resume from the newest checkpoint without the host that is named",
@@ -409,7 +397,7 @@ def _end(
         except CheckpointError as error:
             if step not in store.steps():  # otherwise an earlier save failed
                 logger.log_end("failed")
-                raise FinalSaveError(
+                raise RetryError(
                     "the final state could not be saved", got=str(error).splitlines()[0],
                     fix="free disk space, then start the same command again",
                 ) from error  # fmt: skip
