@@ -36,10 +36,12 @@ class PreemptionHandler:
 
     def __init__(self, *, step_timeout_s: float | None = None, stack_file: Path | None = None):
         if step_timeout_s is not None and not step_timeout_s > 0:
-            raise ArgumentError("step_timeout_s must be positive", got=step_timeout_s)
+            raise ArgumentError(
+                "step-timeout", "step_timeout_s must be positive", got=step_timeout_s
+            )
         if step_timeout_s is not None and stack_file is None:
             what, expected = "a step timeout needs a file for stacks", "a path"
-            raise ArgumentError(what, got="stack_file=None", expected=expected)
+            raise ArgumentError("stack-file", what, got="stack_file=None", expected=expected)
         self._step_timeout_s, self._path = step_timeout_s, stack_file
         self._is_requested, self._num_interrupts = threading.Event(), 0
         self._cleanup = contextlib.ExitStack()
@@ -49,7 +51,7 @@ class PreemptionHandler:
     def __enter__(self) -> "PreemptionHandler":
         if threading.current_thread() is not threading.main_thread():
             fix = "enter PreemptionHandler there"
-            raise UnsupportedError("signal handlers need the main thread", fix=fix)
+            raise UnsupportedError("signal-thread", "signal handlers need the main thread", fix=fix)
         with contextlib.ExitStack() as cleanup:
             if self._path is not None:
                 self._open_stack_file(self._path, cleanup)
@@ -94,7 +96,9 @@ class PreemptionHandler:
             self._file = cleanup.enter_context(path.open("a", encoding="utf-8"))
         except OSError as error:
             got = f"{path}: {error.strerror}"
-            raise ArgumentError("cannot write the file for stacks", got=got) from error
+            raise ArgumentError(
+                "stack-file-unwritable", "cannot write the file for stacks", got=got
+            ) from error
         faulthandler.register(signal.SIGUSR1, file=self._file, all_threads=True)
         cleanup.callback(faulthandler.unregister, signal.SIGUSR1)
         cleanup.callback(self._disarm, None)

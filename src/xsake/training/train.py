@@ -307,6 +307,7 @@ def _finish_step(
             _write_skipped_steps(config, store, loader, list(skipped), values)
         logger.log_end("failed")
         raise TooManySkippedUpdatesError(
+            "too-many-skips",
             f"{skips} consecutive updates were skipped, the last at step {number}",
             got=f"loss {float(values.loss)}, gradient norm {float(values.gradient_norm)}",
             expected="finite numbers",
@@ -341,7 +342,8 @@ def _require_equal_replicas(state: TrainState) -> None:
     mismatches = find_mismatches(state.parameters)
     if mismatches:
         raise RetryError(
-            "replicas of the parameters differ", got="; ".join(map(str, mismatches[:4])),
+            "replicas", "replicas of the parameters differ",
+            got="; ".join(map(str, mismatches[:4])),
             expected="the same bits on every device",
             fix="resume from the newest checkpoint without the host that is named",
         )  # fmt: skip
@@ -398,7 +400,8 @@ def _end(
             if step not in store.steps():  # otherwise an earlier save failed
                 logger.log_end("failed")
                 raise RetryError(
-                    "the final state could not be saved", got=str(error).splitlines()[0],
+                    "final-save", "the final state could not be saved",
+                    got=str(error).splitlines()[0],
                     fix="free disk space, then start the same command again",
                 ) from error  # fmt: skip
     logger.log_end(status)
