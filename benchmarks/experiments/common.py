@@ -206,12 +206,9 @@ def plain_row(
     experiment: str, run: str, shape: Shape, settings: Settings, **facts: object
 ) -> BenchmarkRow:
     """A row of a measurement that is no race: memory, build, compilation counts."""
-    began = environment(ROOT)
     given = {
         "experiment": experiment, "run": run, "shape": shape, "threads": settings.threads,
-        "seed": settings.seed, "versions": began.versions, "commit": began.commit,
-        "dirty": began.dirty, "utc": began.utc, "cpu": began.cpu,
-        "load_average": began.load_average,
+        "seed": settings.seed, **environment(ROOT).fields(),
     }  # fmt: skip
     return BenchmarkRow.model_validate(given | facts)
 
@@ -383,11 +380,6 @@ def _row(
         block_q=block,
         block_kv=block,
         threads=settings.threads,
-        versions=began.versions,
-        commit=began.commit,
-        dirty=began.dirty,
         seed=settings.seed,
-        utc=began.utc,
-        cpu=began.cpu,
-        load_average=began.load_average,
+        **began.fields(),
     )
