@@ -164,7 +164,7 @@ def test_each_side_gets_its_own_exponent_and_lines_cross_where_they_are_equal():
     assert dense.crossover(sparse) == sparse.crossover(dense) == pytest.approx(100)
     assert dense.crossover(dense) is None
     assert fit_growth("bent", (1, 2, 4), (1.0, 4.0, 4.0)).largest_residual > 0.3
-    with pytest.raises(ArgumentError, match="requires two lengths"):
+    with pytest.raises(ArgumentError, match="XSK-102.fit-lengths"):
         fit_growth("point", (8, 8), (1.0, 1.0))
 
 

@@ -95,5 +95,5 @@ def test_kernels_of_one_folder_keep_their_own_files(tmp_path):
 
 
 def test_a_dump_folder_that_libtpu_would_misread_is_refused():
-    with pytest.raises(ArgumentError, match="space"):
+    with pytest.raises(ArgumentError, match="XSK-102.libtpu-path"):
         tpu.process_variables(Path("/with space"))

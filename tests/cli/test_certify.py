@@ -64,7 +64,9 @@ def test_json_is_all_that_is_printed(invoke, answers):
 
 def test_an_error_of_an_environment_leaves_with_2(invoke, monkeypatch):
     def fail(*_, **__):
-        raise CertifyError("An environment could not be built.", got="no network")
+        raise CertifyError(
+            "environment-build", "An environment could not be built.", got="no network"
+        )
 
     monkeypatch.setattr(certification, "certify", fail)
     done = invoke("v5e")
