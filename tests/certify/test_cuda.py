@@ -1,5 +1,7 @@
 """The families of NVIDIA GPUs: what ptxas says is read right, and only what is served is asked."""
 
+import re
+
 import pytest
 
 from xsake.certify import cases, cuda, family, gpu_specs
@@ -68,6 +70,10 @@ def test_only_what_the_kernels_take_is_selected():
     assert {case.tokens for case in cases.select_cases("all", cuda.TURING)} == {4096}
 
 
-def test_an_unknown_gpu_is_refused():
+def test_a_description_names_every_number_once_and_an_unknown_gpu_has_none():
+    text = gpu_specs._target_config(gpu_specs.SPECS["sm_90a"])
+    names = re.findall(r"^  (\w+):", text, re.MULTILINE)
+    assert len(names) == len(set(names))
+    assert "major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES" in text
     with pytest.raises(ArgumentError, match="sm_70"):
         gpu_specs.devices("sm_70", "1x1x1")
