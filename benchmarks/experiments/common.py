@@ -32,7 +32,7 @@ from xsake.benchmarking import (
     pair_ratio,
     rows_table,
 )
-from xsake.benchmarking.rows import TimingStats, provenance_fields
+from xsake.benchmarking.rows import TimingStats
 from xsake.layout.synthetic import causal_grid
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -208,7 +208,7 @@ def plain_row(
     """A row of a measurement that is no race: memory, build, compilation counts."""
     given = {
         "experiment": experiment, "run": run, "shape": shape, "threads": settings.threads,
-        "seed": settings.seed, **provenance_fields(environment(ROOT)),
+        "seed": settings.seed, **environment(ROOT).fields(),
     }  # fmt: skip
     return BenchmarkRow.model_validate(given | facts)
 
@@ -381,5 +381,5 @@ def _row(
         block_kv=block,
         threads=settings.threads,
         seed=settings.seed,
-        **provenance_fields(began),
+        **began.fields(),
     )

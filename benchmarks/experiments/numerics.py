@@ -78,11 +78,7 @@ def row_of(
         rms_ratio=_finite(report.rms_ratio),
         allowance_used=report.used,
         is_within_budget=report.failure is None,
-        cpu=where.cpu,
-        commit=where.commit,
-        dirty=where.dirty,
-        utc=where.utc,
-        versions=where.versions,
+        **where.fields("cpu", "commit", "dirty", "utc", "versions"),
     )
 
 

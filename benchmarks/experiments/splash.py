@@ -26,6 +26,7 @@ from rich.table import Table
 from benchmarks.experiments.common import Settings, parse_settings, plain_row, show
 from benchmarks.experiments.splash_job import Job
 from benchmarks.peers.client import ROOT
+from xsake._io import cache_folder
 from xsake.benchmarking import BenchmarkRow, Claim, Shape, Verdict, append_rows, claims_table
 from xsake.certify import environments, family, tpu
 
@@ -77,7 +78,7 @@ def ask(target: str, jobs: Sequence[Job]) -> tuple[dict[str, str], Iterator[dict
     """The versions in the family's environment, and its answer to every job, as they come."""
     python = environments.find_interpreter(
         family.load_family("xsake.certify.tpu"),
-        environments.default_folder(),
+        cache_folder("environments"),
         lambda words: print(words, file=sys.stderr),
     )
     dump = tempfile.TemporaryDirectory(prefix="xsake-splash-")

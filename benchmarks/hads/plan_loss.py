@@ -91,7 +91,7 @@ def _write(given: argparse.Namespace, plans: dict[str, SparsityPlan], answers: d
             "effective": round(effective, 6), "context": given.context, "split": given.split,
             **of_windows(windows),
             "names": [trial.document for trial, _ in windows],
-            "utc": here.utc, "commit": here.commit, "versions": here.versions,
+            **here.fields("utc", "commit", "versions"),
         })  # fmt: skip
         gap = made[-1]["perplexity_gap"]
         print(f"{name}, {rule}: {len(windows)} documents, perplexity {gap['value']:+.2%}, "

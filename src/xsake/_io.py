@@ -33,6 +33,11 @@ def atomic_write(path: Path, content: str | bytes) -> None:
         raise
 
 
+def cache_folder(name: str) -> Path:
+    """Return a folder of XSAKE in the user's cache directory, which may not exist yet."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "xsake" / name
+
+
 class JsonlLog:
     """Append-only file of lines that survives a crash in the middle of an append.
 

@@ -8,6 +8,7 @@ import platform
 import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 PACKAGE = Path(__file__).resolve().parent
 PACKAGES = ("xsake", "jax", "jaxlib", "numpy")
@@ -24,6 +25,11 @@ class Environment:
     commit: str | None
     dirty: bool | None
     versions: dict[str, str] = field(default_factory=dict)
+
+    def fields(self, *names: str) -> dict[str, Any]:
+        """Return fields by name; default: those of a benchmark row."""
+        row = "versions", "commit", "dirty", "utc", "cpu", "load_average"
+        return {name: getattr(self, name) for name in names or row}
 
 
 def environment(root: Path | None = None) -> Environment:
@@ -48,12 +54,17 @@ def environment(root: Path | None = None) -> Environment:
         cores=len(os.sched_getaffinity(0))
         if hasattr(os, "sched_getaffinity")
         else os.cpu_count() or 1,
-        utc=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        utc=utc_now(),
         load_average=round(os.getloadavg()[0], 2),
         commit=commit,
         dirty=None if commit is None else bool(changes),
         versions={"python": platform.python_version()} | installed_versions(PACKAGES),
     )
+
+
+def utc_now() -> str:
+    """Return the time in UTC, to the second."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 def checkout_root() -> Path | None:

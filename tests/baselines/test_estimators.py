@@ -90,42 +90,13 @@ def test_stripes_are_the_shares_of_block_columns_and_block_diagonals():
     np.testing.assert_allclose(slashes, expected, rtol=1e-3, atol=1e-6)
 
 
-def counted(flops, tokens):
-    return flops / sum(4 * DIM for query in range(tokens) for _ in range(query + 1))
-
-
-def test_costs_are_products_counted_one_by_one():
-    blocks = [(i, j) for i in range(BLOCKS) for j in range(i + 1)]
-    sizes = TOKENS, BLOCK, DIM
-    assert estimators.zero_cost(*sizes) == 0
-    pooled = counted(sum(2 * DIM for _ in blocks), TOKENS)
-    np.testing.assert_allclose(estimators.pooled_cost(*sizes), pooled)
-    np.testing.assert_allclose(estimators.gate_cost(*sizes), BLOCK * pooled)
-    np.testing.assert_allclose(estimators.bound_cost(*sizes), 2 * BLOCK * pooled)
-    cells = sum(row + 1 for row in range(TOKENS // 8))
-    np.testing.assert_allclose(
-        estimators.antidiagonal_cost(8)(*sizes), counted(cells * 16 * DIM, TOKENS)
-    )
-    pairs = sum(query + 1 for query in range(TOKENS - 64, TOKENS))
-    np.testing.assert_allclose(
-        estimators.last_queries_cost(64)(*sizes), counted(2 * DIM * pairs, TOKENS)
-    )
-    np.testing.assert_allclose(estimators.last_queries_cost(999)(*sizes), 0.5)
-
-
 @pytest.mark.parametrize(
     ("name", "percent"),
     {
-        "a_shape": 0,
-        "pooled_top_k": 0.05,
-        "xattention_8": 6.25,
-        "xattention_16_top_p": 3.13,
-        "quest": 3.14,
-        "moba": 1.57,
-        "vertical_slash": 0.78,
-        "flexprefill": 1.6,
-        "oracle_model": 0,
+        "a_shape": 0, "pooled_top_k": 0.05, "xattention_8": 6.25, "xattention_16_top_p": 3.13,
+        "quest": 3.14, "moba": 1.57, "vertical_slash": 0.78, "flexprefill": 1.6, "oracle_model": 0,
     }.items(),
-)
+)  # fmt: skip
 def test_rules_cost_what_the_literature_says(name, percent):
     np.testing.assert_allclose(100 * RULES[name]().cost(8192, 32, 64), percent, atol=0.011)
+    assert RULES[name]().cost(64, 32, 64) <= 1  # all queries are the last ones

@@ -1,14 +1,33 @@
+"""Benchmark rows: their file, comparison, tables and scaling fits."""
+
+import io
 import json
 from pathlib import Path
 
 import jsonschema
 import pytest
 from pydantic import ValidationError
+from rich.console import Console
 
+import xsake.bench
 from tests.bench.sample_rows import sample_row
+from xsake import benchmarking
 from xsake._provenance import environment
-from xsake.benchmarking import BenchmarkRow, Ratio, append_rows, read_rows
-from xsake.benchmarking.rows import PRODUCT, compare_rows
+from xsake.bench.tuned_file import load_tuned_tiles
+from xsake.benchmarking import (
+    BenchmarkRow,
+    Claim,
+    Ratio,
+    Shape,
+    Verdict,
+    append_rows,
+    claims_table,
+    read_rows,
+    rows_table,
+    tuning,
+)
+from xsake.benchmarking.growth import fit_growth, fit_growths
+from xsake.benchmarking.rows import PRODUCT, TimingStats, compare_rows
 from xsake.errors import ArgumentError
 from xsake.schemas import schema_text
 
@@ -76,10 +95,9 @@ def test_a_ratio_to_an_absent_side_is_an_error():
 
 def test_environment_outside_a_checkout_has_no_commit(tmp_path):
     here = environment(tmp_path)
-    assert here.commit is None
-    assert here.dirty is None
-    assert here.cpu
+    assert here.commit is here.dirty is None and here.cpu
     assert {"python", "jax", "numpy"} <= set(here.versions)
+    assert here.fields("cpu") == {"cpu": here.cpu}
 
 
 def ratio_row(side, median, *, width=0.01, **more):
@@ -108,3 +126,50 @@ def test_the_newest_row_counts_and_other_sizes_are_other_sides():
 def test_noise_is_not_a_regression():
     (change,) = compare_rows([ratio_row("a", 1.0, width=0.4)], [ratio_row("a", 1.3, width=0.4)])
     assert not change.is_slower(1.1) and not change.is_clear
+
+
+CLAIM = Claim("speed", "<= 1x", "0.9x [0.8, 0.95]", Verdict.PASS)
+HIDDEN = (Ratio(baseline="old", median=0.5, q25=0.3, q75=0.9),)
+
+
+@pytest.mark.parametrize(
+    ("table", "words"),
+    [
+        (rows_table([sample_row()]), ["20 ms [19 ms, 21 ms]", "0.500x [0.490, 0.520] of old"]),
+        (rows_table([sample_row(ratios=HIDDEN)]), ["[0.3, 0.9] of old", "unclear: spread 120%"]),
+        (rows_table([sample_row(max_error=0.3, is_correct=False)]), ["WRONG"]),
+        (rows_table([sample_row(max_error=None, is_correct=False)]), ["WRONG"]),
+        (claims_table([CLAIM]), ["speed", "<= 1x", "0.9x [0.8, 0.95]", "pass"]),
+    ],
+)
+def test_tables_show_spreads_errors_and_verdicts(table, words):
+    console = Console(width=200, file=io.StringIO())
+    console.print(table)
+    text = console.file.getvalue()
+    assert all(word in text for word in words)
+    assert "unclear" not in text or "0.500x" not in text  # hidden by its spread
+
+
+def timed(side, tokens, seconds):
+    timing = TimingStats(median=seconds, q25=seconds, q75=seconds)
+    return sample_row(side=side, shape=Shape.square(tokens), seconds=timing)
+
+
+def test_each_side_gets_its_own_exponent_and_lines_cross_where_they_are_equal():
+    rows = [timed("dense", n, 1e-9 * n**2) for n in (256, 512, 1024)]
+    rows += [timed("sparse", n, 1e-7 * n) for n in (256, 512, 1024)]
+    rows += [timed("seen once", 256, 1.0)]
+    dense, sparse = fit_growths(rows)
+    assert (dense.exponent, sparse.exponent) == (pytest.approx(2), pytest.approx(1))
+    assert dense.crossover(sparse) == sparse.crossover(dense) == pytest.approx(100)
+    assert dense.crossover(dense) is None
+    assert fit_growth("bent", (1, 2, 4), (1.0, 4.0, 4.0)).largest_residual > 0.3
+    with pytest.raises(ArgumentError, match="XSK-102.fit-lengths"):
+        fit_growth("point", (8, 8), (1.0, 1.0))
+
+
+def test_names_of_0_1_0_are_those_of_benchmarking():
+    assert xsake.bench.BenchmarkRow is benchmarking.BenchmarkRow
+    assert load_tuned_tiles is tuning.load_tuned_tiles
+    with pytest.raises(AttributeError, match="nothing"):
+        xsake.bench.nothing  # noqa: B018 (raises)

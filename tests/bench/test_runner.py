@@ -7,7 +7,6 @@ from xsake.benchmarking import (
     check_limit,
     interleave,
     pair_ratio,
-    time_call,
 )
 from xsake.errors import ArgumentError
 
@@ -48,10 +47,6 @@ def test_a_limit_inside_the_quartiles_is_not_decided():
     assert check_limit(measured, 1.06) is Verdict.PASS
     assert check_limit(measured, 1.01) is Verdict.UNCLEAR
     assert check_limit(measured, 0.94) is Verdict.FAIL
-
-
-def test_time_call_measures_the_call():
-    assert 0 < time_call(lambda: sum(range(1000))) < 1
 
 
 @pytest.mark.parametrize(

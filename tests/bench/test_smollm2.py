@@ -65,23 +65,10 @@ def test_half_split_rotation_of_reordered_rows_scores_as_pairwise_rotation_did()
     assert np.abs(forgotten - expected).max() > 0.1
 
 
-def test_reordering_inverts_what_gguf_writers_do():
-    weight = np.arange(24 * 5).reshape(24, 5)
-    written = weight.reshape(3, 2, 4, 5).swapaxes(1, 2).reshape(24, 5)
-    assert not np.array_equal(written, weight)
-    np.testing.assert_array_equal(unpermuted(written, 3), weight)
-
-
 def test_shards_keep_the_order_and_only_a_tensor_too_large_alone_exceeds_the_limit():
     sizes = {"big": 30, "a": 4, "b": 6, "c": 1, "d": 10}
     assert plan_shards(sizes, 10) == [["big"], ["a", "b"], ["c"], ["d"]]
     assert plan_shards({}, 10) == []
-
-
-def test_an_unknown_tensor_is_refused_by_name():
-    assert huggingface_name("blk.12.attn_q.weight") == "model.layers.12.self_attn.q_proj.weight"
-    with pytest.raises(SystemExit, match="blk.0.attn_q.bias"):
-        huggingface_name("blk.0.attn_q.bias")
 
 
 def test_sizes_come_from_the_metadata_and_decimals_are_the_ones_that_were_meant():
@@ -91,7 +78,10 @@ def test_sizes_come_from_the_metadata_and_decimals_are_the_ones_that_were_meant(
     assert (config["rms_norm_eps"], config["tie_word_embeddings"]) == (1e-5, True)
 
 
-def test_a_scaled_rotation_is_refused():
+def test_unknown_tensors_and_scaled_rotations_are_refused():
+    assert huggingface_name("blk.12.attn_q.weight") == "model.layers.12.self_attn.q_proj.weight"
+    with pytest.raises(SystemExit, match="blk.0.attn_q.bias"):
+        huggingface_name("blk.0.attn_q.bias")
     with pytest.raises(SystemExit, match="rope.scaling.factor"):
         config_of(METADATA | {"llama.rope.scaling.factor": 4.0}, is_tied=True)
 

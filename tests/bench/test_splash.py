@@ -7,7 +7,8 @@ import pytest
 
 from benchmarks.experiments import splash, splash_sides
 from benchmarks.experiments.splash_job import Job
-from xsake.benchmarking import BenchmarkRow, Shape
+from tests.bench.sample_rows import sample_row
+from xsake.benchmarking import BenchmarkRow
 
 JOB = Job("splash", "causal", 1024, 4, 4, 64, 128, is_compiled=False)
 
@@ -52,24 +53,7 @@ def test_ragged_heads_are_drawn_once_and_told_to_splash_exactly():
 
 
 def row(**counts: int) -> BenchmarkRow:
-    return BenchmarkRow(
-        experiment="splash",
-        run="0",
-        side="xsake 128",
-        implementation="xsake",
-        shape=Shape.square(1024),
-        mask="causal",
-        layout="causal",
-        threads=1,
-        versions={},
-        commit=None,
-        dirty=None,
-        seed=0,
-        utc="",
-        cpu="",
-        load_average=0,
-        counts=counts,
-    )
+    return sample_row(counts=counts)
 
 
 def test_bundles_around_the_blocks_are_counted():

@@ -30,7 +30,7 @@ def test_a_file_comes_back_and_newer_findings_replace_older_ones(tmp_path):
     [
         (lambda text: text[: len(text) // 2], "invalid file of tile sizes"),
         (lambda text: text.replace('"tile_rows":8', '"tile_rows":0'), "greater than"),
-        (lambda text: text.replace('"processor"', '"engine"'), "invalid file of tile sizes"),
+        (lambda text: text.replace('"processor":"', '"processor":"9'), "another processor"),
         (lambda text: text.replace('"jax":"', '"jax":"9'), "another version of jax"),
         (lambda text: "[" * 100_000, "invalid file of tile sizes"),
     ],
@@ -42,11 +42,7 @@ def test_a_damaged_or_foreign_file_is_left_aside_with_a_warning(tmp_path, change
         assert load_tuned_tiles(path) == TileTable()
 
 
-def test_files_of_another_processor_and_missing_ones_are_left_aside(tmp_path):
-    path = tmp_path / "tuned.json"
-    TunedFile.of((CALL,)).model_copy(update={"processor": "another"}).save(path)
-    with pytest.warns(UserWarning, match="another processor"):
-        assert load_tuned_tiles(path) == TileTable()
+def test_a_missing_file_is_left_aside_and_an_empty_record_is_an_error(tmp_path):
     with pytest.warns(UserWarning, match="nowhere"):
         assert load_tuned_tiles(tmp_path / "nowhere.json") == TileTable()
     with pytest.raises(ArgumentError):

@@ -70,7 +70,7 @@ def test_only_what_the_kernels_take_is_selected():
     assert {case.tokens for case in cases.select_cases("all", cuda.TURING)} == {4096}
 
 
-def test_a_description_names_every_number_once():
+def test_a_description_names_every_number_once_and_an_unknown_gpu_has_none():
     text = gpu_specs._target_config(gpu_specs.SPECS["sm_90a"])
     names = re.findall(r"^  (\w+):", text, re.MULTILINE)
     assert len(names) == len(set(names))

@@ -43,22 +43,6 @@ def test_a_failed_build_leaves_nothing_and_says_what_pip_said(tmp_path, monkeypa
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_unfinished_environment_is_built_again(tmp_path, monkeypatch):
-    built = []
-    monkeypatch.setattr(environments, "_build", lambda place, _: built.append(place))
-    environments.prepare("tiny", (), tmp_path, lambda _: None)
-    environments.prepare("tiny", (), tmp_path, lambda _: None)  # a mark, but no Python
-    assert len(built) == 2
-
-
-def test_other_requirements_are_another_environment(tmp_path, monkeypatch):
-    monkeypatch.setattr(environments, "_build", lambda place, _: None)
-    one, other = (
-        environments.prepare("x", (name,), tmp_path, lambda _: None) for name in ("a==1", "a==2")
-    )
-    assert one != other
-
-
 def test_the_running_interpreter_serves_if_it_has_the_packages(tmp_path, monkeypatch):
     def build(*_):
         raise AssertionError("nothing is to be built")
@@ -76,3 +60,14 @@ def test_environments_get_what_the_package_needs():
     assert beside == environments.DEPENDENCIES
     version = environments.list_requirements(fake_family)[0]
     assert version.startswith("jax==0.")
+
+
+def test_an_environment_is_built_for_other_requirements_and_if_it_is_unfinished(
+    tmp_path, monkeypatch
+):
+    built = []
+    monkeypatch.setattr(environments, "_build", lambda place, _: built.append(place.name))
+    for requirement in ("a==1", "a==2", "a==2"):  # the last has a mark, but no Python
+        environments.prepare("tiny", (requirement,), tmp_path, lambda _: None)
+    one, other, unfinished = built
+    assert one != other == unfinished

@@ -7,21 +7,10 @@ import rich.console
 
 from tests.certify.fake_family import case
 from tests.certify.sample import COST, ROOT, sample_certificate
-from xsake import _io
-from xsake.certify import bound, record, table, tpu
-from xsake.certify.family import PeakFigures
+from xsake.certify import record, table
+from xsake.certify.family import BOUND_LABEL, PeakFigures, lower_bound
 from xsake.certify.record import Certificate, CompileResult
 from xsake.errors import ArgumentError
-
-
-def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
-    path = record.write_certificate(sample_certificate(), tmp_path)
-    before = path.read_text()
-    monkeypatch.setattr(_io.os, "fsync", lambda _: (_ for _ in ()).throw(OSError("disk full")))
-    with pytest.raises(OSError, match="disk full"):
-        record.write_certificate(sample_certificate(command="other"), tmp_path)
-    assert path.read_text() == before
-    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_broken_file_is_named_with_the_way_out(tmp_path):
@@ -73,18 +62,11 @@ def test_a_control_counts_only_if_refused_for_its_reason(
 )
 def test_the_slower_of_products_and_bytes_bounds_the_time(flops, least_bytes, computed, seconds):
     changes = {"flops": flops, "least_bytes": least_bytes, "computed": computed}
-    limit = bound.lower_bound(
+    limit = lower_bound(
         COST.model_copy(update=changes), PeakFigures(1e12, 1e9, 2**34, None, "made up")
     )
     assert (limit and limit.seconds) == seconds
-    assert limit is None or limit.label == "lower bound from public peak figures, not a measurement"
-
-
-def test_a_full_chip_bounds_dense_attention_by_its_peak():
-    """4 T^2 D flops of one head at 16k tokens and D 128 on v5e: 0.7 ms at 197 Tflop/s."""
-    cost = COST.model_copy(update={"flops": 4 * 16384**2 * 128, "least_bytes": 10**6})
-    limit = bound.lower_bound(cost, tpu.TARGETS["v5e"].peak)
-    assert limit.seconds == pytest.approx(6.977e-4, rel=1e-3)
+    assert limit is None or limit.label == BOUND_LABEL
 
 
 def shown(certificate) -> str:

@@ -23,8 +23,9 @@ def everything(tmp_path_factory):
         "[fb]a[kd]*_*", folder, folder, command="xsake certify f1", time_limit=4.0
     )
     seen = []
-    watcher = run.CertifyCallbacks(progress=seen.append)
-    certificate, outcomes = run.certify(TARGET, plan, watcher, fake_family.FAMILIES)
+    certificate, outcomes = run.certify(
+        TARGET, plan, on_progress=seen.append, families=fake_family.FAMILIES
+    )
     return folder, certificate, {outcome.case.name: outcome for outcome in outcomes}, seen
 
 
@@ -36,9 +37,9 @@ def certify(tmp_path):
         )
         seen = []
         certificate, _ = run.certify(
-            TARGET, plan, run.CertifyCallbacks(progress=seen.append), fake_family.FAMILIES
+            TARGET, plan, on_progress=seen.append, families=fake_family.FAMILIES
         )
-        return certificate, [progress.outcome.case.name for progress in seen if progress.is_new]
+        return certificate, [event.label.split()[1] for event in seen if event.is_new]
 
     return call
 
@@ -80,9 +81,11 @@ def test_good_cases_compile_and_controls_are_refused_with_their_words(everything
     assert outcomes["fake_good"].cost.steps == 4
     assert outcomes["fake_good"].bound.seconds >= 2e-9
     assert "not a measurement" in outcomes["fake_good"].bound.label
-    assert {name for name, outcome in outcomes.items() if outcome.as_expected} == {
-        name for name in outcomes if name.startswith("fake")
-    }
+    shown = {event.label: (event.detail, event.is_failure) for event in seen}
+    for name, outcome in outcomes.items():
+        assert outcome.as_expected == name.startswith("fake")
+        verdict = f"{outcome.verdict} {'ok' if outcome.as_expected else 'NOT AS EXPECTED'}"
+        assert shown[f"f1 {name}"] == (verdict, not outcome.as_expected)
     assert (seen[-1].done, seen[-1].total, seen[-1].remaining_seconds) == (12, 12, 0.0)
 
 

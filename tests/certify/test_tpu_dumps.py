@@ -2,6 +2,7 @@
 out, together with their rows of slot counts, and long comments cut."""
 
 import shutil
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from xsake.certify import llo, tpu
 from xsake.errors import ArgumentError
 
 DUMPS = Path(__file__).parent / "dumps"
+FIGURES = "bundles", "vmem_bytes", "smem_bytes", "vector_spills", "scalar_spills", "vmem_operands"
 
 
 def read(name: str) -> llo.LloKernel:
@@ -17,9 +19,25 @@ def read(name: str) -> llo.LloKernel:
     return kernel
 
 
-def test_a_grid_step_is_told_apart_from_what_surrounds_it():
+@pytest.mark.parametrize(
+    ("name", "figures"),
+    [
+        ("v4_flat_grid", (90, 561152, 67648, 8 + 7, 14, 0)),
+        # memory is the highest byte in use
+        ("v5e_inner_loop", (63, 0x60400 + 0x10000, 0x4818 + 4, 0, 9, 0)),
+        ("tpu7x_whole_operands", (62, 327680, 67600, 0, 5, 6)),
+    ],
+)
+def test_figures_of_a_kernel_and_sections_without_gap_or_overlap(name, figures):
+    kernel = read(name)
+    assert tuple(getattr(kernel, figure) for figure in FIGURES) == figures
+    for before, behind in pairwise(kernel.grid_loop):
+        assert before.first + before.bundles == behind.first
+
+
+def test_a_grid_step_is_separated_from_its_surroundings():
     kernel = read("v4_flat_grid")
-    assert (kernel.name, kernel.bundles) == ("bsa_wl.1", 90)
+    assert kernel.name == "bsa_wl.1"
     assert sum(section.bundles for section in kernel.grid_loop) == 67
     (work,) = kernel.work
     assert (work.bundles, work.slots["MXU"], work.slots["EUP"]) == (22, 7, 5)
@@ -37,31 +55,6 @@ def test_an_inner_loop_is_found_with_its_delay_slots():
     assert sum(section.bundles for section in kernel.grid_loop) == 51
 
 
-def test_sections_cover_the_loop_without_gap_or_overlap():
-    for folder in DUMPS.iterdir():
-        loop = read(folder.name).grid_loop
-        for before, behind in zip(loop, loop[1:], strict=False):
-            assert before.first + before.bundles == behind.first
-
-
-def test_memory_is_the_highest_byte_in_use():
-    kernel = read("v5e_inner_loop")
-    assert kernel.vmem_bytes == 0x60400 + 0x10000
-    assert kernel.smem_bytes == 0x4818 + 4
-
-
-def test_spills_of_vector_and_scalar_registers_are_counted_apart():
-    kernel = read("v4_flat_grid")
-    assert kernel.vector_spills == 8 + 7
-    assert kernel.scalar_spills == 14
-    assert read("v5e_inner_loop").vector_spills == 0
-
-
-def test_operands_that_the_compiler_moved_into_vector_memory_are_counted():
-    assert read("tpu7x_whole_operands").vmem_operands == 6
-    assert read("v5e_inner_loop").vmem_operands == 0
-
-
 def test_facts_state_the_largest_kernel_and_the_most_memory():
     kernels = [read(name) for name in ("v4_flat_grid", "v5e_inner_loop")]
     facts = tpu.collect_facts(kernels, 1.5, 0)
@@ -72,22 +65,19 @@ def test_facts_state_the_largest_kernel_and_the_most_memory():
     assert [facts.details[part] for part in parts] == [22, 28, 17]
 
 
-def test_what_a_dump_lacks_is_unknown_and_not_guessed(tmp_path):
-    for file in (DUMPS / "v4_flat_grid").glob("*-final_bundles.txt"):
-        shutil.copy(file, tmp_path)
-    (kernel,) = llo.read_kernels(tmp_path)
-    assert kernel.bundles == 90
-    facts = tpu.collect_facts([kernel], 1.0, None)
-    assert (facts.vmem_bytes, facts.smem_bytes, facts.spills) == (None, None, None)
-    assert "work_bundles" not in facts.details
-
-
-def test_slot_counts_of_another_schedule_are_not_believed(tmp_path):
+def test_missing_files_and_slots_of_another_schedule_leave_figures_unknown(tmp_path):
     shutil.copytree(DUMPS / "v4_flat_grid", tmp_path / "dump")
     (slots,) = (tmp_path / "dump").glob("*-utilization.txt")
     slots.write_text(slots.read_text() + "0 0 0 0 0 0 0 0 0 1\n")
     (kernel,) = llo.read_kernels(tmp_path)
     assert kernel.vector_spills is None and kernel.work == ()
+    for file in (tmp_path / "dump").iterdir():
+        if not file.name.endswith("-final_bundles.txt"):
+            file.unlink()
+    (kernel,) = llo.read_kernels(tmp_path)
+    facts = tpu.collect_facts([kernel], 1.0, None)
+    assert (facts.bundles, facts.vmem_bytes, facts.smem_bytes, facts.spills) == (90, *[None] * 3)
+    assert "work_bundles" not in facts.details
 
 
 def test_without_kernels_there_are_only_the_compilers_own_figures(tmp_path):
@@ -102,13 +92,6 @@ def test_kernels_of_one_folder_keep_their_own_files(tmp_path):
         shutil.copytree(DUMPS / name, tmp_path, dirs_exist_ok=True)
     found = {kernel.name: kernel.vmem_bytes for kernel in llo.read_kernels(tmp_path)}
     assert found == {"bsa_wl.1": 561152, "wl3.1": 0x60400 + 0x10000}
-
-
-def test_every_target_has_public_figures_of_one_device():
-    for target in tpu.TARGETS.values():
-        assert "Google Cloud documentation" in target.peak.source
-        assert 1e14 < target.peak.bf16_flops_per_second < 2e15
-        assert target.cores_per_device == (2 if target.name in ("v4", "v5p") else 1)
 
 
 def test_a_dump_folder_that_libtpu_would_misread_is_refused():

@@ -93,41 +93,7 @@ def test_other_plans_of_the_same_texts_measure_nothing(quick, invoke, tmp_path):
             assert plan.budget == plan.blocks.sum() / PAIRS
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (("--budget", "20%"), "is smaller than the forced blocks"),
-        (("--budget", "20%", "--policy", "original"), "is smaller than the forced blocks"),
-        (("--budget", "much"), "invalid density"),
-        (("--budget", "140%"), "a share of the visible blocks"),
-        (("--budget", "60%", "--policy", "entropy"), "omit --budget"),
-        (("--policy", "best"), "unknown policy"),
-        (("--policy", "top_p"), "expected: p, curve"),
-        (("--policy", "top_p", "--set", "p"), "invalid --set"),
-        (("--policy", "top_p", "--set", "eps=1"), "unknown settings"),
-        (("--selector", "best"), "unknown selector"),
-        (("--context", "5000"), "at least 5000 tokens"),
-        (("--context", "24", "--budget", "1"), "too short for block selection"),
-        (("--text", "none.txt"), "text not found"),
-        (("--devices", "99"), "too few devices"),
-        (("--devices", "0"), "--devices"),
-        (("--block", "0"), "--block"),
-    ],
-)
-def test_what_cannot_run_says_why_before_anything_is_measured(
-    quick, invoke, tmp_path, arguments, words
-):
-    quick.stops_after = 0
-    done = invoke(*arguments)
-    assert done.exit_code == 2, done.output
-    assert words in " ".join(done.stderr.split())
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["texts.txt"]
-
-
-def test_texts_that_begin_alike_and_a_bad_output_folder_are_refused(quick, invoke, texts, tmp_path):
-    (tmp_path / "file").write_text("")
-    done = invoke("--budget", "60%", name="file/plan.json")
-    assert done.exit_code == 2 and "Not a directory" in done.stderr, done.output
+def test_texts_that_begin_alike_are_refused(quick, invoke, texts):
     texts.write_text("\n<|endoftext|>\n".join(["the cat sat on the mat. " * 20] * 2))
     done = invoke("--budget", "60%")
     assert done.exit_code == 2 and "duplicate calibration document" in done.stderr

@@ -2,8 +2,6 @@
 
 import dataclasses
 import json
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -31,13 +29,9 @@ REPORT = {
 }
 
 
-def test_a_healthy_machine_passes_its_self_test_and_json_is_one_object():
-    program = (
-        "import sys; from xsake.cli import app; assert 'xsake.testing' not in sys.modules; app()"
-    )
-    command = [sys.executable, "-c", program, "doctor", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+def test_a_healthy_machine_passes_its_self_test_and_json_is_one_object(run):
+    done = run("doctor", "--json")
+    assert done.exit_code == 0, done.output
     printed = json.loads(done.stdout)
     assert printed["healthy"] is True
     assert printed["implementations"]["xla"] is None
@@ -170,6 +164,8 @@ def kernels(run, monkeypatch, tmp_path):
 def test_what_is_right_passes_and_the_report_says_with_what(kernels):
     result, report = kernels("nothing", every=True)
     assert result.exit_code == 0, result.output
+    hidden = "cannot run here: it runs on tpu only"
+    assert hidden in result.output and "mosaic_tpu" not in report["summary"]
     assert "xsake-kernels-cpu.json" in result.output and "4 of 4" in result.output
     assert report["schema_version"] == 1
     assert report["complete"] and report["healthy"] and report["running"] is None
@@ -248,10 +244,3 @@ def test_the_report_is_written_before_every_case(kernels, monkeypatch, tmp_path)
 def test_what_cannot_run_here_is_an_error_with_the_reason(kernels, oddity, more, why):
     result, report = kernels(oddity, *more)
     assert result.exit_code == 2 and why in result.output and report is None
-
-
-def test_what_cannot_run_here_is_listed_with_what_can(kernels):
-    result, report = kernels("elsewhere", every=True)
-    assert result.exit_code == 0
-    assert "elsewhere cannot run here: it runs on tpu only" in result.output
-    assert "elsewhere" not in report["summary"]

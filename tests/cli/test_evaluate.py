@@ -102,31 +102,6 @@ def test_a_mask_and_a_layout_may_come_from_files(quick, invoke, tmp_path):
     assert read_report(tmp_path / "r.json").candidate.tokens == 32
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (("--mask", "windw(3)"), "XSK-201"),
-        (("--mask", "none.json"), "none.json"),
-        (("--layout", "none.json"), "none.json"),
-        (("--mask", NEAR, "--layout", "none.json"), "one of --mask, --layout, --plan"),
-        (("--text", "none.txt"), "text not found"),
-        (("--max-documents", "0"), "documents=0"),
-        (("--context", "many"), "invalid --context"),
-        (("--context", "5000"), "at least 5000 tokens"),
-        (("--context", "32,32"), "no duplicates"),
-    ],
-)
-def test_what_cannot_run_says_why_and_leaves_with_2(quick, invoke, arguments, words):
-    done = invoke(*arguments)
-    assert done.exit_code == 2, done.output
-    assert words in done.stderr
-
-
-def test_a_folder_without_a_model_is_refused(run, texts, tmp_path):
-    done = run("evaluate", tmp_path, "--text", texts)
-    assert (done.exit_code, "XSK-" in done.stderr) == (2, True), done.output
-
-
 @pytest.mark.parametrize(("before", "after"), [([], []), ([1], [2]), ([], [2])])
 def test_the_prefix_is_what_the_tokenizer_adds_before_a_text(before, after):
     def encode(text, add_special_tokens=False):

@@ -8,7 +8,6 @@ import tokenizers
 
 from tests.hads.sample import profile
 from tests.model.checkpoints import copied
-from xsake.errors import CheckpointError
 from xsake.hads import PlanAttention, make_plan
 from xsake.hads.policies import KL
 from xsake.hads.selectors import Pooled
@@ -147,30 +146,3 @@ def test_model_and_tokenizer_cannot_command_the_terminal(
     done = invoke("--prompt", "cat", folder=tmp_path / "evil")
     assert done.exit_code == 2 and "pwned" in done.output
     assert not set("\x1b\x07\x9b") & set(done.output)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ([], "no prompt"),
-        (["--prompt-file", "no-such-file"], "prompt cannot be read"),
-        (["--prompt", "cat", "--temperature", "-1"], "temperature is out of range"),
-        (["--prompt", "cat", "--mask", "import os"], "XSK-201"),
-        (["--prompt", ""], "empty prompt"),
-    ],
-)
-def test_what_cannot_run_says_why_and_leaves_with_2(invoke, arguments, words):
-    done = invoke(*arguments)
-    assert (done.exit_code, words in done.stderr) == (2, True), done.stderr
-
-
-def test_a_folder_without_a_model_leaves_with_2(invoke, tmp_path, monkeypatch):
-    done = invoke("--prompt", "cat", folder=tmp_path)
-    assert (done.exit_code, "tokenizer.json is missing" in done.stderr) == (2, True)
-
-    def refuse(*_, **__):
-        raise CheckpointError("tensor", "a tensor is missing", got="model.norm.weight")
-
-    monkeypatch.setattr(huggingface, "load", refuse)
-    done = invoke("--prompt", "cat")
-    assert (done.exit_code, "model.norm.weight" in done.stderr) == (2, True)

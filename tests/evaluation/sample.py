@@ -9,6 +9,7 @@ from flax import nnx
 
 from xsake.evaluation import EvalModel, ModelIdentity, TextDocument, Texts
 from xsake.evaluation.record import TextFile
+from xsake.evaluation.trial import TokenizedTexts
 from xsake.model import Decoder, DecoderConfig
 
 IDENTITY = ModelIdentity(
@@ -42,3 +43,7 @@ def texts(*lengths: int) -> Texts:
     documents = tuple(TextDocument(f"text#{i}", text) for i, text in enumerate(letters))
     file = TextFile(name="text", bytes=sum(lengths), sha256="0", documents=len(lengths))
     return Texts(documents, (file,))
+
+
+def tokenized(*lengths: int, opening=(), vocabulary=256) -> TokenizedTexts:
+    return TokenizedTexts(texts(*lengths).documents, encode, vocabulary, opening)

@@ -5,10 +5,10 @@ import json
 import numpy as np
 import pytest
 
-from tests.evaluation import sample
+from tests.evaluation.sample import tokenized
 from xsake.errors import ArgumentError
 from xsake.evaluation import documents, read_texts
-from xsake.evaluation.trial import TokenizedTexts, cut_windows
+from xsake.evaluation.trial import cut_windows
 
 
 def written(path, content):
@@ -81,28 +81,20 @@ def test_missing_large_and_repeated_texts_are_refused(tmp_path, monkeypatch):
         read_texts([path])
 
 
-def library(*lengths, opening=(), vocabulary=256):
-    return TokenizedTexts(sample.texts(*lengths).documents, sample.encode, vocabulary, opening)
-
-
 def test_windows_are_consecutive_from_the_start_of_documents_that_are_long_enough():
-    books = library(40, 10, 64, 15)
+    books = tokenized(40, 10, 64, 15)
     cut = cut_windows(books, 16, per_document=3)
     assert [trial.document for trial in cut.trials] == ["text#0"] * 2 + ["text#2"] * 3
     assert (cut.too_short, len(cut.documents)) == (2, 2)
     whole = books.tokens(books.documents[2])
     read = np.concatenate([trial.tokens for trial in cut.trials[2:]])
     np.testing.assert_array_equal(read, whole[:48])
-
-
-def test_a_limit_takes_the_first_that_are_long_enough():
-    cut = cut_windows(library(10, 40, 40, 5), 16, limit=1)
-    assert [document.name for document in cut.documents] == ["text#1"]
-    assert cut.too_short == 1
+    cut = cut_windows(books, 16, limit=1)
+    assert [document.name for document in cut.documents] == ["text#0"] and cut.too_short == 0
 
 
 def test_every_window_begins_with_the_opening():
-    books = library(40, opening=(7, 8))
+    books = tokenized(40, opening=(7, 8))
     trials = cut_windows(books, 16, per_document=9).trials
     assert [len(trial.tokens) for trial in trials] == [16, 16]
     assert all(trial.tokens[:2].tolist() == [7, 8] for trial in trials)
@@ -112,4 +104,4 @@ def test_every_window_begins_with_the_opening():
 
 def test_tokens_that_the_model_does_not_know_are_refused():
     with pytest.raises(ArgumentError, match="(?s)exceed the model.s vocabulary.*ids below 50"):
-        cut_windows(library(40, vocabulary=50), 16)
+        cut_windows(tokenized(40, vocabulary=50), 16)

@@ -3,15 +3,11 @@
 import numpy as np
 import pytest
 
-from tests.evaluation import sample
+from tests.evaluation.sample import tokenized
 from xsake.evaluation.score import Scores
-from xsake.evaluation.trial import TokenizedTexts, far_copies
+from xsake.evaluation.trial import far_copies
 
 SIZE = 32
-
-
-def library(*lengths, opening=()):
-    return TokenizedTexts(sample.texts(*lengths).documents, sample.encode, 256, opening)
 
 
 def copies(books, gaps, **options):
@@ -30,7 +26,7 @@ def copying_model(tokens) -> Scores:
 
 @pytest.mark.parametrize("opening", [(), (3,)])
 def test_the_copies_are_the_same_tokens_with_the_gap_between(opening):
-    found, notes = copies(library(500, 400, 300, opening=opening), (16, 64), samples=3)
+    found, notes = copies(tokenized(500, 400, 300, opening=opening), (16, 64), samples=3)
     assert len(found) == 6 and not notes
     for copy in found:
         tokens, (first, second) = copy.trial.tokens, copy.trial.spans
@@ -45,7 +41,7 @@ def test_the_copies_are_the_same_tokens_with_the_gap_between(opening):
 
 
 def test_a_model_that_copies_gets_the_second_copy_for_nothing():
-    found, _ = copies(library(2000, 2000), (64, 256))
+    found, _ = copies(tokenized(2000, 2000), (64, 256))
     for copy in found:
         first, second = copying_model(copy.trial.tokens).sums(copy.trial.spans)["dense_nll"]
         assert first == 5.0 * (SIZE - 1)
@@ -54,7 +50,7 @@ def test_a_model_that_copies_gets_the_second_copy_for_nothing():
 
 
 def test_passage_and_gap_come_from_different_documents():
-    books = library(300, 300, 300)
+    books = tokenized(300, 300, 300)
     texts = {d.name: bytes(books.tokens(d).astype(np.uint8)) for d in books.documents}
     found, _ = copies(books, (64,), samples=3)
     owners = [copy.trial.document.split(" at ")[0] for copy in found]
@@ -65,13 +61,8 @@ def test_passage_and_gap_come_from_different_documents():
         assert tokens[SIZE : SIZE + 64] not in texts[owner]
 
 
-def test_short_documents_fill_a_gap_together():
-    found, notes = copies(library(40, 40, 40, 40), (100,), samples=1)
-    assert len(found) == 1 and not notes
-
-
 def test_one_document_gives_both_from_places_that_do_not_meet():
-    books = library(400)
+    books = tokenized(400)
     (whole,) = (books.tokens(document) for document in books.documents)
     for seed in range(5):
         (copy,), _ = copies(books, (200,), samples=1, seed=seed)
@@ -82,7 +73,7 @@ def test_one_document_gives_both_from_places_that_do_not_meet():
 
 
 def test_the_seed_decides_and_a_longer_gap_begins_like_a_shorter():
-    books = library(900, 900, 900)
+    books = tokenized(900, 900, 900)
     tokens = lambda **options: [
         copy.trial.tokens.tolist() for copy in copies(books, (32, 64), **options)[0]
     ]
@@ -92,17 +83,19 @@ def test_the_seed_decides_and_a_longer_gap_begins_like_a_shorter():
 
 
 def test_gaps_that_the_texts_or_the_attention_cannot_give_are_said():
-    found, notes = copies(library(100), (16, 5000), samples=1)
+    found, notes = copies(tokenized(100), (16, 5000), samples=1)
     assert [copy.gap for copy in found] == [16]
     assert notes == ["far copy: skipped gap 5000 in sample 1, the texts have only 68 more tokens"]
-    found, notes = copies(library(20), (16,))
+    found, notes = copies(tokenized(40, 40, 40, 40), (100,), samples=1)
+    assert len(found) == 1 and not notes  # short documents fill a gap together
+    found, notes = copies(tokenized(20), (16,))
     assert not found and notes == ["far copy: no document has 32 tokens"]
-    found, notes = copies(library(900, 900), (16, 100), max_tokens=100)
+    found, notes = copies(tokenized(900, 900), (16, 100), max_tokens=100)
     assert {copy.gap for copy in found} == {16} and "exceed the limit of 100" in notes[0]
 
 
 def test_an_attention_of_one_length_gets_that_length_and_the_same_question():
-    books = library(900, 900)
+    books = tokenized(900, 900)
     plain, _ = copies(books, (16,))
     padded, _ = copies(books, (16,), tokens=128)
     for one, other in zip(plain, padded, strict=True):

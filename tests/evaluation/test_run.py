@@ -1,7 +1,7 @@
 """Whole evaluations, scored at once: what is computed, kept, resumed, left out and said."""
 
+import io
 import json
-from pathlib import Path
 
 import jsonschema
 import numpy as np
@@ -26,7 +26,6 @@ from xsake.layout import BlockLayout
 from xsake.masks import Causal, Sinks, Window
 from xsake.schemas import schema_text
 
-ROOT = Path(__file__).parents[2]
 SETTINGS = EvaluationSettings((64, 128), gaps=(16, 32), passage=24, far_copy_samples=2)
 TEXTS = sample.texts(300, 100, 200, 10)
 NEAR = Candidate.of_mask(Window(15, 0) | Sinks(2))
@@ -109,10 +108,9 @@ def test_what_was_left_out_is_in_the_report_and_on_the_screen(quick):
     assert "context 64: skipped documents with too few tokens: 1 of 4" in report.notes
     assert "context 4096: no document is long enough, nothing was evaluated" in report.notes
     assert "skipped gap 9999" in said
-    console = Console(width=200, record=True, quiet=False, file=open("/dev/null", "w"))  # noqa: SIM115
+    console = Console(width=200, file=io.StringIO())
     console.print(report_view(report))
-    console.file.close()
-    screen = console.export_text()
+    screen = console.file.getvalue()
     assert "3 (1 too short)" in screen and "nothing was evaluated" in screen
 
 
@@ -159,11 +157,8 @@ CHANGES = {
 
 @pytest.mark.parametrize("what", CHANGES)
 def test_answers_are_not_kept_once_something_changed(quick, tmp_path, monkeypatch, what):
-    path, settings, changes = (
-        tmp_path / "w.jsonl",
-        EvaluationSettings((64,), gaps=()),
-        CHANGES[what],
-    )
+    path, settings = tmp_path / "w.jsonl", EvaluationSettings((64,), gaps=())
+    changes = CHANGES[what]
     for _ in range(2):
         evaluated(settings, cache=ResultCache(path))
         assert quick.asked == 3
@@ -250,8 +245,7 @@ def test_the_file_is_the_report_and_fits_the_schema(quick, tmp_path):
         read_report(path)
 
 
-@pytest.mark.parametrize("candidate", [None, NEAR])
-@pytest.mark.parametrize("gaps", [(), (16,)])
+@pytest.mark.parametrize(("candidate", "gaps"), [(None, ()), (NEAR, (16,))])
 def test_pictures_are_drawn(quick, tmp_path, candidate, gaps):
     report = evaluated(EvaluationSettings((64, 128), gaps=gaps, passage=24), candidate=candidate)
     draw(report, tmp_path / "new" / "report.png")

@@ -1,4 +1,4 @@
-"""Scores against plain float64 NumPy, and that how they are computed does not show in them."""
+"""Scores against plain float64 NumPy, whatever their chunks; intervals over documents."""
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tests.evaluation import sample
 from xsake.errors import ArgumentError
 from xsake.evaluation.score import Scorer, Scores, compare, score_chunks
+from xsake.evaluation.summary import estimate
 from xsake.evaluation.trial import TokenSpan, position_spans
 from xsake.masks import Causal, Sinks, Window
 from xsake.model import MaskedAttention
@@ -128,3 +129,41 @@ def test_numbers_that_are_not_finite_are_refused():
     broken = jax.tree.map(lambda x: x * jnp.nan, sample.model())
     with pytest.raises(ArgumentError, match="XSK-102.non-finite-predictions"):
         Scorer(broken)(TOKENS)
+
+
+RNG = np.random.default_rng(0)
+LENGTHS = np.full(20, 100.0)
+DENSE = LENGTHS * RNG.normal(3.0, 0.3, 20)
+
+
+def perplexity(totals):
+    return np.exp(totals[..., 1] / totals[..., 0])
+
+
+def mean(totals):
+    return totals[..., 1] / totals[..., 0]
+
+
+def test_the_interval_holds_the_value_repeats_by_its_seed_and_is_as_wide_as_theory_says():
+    sums = np.stack([LENGTHS, DENSE], axis=1)
+    found = estimate(perplexity, sums, seed=0)
+    np.testing.assert_allclose(found.value, np.exp(DENSE.sum() / LENGTHS.sum()))
+    assert found.low < found.value < found.high
+    assert found == estimate(perplexity, sums, seed=0) != estimate(perplexity, sums, seed=1)
+    found = estimate(mean, sums, seed=0)
+    expected = 2 * 1.96 * np.std(DENSE / LENGTHS) / np.sqrt(20)
+    np.testing.assert_allclose(found.high - found.low, expected, rtol=0.1)
+
+
+def test_a_long_document_weighs_more_and_a_single_one_has_no_interval():
+    sums = np.array([[900.0, 900.0 * 2], [100.0, 100.0 * 4]])
+    assert estimate(mean, sums, seed=0).value == 2.2
+    found = estimate(perplexity, np.array([[100.0, 300.0]]), seed=0)
+    assert (found.value, found.low, found.high) == (np.exp(3.0), None, None)
+
+
+def test_differences_are_paired():
+    """The same loss on every document is certain, however different the documents are."""
+    sums = np.stack([LENGTHS, DENSE, DENSE + 0.25 * LENGTHS], axis=1)
+    found = estimate(lambda x: (x[..., 2] - x[..., 1]) / x[..., 0], sums, seed=0)
+    np.testing.assert_allclose([found.value, found.low, found.high], 0.25, rtol=1e-9)

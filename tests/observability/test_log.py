@@ -1,15 +1,14 @@
 """Metrics of a run: whole lines whatever the disk does and if the writer is killed."""
 
+import itertools
 import json
 import pathlib
 import resource
-import signal
-import subprocess
-import sys
 import time
 
 import pytest
 
+from tests import processes
 from xsake.observability import METRICS, MetricsFile, flatten_metrics, read_metrics
 
 
@@ -78,28 +77,24 @@ def test_a_disk_without_room_delays_lines_and_loses_none(path):
     assert steps_of(path) == [0, 1, 2, 3, 4]
 
 
-WRITER = """
-import pathlib, sys
-from xsake.observability.log import MetricsFile
-metrics, step = MetricsFile(pathlib.Path(sys.argv[1])), 0
-while True:
-    metrics.add(step, entropy=[[0.123456] * 512] * 8)
-    step += 1
-"""
+def write_steps(path):
+    metrics = MetricsFile(path)
+    for step in itertools.count():
+        metrics.add(step, entropy=[[0.123456] * 512] * 8)
 
 
 def test_a_kill_in_the_middle_of_a_write_loses_at_most_the_last_line(path):
-    writer = subprocess.Popen([sys.executable, "-c", WRITER, str(path)])
+    writer = processes.start(write_steps, path)
     try:
         while not path.exists() or path.stat().st_size < 2**20:
-            assert writer.poll() is None
+            assert writer.is_alive()
             time.sleep(0.01)
     finally:
-        writer.send_signal(signal.SIGKILL)
-        writer.wait()
+        writer.kill()
+        writer.join()
     whole = path.read_bytes().count(b"\n")
     assert steps_of(path) == list(range(whole))
-    MetricsFile(path).add(whole, loss=1.0)  # the next life is not spoilt by half a line
+    MetricsFile(path).add(whole, loss=1.0)  # the next attempt starts a line of its own
     assert steps_of(path) == list(range(whole + 1))
 
 

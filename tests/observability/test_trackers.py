@@ -1,16 +1,14 @@
 """Trackers that are slow, broken or hang, and those that work: a run never waits for any."""
 
 import contextlib
-import logging
 import os
 import sqlite3
-import subprocess
-import sys
 import threading
 import time
 
 import pytest
 
+from tests import processes
 from xsake.errors import ArgumentError
 from xsake.observability import AsyncTrackers
 from xsake.observability.trackers import TRACKERS, RunInfo, make_trackers
@@ -133,19 +131,18 @@ def subject(tmp_path):
     return RunInfo("tests", "run", "0123456789abcdef", tmp_path / "trackers", settings='{"a": 1}')
 
 
-def log_all(name, subject, caplog):
-    caplog.set_level(logging.WARNING)
+def log_all(name, subject):
     fan = AsyncTrackers(make_trackers([name], subject), seconds=0.0)
     for step in range(5):
         fan.log(step, {"loss": 2.5 - step, "entropy": [[0.5, 0.25]]})
     fan.finish(seconds=120.0)  # a busy machine takes long to start what wandb starts
-    assert fan.dropped == {name: 0}, caplog.text
-    assert not caplog.records
+    assert fan.dropped == {name: 0}
 
 
 def test_wandb_offline_writes_a_run_that_can_be_read(subject, caplog):
     pytest.importorskip("wandb")
-    log_all("wandb", subject, caplog)
+    log_all("wandb", subject)
+    assert not caplog.records
     [file] = subject.folder.glob("wandb/offline-run-*/run-*.wandb")
     deadline = time.monotonic() + 60  # a process of wandb's own writes it, some time after
     while b"entropy/0/1" not in file.read_bytes() and time.monotonic() < deadline:
@@ -158,7 +155,8 @@ def test_tensorboard_writes_events_that_can_be_read(subject, caplog):
     pytest.importorskip("tensorboardX")
     from tensorboardX.proto import event_pb2
 
-    log_all("tensorboard", subject, caplog)
+    log_all("tensorboard", subject)
+    assert not caplog.records
     [file] = (subject.folder / "tensorboard").iterdir()
     data, found, place = file.read_bytes(), [], 0
     while place < len(data):  # records: length, its sum, the event, its sum
@@ -170,31 +168,20 @@ def test_tensorboard_writes_events_that_can_be_read(subject, caplog):
     assert len(found) == 15
 
 
-TRACKIO = """
-import pathlib, sys
-from xsake.observability import AsyncTrackers
-from xsake.observability.trackers import RunInfo, make_trackers
-subject = RunInfo("tests", "run", "0", pathlib.Path(sys.argv[1]))
-fan = AsyncTrackers(make_trackers(["trackio"], subject), seconds=0.0)
-for step in range(5):
-    fan.log(step, {"loss": 2.5 - step, "entropy": [[0.5, 0.25]]})
-fan.finish(120.0)
-assert fan.dropped == {"trackio": 0}
-"""
+def log_to_trackio(folder):
+    os.environ |= {"TRACKIO_DIR": str(folder), "HF_HUB_OFFLINE": "1"}
+    log_all("trackio", RunInfo("tests", "run", "0", folder))
 
 
 def test_trackio_keeps_a_run_that_can_be_read(tmp_path):
     pytest.importorskip("trackio")
-    # In a process of its own: trackio reads where it keeps things when it is imported.
-    surroundings = {**os.environ, "TRACKIO_DIR": str(tmp_path), "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-c", TRACKIO, str(tmp_path)]
-    subprocess.run(command, env=surroundings, check=True, capture_output=True)
+    processes.run(log_to_trackio, tmp_path)  # trackio reads its folder when it is imported
     [file] = tmp_path.glob("tests*.db")
     with contextlib.closing(sqlite3.connect(file)) as database:
         assert database.execute("select count(*) from metrics").fetchone() == (5,)
 
 
-def test_a_tracker_that_nobody_knows_is_refused(subject):
+def test_an_unknown_tracker_is_refused(subject):
     with pytest.raises(ArgumentError, match="XSK-102.tracker"):
         make_trackers(["mlflow"], subject)
     assert set(make_trackers(TRACKERS, subject)) == set(TRACKERS)

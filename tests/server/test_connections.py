@@ -1,6 +1,8 @@
-"""Connections that send nothing, or little by little, are closed and lock out no one."""
+"""Connections that send nothing or do not keep up lock out no one, and have limits."""
 
+import asyncio
 import contextlib
+import json
 import socket
 import time
 
@@ -8,8 +10,10 @@ import pytest
 
 from tests.server.sample import TOKEN, inside, served, write_run
 from xsake.errors import ArgumentError
+from xsake.server.runs import Poller
 from xsake.server.security import COOKIE, session_cookie
 from xsake.server.settings import ServerSettings
+from xsake.server.stream import Broadcaster
 
 HALF = b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nX-a: "
 
@@ -120,16 +124,26 @@ def test_others_without_the_token_do_not_use_up_the_requests_of_a_user(folder):
         server.until(lambda: server.ask("/api/v1/runs", token=False)[0] == 401, "a check again")
 
 
+EVENTS = "GET /api/v1/runs/{}/events HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+
+
+def test_live_updates_have_a_limit(folder):
+    with inside(ServerSettings((folder,), port=0, max_clients=2)) as server:
+        text = EVENTS.format(server.run()["id"]).encode()
+        with crowd(server, 3, text) as lines:
+            answers = sorted(line.recv(4096).split(b" ")[1] for line in lines)
+            assert answers == [b"200", b"200", b"503"]
+        server.until(lambda: not len(server.dashboard.broadcaster), "clients are forgotten")
+
+
 def test_too_many_answers_at_once_are_refused_but_health_is_not(folder):
     settings = ServerSettings((folder,), port=0, max_clients=2, max_requests=0)
-    with inside(settings) as server, crowd(server, 2) as lines:
-        number = server.run()["id"]
-        text = f"GET /api/v1/runs/{number}/events HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
-        for line in lines:
-            line.sendall(text.encode())
-            assert b"200 OK" in line.recv(4096)
-        assert server.ask("/api/v1/runs")[0] == 503
-        assert server.ask("/health")[0] == 200 and server.ask("/ready")[0] == 200
+    with inside(settings) as server:
+        text = EVENTS.format(server.run()["id"]).encode()
+        with crowd(server, 2, text) as lines:
+            assert all(b"200 OK" in line.recv(4096) for line in lines)
+            assert server.ask("/api/v1/runs")[0] == 503
+            assert server.ask("/health")[0] == 200 and server.ask("/ready")[0] == 200
 
 
 def forwarded(server, address, scheme="https"):
@@ -158,3 +172,39 @@ def test_proxies_that_would_be_anyone_or_have_no_token_are_refused(folder):
             ServerSettings((folder,), token=TOKEN, trusted_proxies=(proxy,))
     with pytest.raises(ArgumentError, match="XSK-102.proxy-without-token"):
         ServerSettings((folder,), trusted_proxies=("127.0.0.1",))
+
+
+def test_one_that_does_not_read_misses_the_oldest_and_delays_none():
+    async def run():
+        broadcaster = Broadcaster(max_clients=2)
+        quick, slow = broadcaster.stream("a run"), broadcaster.stream("a run")
+        for stream in (quick, slow):
+            await anext(stream)
+        read = []
+        for number in range(1000):
+            broadcaster.publish("a run", "update", {"number": number})
+            read.append(_number(await anext(quick)))
+        waiting = [_number(await anext(slow)) for _ in range(1000 - broadcaster.dropped)]
+        return read, waiting, broadcaster.dropped
+
+    read, waiting, dropped = asyncio.run(run())
+    assert read == list(range(1000))
+    assert 0 < len(waiting) <= 64 and waiting == list(range(dropped, 1000))
+
+
+def _number(event: bytes) -> int:
+    return json.loads(event.decode().partition("data: ")[2])["number"]
+
+
+@pytest.mark.parametrize(("clients", "seconds"), [(20, 0.5), (200, 2.0)])
+def test_many_clients_are_updated_less_often(tmp_path, clients, seconds):
+    async def run():
+        broadcaster = Broadcaster(max_clients=300)
+        poller = Poller(ServerSettings(folders=(tmp_path,)), broadcaster)
+        streams = [broadcaster.stream("a run") for _ in range(clients)]
+        for stream in streams:
+            await anext(stream)
+        poller.stop()
+        return poller.pause
+
+    assert asyncio.run(run()) == pytest.approx(seconds)

@@ -189,24 +189,6 @@ def test_a_file_that_becomes_a_link_is_not_followed(server, folder):
     path.unlink()
 
 
-def test_live_updates_have_a_limit(folder):
-    with inside(ServerSettings((folder,), max_clients=2, port=0)) as server:
-        number = server.run()["id"]
-        host, _, port = server.place.removeprefix("http://").partition(":")
-        text = request(f"/api/v1/runs/{number}/events", known=None).encode()
-        lines = [socket.create_connection((host, int(port)), timeout=60) for _ in range(3)]
-        try:
-            answers = []
-            for line in lines:
-                line.sendall(text)
-                answers.append(line.recv(4096).split(b" ")[1])
-            assert answers == [b"200", b"200", b"503"]
-        finally:
-            for line in lines:
-                line.close()
-        server.until(lambda: len(server.dashboard.broadcaster) == 0, "clients forgotten")
-
-
 def test_the_schema_is_kept_whatever_is_asked(server):
     schema = schemathesis.openapi.from_url(
         f"{server.place}/api/v1/openapi.json", headers={"Authorization": f"Bearer {TOKEN}"}

@@ -209,22 +209,6 @@ def test_series_that_come_later_have_room(folder):
     assert np.isnan(view.mean[0, 1]) and view.maximum[-1, 1] == 399
 
 
-def test_hostile_lines_cost_nothing_and_are_not_shown(folder):
-    odd = [
-        {"step": 0, "loss": "NaN", "entropy": [[1], [1, 2]], "kl": [], "drift": [[1.0]]},
-        {"step": 0, "loss": 1e300, "entropy": [["x"]], "kl": [[None, None]]},
-        {"step": 0, "loss": 10**400},
-        {"step": 0, "entropy": [[0.0] * 3000] * 3000},
-        {"step": 2**60, "loss": 1.0},
-        {"step": 1, "loss": 2.0},
-    ]
-    write_lines(folder, odd)
-    index = feed_all(open_index(folder))
-    assert index.last_step == 1 and len(index.state.names) < 10
-    view = index.view(["loss"], 0, 2**50, 10)
-    assert view.steps.tolist() == [0, 1] and np.isnan(view.mean[0, 0]) and view.mean[1, 0] == 2
-
-
 def test_numbers_keep_seven_digits_whatever_their_size():
     given = [[0.0, 1.0, -2.5, np.nan, 123456789.0, 1.23456789e-30, 3e38, -1e-45, 0.1]]
     [rounded] = round_values(np.array(given, np.float32))

@@ -150,22 +150,13 @@ def test_a_run_that_cannot_be_read_says_why_and_comes_back(tmp_path):
         server.until(lambda: named(server, "broken")["state"] != "unreadable", "it comes back")
 
 
-class Bomb:
-    """A run whose error no one foresaw.
+def fail(run, error):
+    """Make `advance` of a run raise; `del run.advance` ends it."""
 
-    Args:
-        run: a real one.
-        error: that reading it raises.
-    """
+    def advance():
+        raise error
 
-    def __init__(self, run, error):
-        self._run, self._error = run, error
-
-    def __getattr__(self, name):
-        return getattr(self._run, name)
-
-    def advance(self):
-        raise self._error
+    run.advance = advance
 
 
 def test_an_error_inside_a_run_is_its_own(tmp_path):
@@ -187,12 +178,11 @@ def test_an_error_inside_a_run_is_its_own(tmp_path):
 def test_a_thread_that_ends_is_started_again(tmp_path, monkeypatch):
     write_run(tmp_path / "one", 50, name="one")
     with inside(ServerSettings((tmp_path,), port=0)) as server:
-        watcher = server.dashboard.poller
-        [(number, run)] = watcher.runs.items()
+        [run] = server.dashboard.poller.runs.values()
         monkeypatch.setattr(threading, "excepthook", lambda _: None)
-        watcher.runs[number] = Bomb(run, SystemExit())
-        server.until(lambda: watcher.num_failures, "the end is noticed")
-        watcher.runs[number] = run
+        fail(run, SystemExit())
+        server.until(lambda: server.dashboard.poller.num_failures, "the end is noticed")
+        del run.advance
         write_run(tmp_path / "one", 60, begin=50, name="one")
         server.until(lambda: server.run()["step"] == 59, "it is read again")
         assert sample(server, "server_watcher_failures_total") >= 1
@@ -203,15 +193,14 @@ def test_ready_says_when_runs_are_no_longer_read(tmp_path, monkeypatch):
     monkeypatch.setattr(runs, "MAX_ROUND_SECONDS", 0.8)
     with inside(ServerSettings((tmp_path,), port=0)) as server:
         assert json.loads(server.ask("/ready")[2])["status"] == "ok"
-        watcher = server.dashboard.poller
-        [(number, run)] = watcher.runs.items()
-        watcher.runs[number] = Bomb(run, ValueError("in every round"))
+        [run] = server.dashboard.poller.runs.values()
+        fail(run, ValueError("in every round"))
         status, _, body = server.until(
             lambda: (x := server.ask("/ready"))[0] == 503 and x, "not ready"
         )
         assert json.loads(body)["status"] == "stale" and "last round" in json.loads(body)["reason"]
         assert server.ask("/health")[0] == 200
-        watcher.runs[number] = run
+        del run.advance
         server.until(lambda: server.ask("/ready")[0] == 200, "ready again")
 
 

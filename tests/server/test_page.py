@@ -8,8 +8,6 @@ import time
 
 import pytest
 
-from benchmarks.faults.runs import prepare
-from benchmarks.faults.watching import kill
 from benchmarks.observability.browser import NoBrowserError, chromium
 from tests.server.sample import keep_writing, served, write_run
 
@@ -132,25 +130,3 @@ def _axe(page):
 def _picture(page, folder, name):
     page.picture(folder / f"{name}.png")
     assert (folder / f"{name}.png").stat().st_size > 10_000
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_the_page_follows_xsake_train(tmp_path, page):
-    ground = prepare(tmp_path / "work")
-    run = ground.run("run", "run.steps=400", "attention.probe_interval=10", 'attention.kind="plan"',
-                     "attention.budget=0.8", "attention.block=8")  # fmt: skip
-    longer = run.different("optimizer.total_steps=400")
-    with served(tmp_path / "work") as server, longer.started(inject={"pace": 0.3}) as started:
-        started.until(lambda: run.last_step > 15, "steps")
-        page.open(f"{server.place}/#token={server.token}")
-        page.until("document.querySelector('#connection')?.textContent === 'live'")
-        words = page.until("document.querySelector('[data-name=loss]')?.textContent")
-        page.until(
-            f"document.querySelector('[data-name=loss]').textContent !== {json.dumps(words)}"
-        )
-        page.until("!!document.querySelector('#heads-table td')")
-        _picture(page, tmp_path, "training")
-        kill(started.process.pid)
-        page.until("document.querySelector('#state').textContent === 'stale'", 300.0)
-        _picture(page, tmp_path, "killed")

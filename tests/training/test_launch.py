@@ -15,7 +15,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from xsake.cli.launch import run_launch
+from xsake.cli.train import run_launch
 from xsake.errors import ArgumentError, UnsupportedError
 from xsake.training.launch import RestartPolicy, launch
 

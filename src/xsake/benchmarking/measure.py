@@ -18,7 +18,6 @@ from xsake.benchmarking.rows import (
     Shape,
     TimingStats,
     model_shape,
-    provenance_fields,
 )
 from xsake.benchmarking.runner import Spread, TimedSide, interleave, pair_ratio, time_warm
 from xsake.benchmarking.workloads import (
@@ -88,7 +87,7 @@ def _measure_length(kind: BenchKind, shape: Shape, settings: BenchSettings) -> l
         "experiment": kind, "run": uuid.uuid4().hex[:12], "shape": shape, "dtype": settings.dtype,
         "mask": "none" if kind == "decode" else "causal", "layout": "none",
         "threads": settings.threads, "device": jax.devices()[0].device_kind, "seed": settings.seed,
-        **provenance_fields(environment(checkout_root())),
+        **environment(checkout_root()).fields(),
     }  # fmt: skip
     calls, failures = _compile_calls(kind, inputs, shape, settings)
     product = matmul_call(settings.dtype, settings.seed)

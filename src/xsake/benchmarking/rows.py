@@ -3,12 +3,11 @@
 import dataclasses
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
 from xsake._io import JsonlLog
-from xsake._provenance import Environment
 from xsake._schema import Frozen, describe_first
 from xsake.benchmarking.runner import CLEAR_SPREAD, Spread
 from xsake.errors import ArgumentError
@@ -164,12 +163,6 @@ class BenchmarkRow(Frozen):
         raise ArgumentError(
             "row-ratio", "the row has no ratio to this", got=baseline, expected=expected
         )
-
-
-def provenance_fields(here: Environment) -> dict[str, Any]:
-    """Return the fields of a row that describe software and machine."""
-    names = "versions", "commit", "dirty", "utc", "cpu", "load_average"
-    return {name: getattr(here, name) for name in names}
 
 
 def append_rows(path: Path, rows: Iterable[BenchmarkRow]) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 
 from xsake._progress import Progress, ProgressFn
 from xsake._provenance import checkout_root, environment
-from xsake.benchmarking.rows import BenchmarkRow, Ratio, Shape, TimingStats, provenance_fields
+from xsake.benchmarking.rows import BenchmarkRow, Ratio, Shape, TimingStats
 from xsake.benchmarking.runner import Spread, TimedSide, interleave, pair_ratio
 from xsake.errors import ArgumentError
 from xsake.training.attention import make_attention
@@ -69,7 +69,7 @@ def time_steps(
     common = {
         "experiment": "training", "run": uuid.uuid4().hex[:12], "direction": "forward+backward",
         "threads": threads, "device": jax.devices()[0].device_kind, "repeats": rounds,
-        **provenance_fields(environment(checkout_root())),
+        **environment(checkout_root()).fields(),
     }  # fmt: skip
     rows = []
     for name, step in steps.items():

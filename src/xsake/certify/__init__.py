@@ -1,8 +1,9 @@
 """Compile kernels with the vendors' compilers, without the hardware; results are certificates.
 
-from xsake.certify import environments, family, run
+from xsake._io import cache_folder
+from xsake.certify import family, run
 
-folder = environments.default_folder()
+folder = cache_folder("environments")
 options = run.CertifyOptions("smoke", out=Path("certificates"), environments=folder)
 certificate, outcomes = run.certify(family.find_target("v5e"), options)   # in a subprocess
 assert all(outcome.as_expected for outcome in outcomes)   # negative controls were rejected

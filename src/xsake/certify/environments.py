@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import platform
 import shutil
 import subprocess
@@ -19,12 +18,6 @@ from xsake.certify.record import CertifyError
 # package metadata.
 DEPENDENCIES = ("jaxtyping>=0.3.4", "numpy>=2.1", "pydantic>=2.10", "typer>=0.20")
 BUILD_SECONDS = 1800
-
-
-def default_folder() -> Path:
-    """Return the default folder, in the user's cache directory."""
-    cache = os.environ.get("XDG_CACHE_HOME")
-    return Path(cache or Path.home() / ".cache") / "xsake" / "environments"
 
 
 def list_requirements(family: TargetFamily) -> tuple[str, ...]:

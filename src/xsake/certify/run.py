@@ -1,6 +1,5 @@
 """Compile cases for a target and write certificates incrementally."""
 
-import datetime
 import hashlib
 import importlib
 import time
@@ -11,9 +10,10 @@ from types import ModuleType
 from typing import Any
 
 import xsake
-from xsake._provenance import checkout_root, cpu_model, environment
-from xsake.certify import bound, cases, environments, record
-from xsake.certify.family import FAMILIES, Target, TargetFamily, load_family
+from xsake._progress import Progress, ProgressFn
+from xsake._provenance import checkout_root, cpu_model, environment, utc_now
+from xsake.certify import cases, environments, record
+from xsake.certify.family import FAMILIES, Target, TargetFamily, load_family, lower_bound
 from xsake.certify.process import Worker
 from xsake.certify.record import Certificate, CompileCase, CompileResult, Outcome
 
@@ -36,31 +36,12 @@ class CertifyOptions:
     time_limit: float = CASE_SECONDS  # timeout per case in seconds
 
 
-@dataclass(frozen=True)
-class CertifyProgress:
-    """Progress event: a case was compiled, or its outcome was cached."""
-
-    target: str
-    done: int
-    total: int
-    outcome: Outcome
-    is_new: bool
-    elapsed_seconds: float
-    remaining_seconds: float | None
-
-
-@dataclass(frozen=True)
-class CertifyCallbacks:
-    """Callbacks for progress events and messages; default: none."""
-
-    progress: Callable[[CertifyProgress], None] = lambda _: None
-    announce: Callable[[str], None] = lambda _: None
-
-
 def certify(
     target: Target,
     options: CertifyOptions,
-    callbacks: CertifyCallbacks | None = None,
+    *,
+    on_progress: ProgressFn = lambda _: None,
+    announce: Callable[[str], None] = lambda _: None,
     families: dict[str, str] = FAMILIES,
 ) -> tuple[Certificate, list[Outcome]]:
     """Compile the selected cases for a target in a subprocess; the file is updated after each case.
@@ -68,22 +49,22 @@ def certify(
     Args:
         target: device type.
         options: selection of cases and folders.
-        callbacks: for progress.
+        on_progress: called after each case, also if its outcome was cached.
+        announce: called with a message before an environment is built.
         families: modules by family name.
 
     Returns:
         The certificate of the target, including outcomes of older sources for cases that were not
         selected, and the outcomes of the selected cases.
     """
-    callbacks = callbacks or CertifyCallbacks()
     module = families[target.family]
     family = load_family(module)
     selected_cases = cases.select_cases(options.selection, family)
-    python = environments.find_interpreter(family, options.environments, callbacks.announce)
+    python = environments.find_interpreter(family, options.environments, announce)
     limits: dict[str, Any] = {"time_limit": options.time_limit, "figures": options.figures}
     with Worker(python, module, target, **limits) as worker:
         here, source = environment(checkout_root()), source_digest(module)
-        origin = {"commit": here.commit, "dirty": here.dirty, "source": source}
+        origin = here.fields("commit", "dirty") | {"source": source}
         certificate = _new_certificate(target, worker, options)
         outcomes = _load_outcomes(certificate, family, options)
         cached = {name for name, outcome in outcomes.items() if outcome.source == source}
@@ -100,12 +81,12 @@ def certify(
                 record.write_certificate(certificate, options.out)
             elapsed = time.monotonic() - started
             remaining = elapsed / compiled * (len(new) - compiled) if compiled else None
-            callbacks.progress(
-                CertifyProgress(
-                    target.name, done, len(selected_cases), outcomes[case.name], is_new,
-                    elapsed, remaining,
-                )
-            )  # fmt: skip
+            is_good = outcomes[case.name].as_expected
+            verdict = f"{outcomes[case.name].verdict} {'ok' if is_good else 'NOT AS EXPECTED'}"
+            label, total = f"{target.name} {case.name}", len(selected_cases)
+            on_progress(
+                Progress(done, total, label, is_new, elapsed, remaining, verdict, not is_good)
+            )
     return certificate, [outcomes[case.name] for case in selected_cases]
 
 
@@ -127,7 +108,7 @@ def source_digest(module: str) -> str:
 def _new_certificate(target: Target, worker: Worker, options: CertifyOptions) -> Certificate:
     return Certificate(
         family=target.family, target=target.name, topology=target.topology,
-        device_kind=worker.device_kind, made_at=_now(), command=options.command,
+        device_kind=worker.device_kind, made_at=utc_now(), command=options.command,
         figures=options.figures, versions=worker.versions, host_processor=cpu_model(),
     )  # fmt: skip
 
@@ -163,12 +144,8 @@ def _make_outcome(
     return Outcome(
         case=case,
         as_expected=record.is_as_expected(case, result),
-        bound=None if cost is None else bound.lower_bound(cost, target.peak),
-        made_at=_now(),
+        bound=None if cost is None else lower_bound(cost, target.peak),
+        made_at=utc_now(),
         **origin,
         **{name: getattr(result, name) for name in CompileResult.model_fields},
     )
-
-
-def _now() -> str:
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")

@@ -13,13 +13,10 @@ from xsake.cli.doctor import run_doctor
 from xsake.cli.evaluate import run_evaluate
 from xsake.cli.export import run_export
 from xsake.cli.generate import run_generate
-from xsake.cli.launch import run_launch
 from xsake.cli.options import App
-from xsake.cli.plan import plan_app
-from xsake.cli.profile import profile_app
-from xsake.cli.report import run_report
+from xsake.cli.plan import plan_app, run_report
 from xsake.cli.serve import run_serve
-from xsake.cli.train import run_train
+from xsake.cli.train import profile_app, run_launch, run_train
 
 __all__ = ["app"]
 

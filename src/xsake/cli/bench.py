@@ -125,7 +125,7 @@ def _measure(
     console = rich.console.Console()
     with exit_codes(_INTERRUPTED):
         cores = set_cpu_affinity(num_threads)
-        from xsake.benchmarking import append_rows, rows_table
+        from xsake.benchmarking import append_rows
         from xsake.benchmarking.measure import BenchSettings, measure
         from xsake.benchmarking.tuning import load_tuned_tiles
         from xsake.kernels.tuning import TileTable, pin_tiles
@@ -136,14 +136,20 @@ def _measure(
         table = TileTable() if tiles is None else load_tuned_tiles(tiles)
         with ProgressBar(console) as bar, pin_tiles(table):
             rows = measure(kind, settings, keep=keep, on_progress=bar.update)
-    if not console.is_terminal:
-        console.width = 160
-    console.print(rows_table(rows, title=f"{kind}, {shape}, {dtype}, {cores} cores"))
+    _print_rows(console, rows, f"{kind}, {shape}, {dtype}, {cores} cores")
     for file in sorted(trace.rglob("perfetto_trace.json.gz")) if trace else ():
         console.print(f"https://ui.perfetto.dev, Open trace file: {file}", highlight=False)
     if any(row.is_correct is False for row in rows):
         raise typer.Exit(code=FAILED)
     return rows
+
+
+def _print_rows(console: rich.console.Console, rows: list[Any], title: str) -> None:
+    from xsake.benchmarking import rows_table
+
+    if not console.is_terminal:
+        console.width = 160
+    console.print(rows_table(rows, title=title))
 
 
 def _parse_densities(text: str) -> tuple[float, ...]:
@@ -313,7 +319,7 @@ def run_training(
                 "run-names", "runs are named after their files", got=got, expected="unique names"
             )
         cores = set_cpu_affinity(num_threads)
-        from xsake.benchmarking import append_rows, rows_table
+        from xsake.benchmarking import append_rows
         from xsake.benchmarking.training_step import time_steps
         from xsake.training.config import TrainingConfig
 
@@ -322,9 +328,7 @@ def run_training(
             rows = time_steps(runs, rounds=repeats, threads=cores, on_progress=bar.update)
         if out is not None:
             append_rows(out, rows)
-    if not console.is_terminal:
-        console.width = 160
-    console.print(rows_table(rows, title=f"training steps, {cores} cores"))
+    _print_rows(console, rows, f"training steps, {cores} cores")
     for row in rows:
         assert row.seconds is not None, "every run was timed"
         rate = row.shape.batch * row.shape.q_tokens / row.seconds.median

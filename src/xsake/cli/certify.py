@@ -2,15 +2,14 @@
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import rich.console
 import typer
 
-from xsake._progress import Progress
-from xsake.certify import bound, cases, run, table
-from xsake.certify.environments import default_folder
-from xsake.certify.family import find_target, known_targets
+from xsake._io import cache_folder
+from xsake.certify import cases, run, table
+from xsake.certify.family import BOUND_LABEL, find_target, known_targets
 from xsake.certify.record import Outcome
 from xsake.cli.errors import FAILED, exit_codes
 from xsake.cli.options import AsJson
@@ -49,7 +48,7 @@ def run_certify(
     options = run.CertifyOptions(
         selection=selection,
         out=out,
-        environments=environments or default_folder(),
+        environments=environments or cache_folder("environments"),
         overwrite=no_resume,
         figures=figures,
         command=" ".join(["xsake certify", *arguments]),
@@ -58,12 +57,11 @@ def run_certify(
     console = rich.console.Console(quiet=as_json)
     results: dict[str, list[Outcome]] = {}
     with exit_codes(), ProgressBar(console, "starting compilers") as bar:
-        callbacks = run.CertifyCallbacks(
-            lambda event: bar.show(_to_progress(event)),
-            lambda message: console.print(f"[dim]{escape_markup(message)}[/]"),
-        )
+        announce = lambda message: console.print(f"[dim]{escape_markup(message)}[/]")
         for target in [find_target(name) for name in names]:
-            results[target.name] = run.certify(target, options, callbacks)[1]
+            results[target.name] = run.certify(
+                target, options, on_progress=bar.show, announce=announce
+            )[1]
     if as_json:
         plain = {
             name: [outcome.model_dump(mode="json") for outcome in outcomes]
@@ -76,15 +74,6 @@ def run_certify(
         unexpected = table.format_failures(outcomes)
         if unexpected:
             console.print(f"[bold red]{name}: not as expected[/]\n{escape_markup(unexpected)}")
-    console.print(f"[dim]lower bound of time: {escape_markup(bound.LABEL)}[/]")
+    console.print(f"[dim]lower bound of time: {BOUND_LABEL}[/]")
     if any(not outcome.as_expected for outcomes in results.values() for outcome in outcomes):
         raise typer.Exit(code=FAILED)
-
-
-def _to_progress(event: Any) -> Progress:
-    outcome = event.outcome
-    verdict = f"{outcome.verdict} {'ok' if outcome.as_expected else 'NOT AS EXPECTED'}"
-    return Progress(
-        event.done, event.total, f"{event.target} {outcome.case.name}", event.is_new,
-        event.elapsed_seconds, event.remaining_seconds, verdict, not outcome.as_expected,
-    )  # fmt: skip

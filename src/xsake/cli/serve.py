@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from xsake._io import require_local
+from xsake._io import cache_folder, require_local
 from xsake._provenance import checkout_root
 from xsake.cli.errors import exit_codes
 from xsake.cli.load import import_extra
@@ -78,12 +78,12 @@ def _built_showcase() -> Path | None:
 
 def _cache_folder(given: Path | None) -> Path | None:
     """Return the given folder or the user's; None, with a message, if that is not writable."""
-    from xsake.server.cache import default_folder, make_private_folder
+    from xsake.server.cache import make_private_folder
 
     if given is not None:
         return given
     try:
-        return make_private_folder(default_folder())
+        return make_private_folder(cache_folder("serve"))
     except (ArgumentError, RuntimeError) as error:  # RuntimeError: the user has no home
         typer.echo(f"the run index is temporary, set --cache to keep it: {error}", err=True)
         return None

@@ -14,12 +14,6 @@ _MAX_SERVERS = 16  # per folder
 _MAX_IDLE_SECONDS = 30 * 86400.0  # unused indexes are deleted after this time
 
 
-def default_folder() -> Path:
-    """Return the default folder, in the user's cache directory."""
-    cache = os.environ.get("XDG_CACHE_HOME")
-    return Path(cache or Path.home() / ".cache") / "xsake" / "serve"
-
-
 class IndexCache:
     """Folder of the indexes of one server; servers that share a folder use separate slots.
 
