@@ -201,16 +201,10 @@ def test_rows_end_at_an_end_token_and_the_loop_with_the_last_of_them():
         assert streamed == [*row.tokens, *[None] * (len(steps) - len(row.tokens))]
     picked = sum(len(row.tokens) + 1 for row in found.rows)
     assert found.timing.decode_tokens == picked - 3
-
-
-def test_an_ended_row_does_not_change_the_others():
-    model = model_of("causal")
-    free = [row.tokens for row in generate(model, PROMPTS, GREEDY).rows]
     first = next(token for token in free[0] if token not in free[1])
     options = GenerationOptions(max_new_tokens=12, temperature=0, end_ids=(first,))
     found = generate(model, PROMPTS, options)
-    assert found.rows[0].finish == "end"
-    assert found.rows[1].tokens == free[1]
+    assert found.rows[0].finish == "end" and found.rows[1].tokens == free[1]
 
 
 def test_a_repetition_penalty_counts_prompt_and_new_tokens():
@@ -279,8 +273,10 @@ def test_time_is_told_without_compiling():
     assert timing.decode_tokens == 33
     assert timing.prefill_seconds > 0
     assert math.isclose(timing.tokens_per_second, 33 / timing.decode_seconds)
-    once = generate(model_of("causal"), PROMPTS, GenerationOptions(max_new_tokens=1))
-    assert once.timing.tokens_per_second is None
+    # A text may fill the context to the last token.
+    options, attend = GenerationOptions(max_new_tokens=1), DenseAttention(REFERENCE)
+    once = generate(model_of("learned positions"), [TEXT[0, :-1]], options, attend=attend)
+    assert once.timing.tokens_per_second is None and np.isfinite(once.rows[0].logprobs).all()
 
 
 @pytest.mark.parametrize(
@@ -304,13 +300,6 @@ def test_time_is_told_without_compiling():
 def test_what_cannot_be_generated_is_refused(prompts, options, words):
     with pytest.raises(ArgumentError, match=words):
         generate(model_of("causal"), prompts, GenerationOptions(**options))
-
-
-def test_a_text_may_fill_the_context_to_the_last_token():
-    options = GenerationOptions(max_new_tokens=1, temperature=0)
-    attend = DenseAttention(REFERENCE)
-    found = generate(model_of("learned positions"), [TEXT[0, :-1]], options, attend=attend)
-    assert np.isfinite(found.rows[0].logprobs).all()
 
 
 def test_the_cache_is_written_in_place():

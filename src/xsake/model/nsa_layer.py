@@ -118,7 +118,7 @@ class NativeSparse(nnx.Module):
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, dtype):
         assert config.native_sparse is not None
-        self.nsa_config = nsa.Config(**config.native_sparse.model_dump())
+        self.nsa_config = config.native_sparse
         width, dim, heads = config.width, config.head_dim, config.q_heads
         draw = functools.partial(init_param, rngs, dtype=dtype, fan_in=width)
         self.query = draw(("embed", "q_heads", "head_dim"), (width, heads, dim))
