@@ -80,13 +80,6 @@ def test_a_step_that_gains_nothing_is_bought_for_the_sake_of_the_next():
     assert water_fill(curves, two + bare, FORCED, floor=0).tolist() == [[two, bare]]
 
 
-def test_equal_heads_differ_by_one_segment_at_most_and_the_first_is_fed_first():
-    curves = np.tile(convex(np.random.default_rng(0), 1, 8), (1, 4, 1))
-    for total in range(4 * FORCED.total(8), 4 * visible_blocks(8)):
-        chosen = water_fill(curves, total, FORCED, floor=0)[0]
-        assert (np.diff(chosen) <= 0).all() and np.ptp(chosen) <= 5
-
-
 @pytest.mark.parametrize("total", [2 * 12 - 1, 2 * 15 + 1])
 def test_impossible_totals_are_refused(total):
     with pytest.raises(ArgumentError, match="24 .forced. to 30"):

@@ -238,9 +238,9 @@ def test_what_is_no_plan_is_refused(data):
 FLOODS = """
 import json, resource, sys, time
 from xsake.errors import ArgumentError
-from xsake.hads.plan import MAX_BYTES, SparsityPlan
+from xsake.hads.plan import SparsityPlan
 
-text = sys.stdin.read()
+text, MAX_BYTES = sys.stdin.read(), SparsityPlan.max_bytes
 SparsityPlan.from_json(text.encode())
 document = json.loads(text)
 

@@ -22,9 +22,16 @@ class Policy(abc.ABC):
 
     Attributes:
         name: key in `POLICIES` and in plan files.
+        implied_selector: of plans of this policy, which are made without one; None: they need one.
     """
 
     name: ClassVar[str]
+    implied_selector: ClassVar[str | None] = None
+
+    @property
+    def settings(self) -> dict[str, int | float | str]:
+        """Settings that are not None, for plan files."""
+        return {name: value for name, value in vars(self).items() if value is not None}
 
     @abc.abstractmethod
     def plan_shares(self, profile: Profile, budget: float | None) -> Totals:
@@ -86,6 +93,7 @@ class EntropyRandom(Policy):
     window: int = 2
     seed: int = 0
     name: ClassVar[str] = "original"
+    implied_selector: ClassVar[str | None] = "random"
 
     @property
     def forced(self) -> ForcedBlocks:
@@ -179,6 +187,7 @@ class Static(Policy):
     """Whole diagonals and columns by calibrated mass per block; no run-time selection."""
 
     name: ClassVar[str] = "static"
+    implied_selector: ClassVar[str | None] = "none"
 
     def units(self, profile: Profile, budget: float | None) -> StaticUnits:
         """Return diagonals, columns and block totals of each head."""
