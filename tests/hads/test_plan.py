@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tests.hads.sample import POOLED, profile
 from tests.malformed import damaged
 from xsake.errors import ArgumentError
-from xsake.hads.budget import ForcedBlocks, closest_total, visible_blocks
+from xsake.hads.budget import ForcedBlocks, closest_total, total_blocks, visible_blocks
 from xsake.hads.plan import SparsityPlan
 from xsake.hads.policies import (
     KL,
@@ -58,10 +58,15 @@ def test_plans_of_version_0_1_0_are_read_and_keep_their_keys(path):
 
 
 @pytest.mark.parametrize("policy", EVERY_POLICY, ids=repr)
-@given(seed=st.integers(0, 10**6), budget=st.floats(0.45, 1))
-@settings(max_examples=10)
-def test_plans_are_read_back_as_written(policy, seed, budget):
-    plan = plan_of(policy, budget, seed=seed)
+@given(seed=st.integers(0, 10**6), n=st.integers(4, 20), where=st.floats(0, 1))
+def test_plans_meet_their_budget_to_the_block_and_are_read_back_as_written(policy, seed, n, where):
+    """Any budget down to the forced blocks; curves need not be convex."""
+    least = ForcedBlocks().total(n) / visible_blocks(n)
+    budget = min(float(np.ceil((least + where * (1 - least)) * 1e4) / 1e4), 1.0)
+    plan = plan_of(policy, budget, seed=seed, n=n)
+    if plan.budget == budget:
+        assert plan.blocks.sum() == total_blocks(budget, heads=6, n=n, forced=plan.forced)
+    assert plan.blocks.min() >= plan.forced.total(n) and plan.blocks.max() <= visible_blocks(n)
     again = SparsityPlan.from_json(plan.to_json().encode())
     assert again == plan
     assert again.to_json() == plan.to_json()

@@ -8,10 +8,9 @@ from hypothesis import strategies as st
 from tests.hads.sample import profile
 from xsake.errors import ArgumentError
 from xsake.hads.allocation import water_fill
-from xsake.hads.budget import ForcedBlocks, level_totals, total_blocks, visible_blocks
+from xsake.hads.budget import level_totals, total_blocks, visible_blocks
 from xsake.hads.policies import (
     KL,
-    POLICIES,
     Bounded,
     Entropy,
     EntropyBudget,
@@ -28,7 +27,6 @@ WITH_BUDGET = (
     Uniform(), EntropyBudget(), EntropyRandom(), KeptMass(curve="pooled"), Sensitivity(),
     KL(curve="pooled"), KL(curve="oracle", floor=0), Static(), Bounded(eps=0.05, curve="pooled"),
 )  # fmt: skip
-WITHOUT = (Entropy(), EntropyRandom(), TopP(0.9, curve="pooled"))
 
 
 def loss_of(found, totals) -> float:
@@ -36,31 +34,6 @@ def loss_of(found, totals) -> float:
     cost = level_totals(np.arange(3, found.n + 1), found.n, found.forced)
     curves = found.curves["pooled"][..., 3:]
     return float(np.mean([np.interp(totals[h], cost, curves[h]) for h in np.ndindex(totals.shape)]))
-
-
-@pytest.mark.parametrize("policy", WITH_BUDGET, ids=repr)
-@given(seed=st.integers(0, 10**6), n=st.integers(4, 20), where=st.floats(0, 1))
-def test_every_budget_is_met_to_the_block(policy, seed, n, where):
-    found = profile(n=n, seed=seed)
-    least, most = ForcedBlocks().total(n), visible_blocks(n)
-    budget = float(np.ceil((least / most + where * (1 - least / most)) * 1e4) / 1e4)
-    totals = policy.plan_shares(found, min(budget, 1.0))
-    assert totals.shape == (2, 3)
-    assert totals.sum() == total_blocks(min(budget, 1.0), heads=6, n=n, forced=found.forced)
-    assert totals.min() >= least and totals.max() <= most
-
-
-@pytest.mark.parametrize("policy", WITHOUT, ids=repr)
-@given(seed=st.integers(0, 10**6), n=st.integers(1, 20))
-def test_policies_without_a_budget_stay_inside_what_is_possible(policy, seed, n):
-    totals = policy.plan_shares(profile(n=n, seed=seed), None)
-    assert totals.min() >= ForcedBlocks().total(n) and totals.max() <= visible_blocks(n)
-
-
-def test_every_policy_has_its_name():
-    tried = {type(policy) for policy in (*WITH_BUDGET, *WITHOUT)}
-    assert set(POLICIES.values()) == tried
-    assert all(kind.name == name for name, kind in POLICIES.items())
 
 
 def test_focused_heads_skip_ninety_percent_and_broad_ones_ten():

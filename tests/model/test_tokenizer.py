@@ -93,14 +93,6 @@ def test_any_tokens_stream_to_the_text_that_they_decode_to(tokenizer, ids):
     assert "".join(pieces(tokenizer, ids)) == tokenizer.decode(ids)
 
 
-@hypothesis.given(st.text(max_size=20))
-def test_streamed_text_never_shows_half_a_character(tokenizer, text):
-    hypothesis.assume("\N{REPLACEMENT CHARACTER}" not in text)
-    found = pieces(tokenizer, tokenizer.encode(text))
-    assert "\N{REPLACEMENT CHARACTER}" not in "".join(found)
-    assert found[-1] == ""
-
-
 def test_spaces_survive_a_decoder_that_drops_the_first_one():
     words = {"<unk>": 0, "\u2581the": 1, "\u2581cat": 2, "</s>": 3}
     inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
