@@ -123,14 +123,17 @@ def remade(policy: Policy, selector):
 @pytest.mark.parametrize(
     ("call", "match"),
     [
-        (lambda: GOOD.static_grid(0, 0, 12), "no static blocks"),
-        *((lambda n=n: GOOD.row_counts(n), "length") for n in (0, -1, 2**16 + 1, 10**12)),
-        (remade(Uniform(), None), "requires a selector"),
-        (remade(Static(), POOLED), "takes no selector"),
-        (remade(EntropyRandom(), POOLED), "takes no selector"),
+        (lambda: GOOD.static_grid(0, 0, 12), "XSK-102.no-static-blocks"),
         *(
-            (lambda sizes=sizes: GOOD.validate_for(**{"layers": 2, "q_heads": 3} | sizes), "model")
-            for sizes in ({"layers": 3}, {"q_heads": 6}, {"kv_heads": 3}, {"digest": "1"})
+            (lambda n=n: GOOD.row_counts(n), "XSK-102.plan-length")
+            for n in (0, -1, 2**16 + 1, 10**12)
+        ),
+        (remade(Uniform(), None), "XSK-102.policy-selector"),
+        (remade(Static(), POOLED), "XSK-102.policy-selector"),
+        (remade(EntropyRandom(), POOLED), "XSK-102.policy-selector"),
+        *(
+            (lambda x=x: GOOD.validate_for(**{"layers": 2, "q_heads": 3} | x), "XSK-102.plan-model")
+            for x in ({"layers": 3}, {"q_heads": 6}, {"kv_heads": 3}, {"digest": "1"})
         ),
     ],
 )

@@ -106,7 +106,7 @@ def test_heads_that_predictions_do_not_heed_get_their_floor():
     found = profile(n=16)
     effects = found.effects["pooled"] * np.array([[1, 1, 0], [1, 1, 1]])[..., None]
     absent = found.model_copy(update={"effects": {}})
-    with pytest.raises(ArgumentError, match="predictions"):
+    with pytest.raises(ArgumentError, match="XSK-102.policy-effects"):
         Sensitivity().plan_shares(absent, 0.5)
     deaf = found.model_copy(update={"effects": {"pooled": effects}})
     totals = Sensitivity().plan_shares(deaf, 0.5)

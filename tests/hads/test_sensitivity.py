@@ -195,8 +195,8 @@ def test_copies_are_for_effects_only_and_only_in_so_many_documents(params):
 def test_models_without_logits_or_gradients_are_refused(params):
     settings = hads.CalibrationSettings(block=8, selectors=(Pooled(),), effect_documents=1)
     silent = hads.observer(lambda *x: None if toy(*x) is not None else None, params)
-    with pytest.raises(ArgumentError, match="requires logits"):
+    with pytest.raises(ArgumentError, match="XSK-102.effects-logits"):
         hads.calibrate(silent, model(LAYERS), READINGS, settings)
     reader = hads.observer(toy, params)
-    with pytest.raises(ArgumentError, match="cannot measure the effect"):
+    with pytest.raises(ArgumentError, match="XSK-102.calibration-effects"):
         hads.calibrate(reader.__call__, model(LAYERS), READINGS, settings)

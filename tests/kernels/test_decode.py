@@ -66,6 +66,7 @@ CALLS = {
 
 def in_place(monkeypatch):
     """Record the calls that read K and V in place."""
+    jax.clear_caches()  # a call that another test has traced would not be traced again
     seen, forward = [], decode.forward
     monkeypatch.setattr(
         decode, "forward", lambda *args: seen.append(args) or forward(*args), raising=True

@@ -202,16 +202,21 @@ def test_a_learned_summary_sees_runs_and_their_positions():
 
 def test_wrong_calls_are_refused():
     q, k, v, gates = drawn(16)
+    none = nsa.Gates(None, None, None)
     cuts, odd = jnp.asarray([0, 16]), gates._replace(window=jnp.ones((1, 16, 2)))
     twice = jax.tree.map(lambda x: x.repeat(2, 0), (q, k, v, gates))
     for call, error, match in (
-        (lambda: nsa.Config(length=10, stride=4), ArgumentError, "stride must divide"),
-        (lambda: nsa.Config(count=2), ArgumentError, "more forced blocks"),
-        (lambda: nsa.Config(window=0), ArgumentError, "must be positive"),
-        (lambda: nsa.attention(q, k, v, nsa.Gates(*[None] * 3)), ArgumentError, "all branches"),
+        (lambda: nsa.Config(length=10, stride=4), ArgumentError, "XSK-102.nsa-stride"),
+        (lambda: nsa.Config(count=2), ArgumentError, "XSK-102.nsa-forced"),
+        (lambda: nsa.Config(window=0), ArgumentError, "XSK-102.nsa-sizes"),
+        (
+            lambda: nsa.attention(q, k, v, none),
+            ArgumentError,
+            "XSK-102.no-branch",
+        ),
         (lambda: nsa.attention(q, k, v, odd), ShapeError, "gate 'window'"),
-        (lambda: nsa.attention(q[:, :9], k, v, gates), ShapeError, "as many keys"),
-        (lambda: nsa.attention(*twice, cu_seqlens=cuts), ShapeError, "batch size 1"),
+        (lambda: nsa.attention(q[:, :9], k, v, gates), ShapeError, "XSK-101.nsa-keys"),
+        (lambda: nsa.attention(*twice, cu_seqlens=cuts), ShapeError, "XSK-101.packed-batch"),
     ):
         with pytest.raises(error, match=match):
             call()
@@ -242,7 +247,7 @@ def test_lists_of_another_shape_are_refused():
         with pytest.raises(ShapeError, match="`block_counts` has the wrong shape"):
             run(own, block_counts=counts)
     for number in (0, -1, np.int64(0)):
-        with pytest.raises(ArgumentError, match="`block_counts` must be positive"):
+        with pytest.raises(ArgumentError, match="XSK-102.block-counts"):
             run(own, block_counts=number)
     assert jax.eval_shape(lambda: run(own, block_counts=np.int64(1))).shape == q.shape
 

@@ -127,6 +127,7 @@ class SparsityPlan(JsonDocument):
         if (implied is None) == (selector is None):
             problem = "requires a selector" if implied is None else "takes no selector"
             raise ArgumentError(
+                "policy-selector",
                 f"the policy {policy.name!r} {problem}",
                 got=f"selector={selector!r}",
                 fix="pass a selector, except for the policies static and original",
@@ -190,6 +191,7 @@ class SparsityPlan(JsonDocument):
         same = list(range(self.model.kv_heads))
         if [sorted(order) for order in kv_order] != [same] * self.model.layers:
             raise ArgumentError(
+                "kv-order",
                 "not a permutation of the model's kv heads",
                 got=f"{len(kv_order)} layers, {kv_order[0] if kv_order else 'none'} ...",
                 expected=f"{self.model.layers} layers, each of 0..{self.model.kv_heads - 1} once",
@@ -250,7 +252,7 @@ class SparsityPlan(JsonDocument):
         """Return the blocks of a static head at any length."""
         plan = self.heads[layer][head]
         if plan.kind != "static":
-            raise ArgumentError("this head has no static blocks", got=plan.kind)
+            raise ArgumentError("no-static-blocks", "this head has no static blocks", got=plan.kind)
         total = int(self.totals(n)[layer, head])
         return take_units(plan.offsets, plan.columns, total, n, self.forced)
 
@@ -277,6 +279,7 @@ class SparsityPlan(JsonDocument):
         expected = self.model.model_dump()
         if any(value not in (None, expected[name]) for name, value in sizes.items()):
             raise ArgumentError(
+                "plan-model",
                 "the plan belongs to another model",
                 got=", ".join(f"{name}={value!r}" for name, value in sizes.items() if value),
                 expected=repr(self.model),
@@ -382,7 +385,10 @@ def _require_length(n: int, maximum: int) -> None:
     if not 1 <= n <= min(maximum, MAX_BLOCKS):
         expected = f"1 to {min(maximum, MAX_BLOCKS)} query blocks"
         raise ArgumentError(
-            "sequence length out of range", got=f"{n} query blocks", expected=expected
+            "plan-length",
+            "sequence length out of range",
+            got=f"{n} query blocks",
+            expected=expected,
         )
 
 

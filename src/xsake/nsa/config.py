@@ -47,6 +47,7 @@ class Config:
         wrong = [f"{name}={sizes[name]}" for name in sizes if sizes[name] < (name != "first")]
         if wrong:
             raise ArgumentError(
+                "nsa-sizes",
                 "block sizes must be positive",
                 got=", ".join(wrong),
                 expected="1 or more; `first` may be 0",
@@ -54,6 +55,7 @@ class Config:
             )
         if self.length % self.stride or self.size % self.stride:
             raise ArgumentError(
+                "nsa-stride",
                 "the stride must divide `length` and `size`",
                 got=f"length={self.length}, stride={self.stride}, size={self.size}",
                 expected="a stride that divides both",
@@ -61,6 +63,7 @@ class Config:
             )
         if self.first + self.local > self.count:
             raise ArgumentError(
+                "nsa-forced",
                 "more forced blocks than selected blocks",
                 got=f"first={self.first} + local={self.local}, count={self.count}",
                 expected="first + local <= count",
