@@ -20,7 +20,7 @@ from xsake.hads.budget import (
     row_counts,
     visible_blocks,
 )
-from xsake.hads.policies import EntropyRandom, Policy, Sensitivity, Static, with_curve
+from xsake.hads.policies import Policy, Static, with_curve
 from xsake.hads.profile import (
     MAX_WEIGHTS,
     CalibratedModel,
@@ -156,10 +156,10 @@ class SparsityPlan(JsonDocument):
             ),
             policy=PolicySpec(name=policy.name, settings=policy.settings),
             block=profile.block,
-            forced=policy.forced if isinstance(policy, EntropyRandom) else profile.forced,
+            forced=getattr(policy, "forced", profile.forced),
             budget=share if budget is None else budget,
             selector=selector,
-            scope=BudgetScope.ROW if isinstance(policy, Sensitivity) else BudgetScope.LAYER,
+            scope=policy.scope,
             effective_budget=effective,
             components=() if implied else profile.components.tolist(),
             heads=heads,

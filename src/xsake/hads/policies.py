@@ -12,6 +12,7 @@ from xsake.hads.allocation import StaticUnits, static_units, water_fill
 from xsake.hads.budget import ForcedBlocks, apportion, level_totals, total_blocks, visible_blocks
 from xsake.hads.profile import Profile
 from xsake.hads.selectors.base import make_by_name
+from xsake.hads.topk import BudgetScope
 
 Totals = Int[np.ndarray, "L Hq"]
 Curves = Float[np.ndarray, "L Hq levels"]
@@ -23,10 +24,12 @@ class Policy(abc.ABC):
     Attributes:
         name: key in `POLICIES` and in plan files.
         implied_selector: of plans of this policy, which are made without one; None: they need one.
+        scope: unit that shares a budget at run time.
     """
 
     name: ClassVar[str]
     implied_selector: ClassVar[str | None] = None
+    scope: ClassVar[BudgetScope] = BudgetScope.LAYER
 
     @property
     def settings(self) -> dict[str, int | float | str]:
@@ -147,6 +150,7 @@ class Sensitivity(KL):
     """
 
     name: ClassVar[str] = "effect"
+    scope: ClassVar[BudgetScope] = BudgetScope.ROW
 
     def _losses(self, profile: Profile) -> Curves:
         if not profile.effects:
@@ -238,7 +242,7 @@ def make_policy(name: str, **settings: int | float | str) -> Policy:
 
 def with_curve(policy: Policy, selector: str) -> Policy:
     """Return the policy with `curve` set to a selector, if it uses curves and has none."""
-    if isinstance(policy, KL | TopP | Bounded) and policy.curve is None:
+    if getattr(policy, "curve", selector) is None:
         return dataclasses.replace(policy, curve=selector)
     return policy
 
@@ -273,13 +277,10 @@ def _curve(curves: dict[str, Curves], name: str | None) -> Curves:
 
 def _total_blocks(profile: Profile, budget: float | None, forced: ForcedBlocks) -> int:
     if budget is None:
-        expected = "0 < .. <= 1"
         raise ArgumentError(
-            "policy-needs-budget",
-            "this policy requires a budget",
-            got="budget=None",
-            expected=expected,
-        )
+            "policy-needs-budget", "this policy requires a budget", got="budget=None",
+            expected="0 < .. <= 1",
+        )  # fmt: skip
     return total_blocks(budget, heads=profile.model.heads, n=profile.n, forced=forced)
 
 
