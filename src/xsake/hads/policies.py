@@ -242,7 +242,7 @@ def make_policy(name: str, **settings: int | float | str) -> Policy:
 
 def with_curve(policy: Policy, selector: str) -> Policy:
     """Return the policy with `curve` set to a selector, if it uses curves and has none."""
-    if getattr(policy, "curve", selector) is None:
+    if isinstance(policy, KL | TopP | Bounded) and policy.curve is None:
         return dataclasses.replace(policy, curve=selector)
     return policy
 
