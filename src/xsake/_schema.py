@@ -1,7 +1,8 @@
 """Types of the files that XSAKE writes: a frozen pydantic base and bounded field types."""
 
+import abc
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import (
     AfterValidator,
@@ -12,8 +13,8 @@ from pydantic import (
     ValidationError,
 )
 
+from xsake import _json
 from xsake._io import require_local
-from xsake._json import invalid_file
 
 
 class Frozen(BaseModel):
@@ -33,7 +34,37 @@ def validate[Model: BaseModel](model: type[Model], document: dict[str, Any], *, 
     try:
         return model.model_validate(document)
     except ValidationError as error:
-        raise invalid_file(what, describe_first(error)) from error
+        raise _json.invalid_file(what, describe_first(error)) from error
+
+
+class JsonDocument(Frozen, populate_by_name=True, serialize_by_alias=True):
+    """Record that is saved as a JSON file, whose sizes are limited before it is parsed."""
+
+    file_type: ClassVar[str]
+    max_bytes: ClassVar[int]
+    max_containers: ClassVar[int]
+
+    @abc.abstractmethod
+    def to_json(self) -> str:
+        """Return the JSON text of the file."""
+
+    @classmethod
+    def from_json[Document: JsonDocument](cls: type[Document], data: bytes) -> Document:
+        """Parse and validate a file."""
+        document = _json.loads(
+            data, what=cls.file_type, max_bytes=cls.max_bytes, max_containers=cls.max_containers,
+            max_values=cls.max_bytes,
+        )  # fmt: skip
+        return validate(cls, document, what=cls.file_type)
+
+    def save(self, path: Path) -> None:
+        """Write the file atomically."""
+        _json.write(path, self.to_json(), max_bytes=self.max_bytes)
+
+    @classmethod
+    def load[Document: JsonDocument](cls: type[Document], path: Path) -> Document:
+        """Read a file."""
+        return cls.from_json(_json.read(path, max_bytes=cls.max_bytes))
 
 
 def describe_first(error: ValidationError) -> str:

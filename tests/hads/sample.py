@@ -4,6 +4,7 @@ import numpy as np
 
 from xsake._provenance import Environment
 from xsake.hads.budget import ForcedBlocks
+from xsake.hads.calibrate import CalibrationDocument
 from xsake.hads.plan import SelectorSpec
 from xsake.hads.profile import CalibratedModel, DocumentRecord, Profile
 
@@ -19,6 +20,20 @@ MACHINE = Environment(
 POOLED = SelectorSpec(name="pooled", settings={"stride": 4, "pool": "mean"}, cost=0.01)
 
 
+def model(layers: int = 2, q_heads: int = 2, kv_heads: int = 1, head_dim: int = 8):
+    return CalibratedModel(
+        name="tiny", digest="0", layers=layers, q_heads=q_heads, kv_heads=kv_heads,
+        head_dim=head_dim,
+    )  # fmt: skip
+
+
+def documents(
+    count: int, tokens: int, *, vocabulary: int = 32, seed: int = 0
+) -> list[CalibrationDocument]:
+    rows = np.random.default_rng(seed).integers(0, vocabulary, (count, tokens)).astype(np.int32)
+    return [CalibrationDocument(f"text#{i}", row) for i, row in enumerate(rows)]
+
+
 def profile(
     *, layers: int = 2, heads: int = 3, n: int = 8, seed: int = 0, weights: int = 2
 ) -> Profile:
@@ -29,9 +44,7 @@ def profile(
     steps[..., : ForcedBlocks().blocks_per_row] = 0
     curve = np.concatenate([steps, np.zeros((*each, 1))], axis=-1)[..., ::-1].cumsum(-1)[..., ::-1]
     return Profile(
-        model=CalibratedModel(
-            name="tiny", digest="0", layers=layers, q_heads=heads, kv_heads=1, head_dim=8
-        ),
+        model=model(layers, heads),
         documents=(DocumentRecord(name="text#0", sha256="0", tokens=64 * n + 5),),
         context=64 * n,
         block=64,

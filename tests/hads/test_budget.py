@@ -28,12 +28,6 @@ def test_always_on_blocks_are_the_first_and_the_last_of_a_row(n, forced):
     assert forced.total(n) == grid.sum()
 
 
-@pytest.mark.parametrize("sizes", [{"num_sink": -1}, {"num_sink": True}, {"num_sink": 2**20}])
-def test_impossible_forced_blocks_are_refused(sizes):
-    with pytest.raises(ArgumentError):
-        ForcedBlocks(**sizes)
-
-
 @pytest.mark.parametrize(
     ("budget", "heads", "n", "expected"),
     [(0.3, 1, 5, 5), (0.7, 1, 5, 11), (0.25, 2, 4, 5), (1.0, 3, 4, 30), (0.2, 270, 64, 112320)],
@@ -53,12 +47,6 @@ def test_a_budget_below_what_is_always_on_names_the_smallest_that_is_not(n, head
     assert closest_total(1e-6, heads=heads, n=n, forced=forced) == heads * forced.total(n)
 
 
-@pytest.mark.parametrize("budget", [0.0, -0.1, 1.01, float("nan"), float("inf")])
-def test_a_budget_is_a_share(budget):
-    with pytest.raises(ArgumentError, match="share"):
-        total_blocks(budget, heads=1, n=8, forced=ForcedBlocks())
-
-
 @given(lengths, always_on)
 def test_rows_are_level_and_the_last_rows_take_what_is_left(n, forced):
     for total in range(forced.total(n), visible_blocks(n) + 1):
@@ -69,12 +57,6 @@ def test_rows_are_level_and_the_last_rows_take_what_is_left(n, forced):
         extra = np.flatnonzero(counts > np.minimum(np.arange(1, n + 1), level))
         assert counts.max() <= level + 1
         np.testing.assert_array_equal(extra, np.arange(n - extra.size, n))
-
-
-@pytest.mark.parametrize("total", [11, 16])
-def test_rows_cannot_have_less_than_always_on_or_more_than_all(total):
-    with pytest.raises(ArgumentError, match="12 .forced. to 15"):
-        row_counts(total, 5, ForcedBlocks())
 
 
 @st.composite
@@ -115,9 +97,25 @@ def test_the_first_of_equals_gets_what_is_left_and_no_weight_comes_last():
     assert apportion(np.array([0.0, 1.0, 0.0]), 12, zeros, many).tolist() == [2, 9, 1]
 
 
+def sharing(weights, total):
+    return lambda: apportion(np.array(weights), total, np.array([1, 1]), np.array([4, 4]))
+
+
 @pytest.mark.parametrize(
-    ("weights", "total"), [([1.0, -1.0], 3), ([np.nan, 1.0], 3), ([1.0, 1.0], 1), ([1.0, 1.0], 9)]
+    ("call", "match"),
+    [
+        *((lambda size=size: ForcedBlocks(size), "`num_sink`") for size in (-1, True, 2**20)),
+        *(
+            (lambda x=x: total_blocks(x, heads=1, n=8, forced=ForcedBlocks()), "share")
+            for x in (0.0, -0.1, 1.01, np.nan, np.inf)
+        ),
+        *((lambda x=x: row_counts(x, 5, ForcedBlocks()), "12 .forced. to 15") for x in (11, 16)),
+        (sharing([1.0, -1.0], 3), "invalid weights"),
+        (sharing([np.nan, 1.0], 3), "invalid weights"),
+        (sharing([1.0, 1.0], 1), "outside of the bounds"),
+        (sharing([1.0, 1.0], 9), "outside of the bounds"),
+    ],
 )
-def test_what_cannot_be_shared_out_is_refused(weights, total):
-    with pytest.raises(ArgumentError):
-        apportion(np.array(weights), total, np.array([1, 1]), np.array([4, 4]))
+def test_impossible_numbers_are_refused(call, match):
+    with pytest.raises(ArgumentError, match=match):
+        call()

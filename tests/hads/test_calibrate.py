@@ -6,15 +6,14 @@ import jax
 import numpy as np
 import pytest
 
+from tests.hads.sample import documents, model
 from xsake import hads
 from xsake.errors import ArgumentError
 from xsake.hads import curves
 from xsake.hads.selectors import Pooled, Sampled
 
 LAYERS, HEADS, DIM, VOCABULARY = 2, 2, 8, 32
-MODEL = hads.CalibratedModel(
-    name="toy", digest="0", layers=LAYERS, q_heads=HEADS, kv_heads=1, head_dim=DIM
-)
+READINGS = documents(3, 64)
 SETTINGS = hads.CalibrationSettings(block=8, selectors=(Sampled(2, 4), Pooled()))
 
 
@@ -31,17 +30,9 @@ def observe():
 
 
 @pytest.fixture(scope="module")
-def readings():
-    draw = np.random.default_rng(0).integers(0, VOCABULARY, (3, 64))
-    return [
-        hads.CalibrationDocument(f"text {i}", row.astype(np.int32)) for i, row in enumerate(draw)
-    ]
-
-
-@pytest.fixture(scope="module")
-def calibrate(observe, readings):
-    def run(documents=readings, settings=SETTINGS, **keywords):
-        return hads.calibrate(observe, MODEL, documents, settings, **keywords)
+def calibrate(observe):
+    def run(documents=READINGS, settings=SETTINGS, **keywords):
+        return hads.calibrate(observe, model(), documents, settings, **keywords)
 
     return run
 
@@ -61,8 +52,8 @@ def test_a_profile_says_what_was_measured(profile):
 
 
 @pytest.mark.slow  # one more calibration
-def test_the_order_of_documents_changes_nothing(profile, calibrate, readings):
-    assert calibrate(readings[::-1]).digest == profile.digest
+def test_the_order_of_documents_changes_nothing(profile, calibrate):
+    assert calibrate(READINGS[::-1]).digest == profile.digest
 
 
 def test_a_run_that_was_stopped_goes_on(profile, calibrate, tmp_path):
@@ -92,14 +83,14 @@ def test_documents_side_by_side_give_the_same_profile(profile, calibrate):
     assert np.allclose(found.curves["sampled"], profile.curves["sampled"], atol=2e-3)
 
 
-def test_documents_of_other_lengths_or_too_short_are_refused(calibrate, readings):
+def test_documents_of_other_lengths_or_too_short_are_refused(calibrate):
     longer = hads.CalibrationDocument("longer", np.zeros(72, np.int32))
     with pytest.raises(ArgumentError, match="XSK-102.calibration-lengths"):
-        calibrate([*readings, longer])
+        calibrate([*READINGS, longer])
     with pytest.raises(ArgumentError, match="XSK-102.calibration-too-short"):
         calibrate(settings=dataclasses.replace(SETTINGS, block=32))
     with pytest.raises(ArgumentError, match="XSK-102.calibration-duplicate"):
-        calibrate([readings[0], readings[0]])
+        calibrate([READINGS[0]] * 2)
 
 
 def test_a_curve_is_what_its_choice_keeps():

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from tests.hads.sample import documents, model
 from xsake import hads
 from xsake.errors import ArgumentError
 from xsake.hads.selectors import Pooled, Sampled, ScoringContext
@@ -71,9 +72,12 @@ def test_effects_are_what_every_choice_would_change(tokens, mask, softcap, monke
 
 
 LAYERS, HEADS, DIM, VOCABULARY, BLOCK = 1, 2, 8, 16, 8
-MODEL = hads.CalibratedModel(
-    name="toy", digest="0", layers=LAYERS, q_heads=HEADS, kv_heads=1, head_dim=DIM
-)
+READINGS = documents(4, 64, vocabulary=VOCABULARY)
+
+
+def pooled_hook():
+    weights = {"pooled": np.array([[[1.0, 0, 0]] * HEADS])}
+    return make_effect_hook((Pooled(),), weights, np.zeros((1, 1, DIM), int), BLOCK, FORCED)
 
 
 def toy(params, tokens, attention):
@@ -96,14 +100,10 @@ def test_an_effect_is_the_divergence_of_predictions(params):
     """One layer, so that no query's error reaches another: second order is all that is left out."""
     tokens = np.random.default_rng(0).integers(0, VOCABULARY, 64).astype(np.int32)
     n, draws = len(tokens) // BLOCK, 256
-    weights = np.array([[[1.0, 0, 0]] * HEADS])
-    hook = make_effect_hook(
-        (Pooled(),), {"pooled": weights}, np.zeros((1, 1, DIM), int), BLOCK, FORCED
-    )
     reader = hads.observer(toy, params)
     perturbation = {"pooled": jnp.zeros((LAYERS, draws, HEADS, n + 1))}
     batch = jnp.broadcast_to(tokens, (draws, len(tokens)))
-    found = reader.grads(batch, np.arange(draws, dtype=np.int32), hook, perturbation)
+    found = reader.grads(batch, np.arange(draws, dtype=np.int32), pooled_hook(), perturbation)
     effect = np.asarray(found["pooled"][0]).mean(0)
     for head in range(HEADS):
         for level in (3, 4, 5):
@@ -139,56 +139,38 @@ def divergence(params, tokens, sparse_head: int, level: int) -> float:
 def test_a_backward_hook_leaves_the_model_as_it_is(params):
     """Gradients by the weights are the same with the hook and without it."""
     tokens = np.random.default_rng(1).integers(0, VOCABULARY, (1, 32)).astype(np.int32)
-    weights = np.array([[[1.0, 0, 0]] * HEADS])
-    hook = make_effect_hook(
-        (Pooled(),), {"pooled": weights}, np.zeros((1, 1, DIM), int), BLOCK, FORCED
-    )
     perturbation = {"pooled": jnp.zeros((LAYERS, 1, HEADS, 5))}
     recorder = functools.partial(hads.AttentionRecorder, lambda *_: None)
-    hooks = {"backward_hook": hook, "perturbation": perturbation}
+    hooks = {"backward_hook": pooled_hook(), "perturbation": perturbation}
     loss = lambda p, **hooks: toy(p, tokens, recorder(**hooks)).sum()
     mine, other = jax.grad(loss)(params, **hooks), jax.grad(loss)(params)
     assert all((mine[name] == other[name]).all() for name in params)
 
 
-@pytest.fixture(scope="module")
-def readings():
-    draw = np.random.default_rng(0).integers(0, 96, (4, 64))
-    return [
-        hads.CalibrationDocument(f"text {i}", row.astype(np.int32)) for i, row in enumerate(draw)
-    ]
-
-
-def calibrated(readings, *, devices=None, effects=2, batch_size=1, **keywords):
-    model = Decoder(DecoderConfig.tiny(), rngs=nnx.Rngs(0))
-    config = model.config
-    identity = hads.CalibratedModel(
-        name="tiny", digest="0", layers=config.layers, q_heads=config.q_heads,
-        kv_heads=config.kv_heads, head_dim=config.head_dim,
-    )  # fmt: skip
+def calibrated(readings, *, devices=None, batch_size=1, **keywords):
+    decoder = Decoder(DecoderConfig.tiny(), rngs=nnx.Rngs(0))
     settings = hads.CalibrationSettings(
-        block=8, selectors=(Sampled(2, 4),), effect_documents=effects, batch_size=batch_size
+        block=8, selectors=(Sampled(2, 4),), effect_documents=2, batch_size=batch_size
     )
-    observer = Observer(model, devices=devices)
-    return hads.calibrate(observer, identity, readings, settings, **keywords)
+    observer = Observer(decoder, devices=devices)
+    return hads.calibrate(observer, model(3, 6, 2), readings, settings, **keywords)
 
 
 @pytest.mark.slow  # three calibrations, one of them on two devices
-def test_calibration_measures_effects_whatever_the_order_and_the_devices(readings, tmp_path):
+def test_calibration_measures_effects_whatever_the_order_and_the_devices(tmp_path):
     seen = []
-    profile = calibrated(readings, cache=hads.MassCache(tmp_path), on_progress=seen.append)
+    profile = calibrated(READINGS, cache=hads.MassCache(tmp_path), on_progress=seen.append)
     assert [(x.done, x.total) for x in seen] == [(i, 6) for i in range(1, 7)]
     effect = profile.effects["sampled"]
     assert effect.shape == profile.curves["sampled"].shape and (effect[..., 3] > 0).all()
-    assert calibrated(readings[::-1], cache=hads.MassCache(tmp_path)).digest == profile.digest
-    wide = calibrated(readings, devices=jax.devices()[:2], batch_size=2)
+    assert calibrated(READINGS[::-1], cache=hads.MassCache(tmp_path)).digest == profile.digest
+    wide = calibrated(READINGS, devices=jax.devices()[:2], batch_size=2)
     np.testing.assert_allclose(wide.effects["sampled"], effect, rtol=0.02, atol=1e-9)
     plan = hads.make_plan(profile, hads.make_policy("effect"), 0.6, Sampled(2, 4))
     assert plan.scope is hads.BudgetScope.ROW
 
 
-def test_copies_are_for_effects_only_and_only_in_so_many_documents(params, readings):
-    few = [hads.CalibrationDocument(x.name, x.tokens % VOCABULARY) for x in readings]
+def test_copies_are_for_effects_only_and_only_in_so_many_documents(params):
     reader, asked = hads.observer(toy, params), []
 
     class Spy:
@@ -202,20 +184,19 @@ def test_copies_are_for_effects_only_and_only_in_so_many_documents(params, readi
     settings = hads.CalibrationSettings(
         block=8, selectors=(Pooled(),), effect_documents=3, copied_documents=2
     )
-    profile = hads.calibrate(Spy(), MODEL, few, settings)
-    assert {x.sha256 for x in profile.documents} == {x.sha256 for x in few}
-    whole = [x.tokens for x in sorted(few, key=lambda x: x.sha256)][:3]
+    profile = hads.calibrate(Spy(), model(LAYERS), READINGS, settings)
+    assert {x.sha256 for x in profile.documents} == {x.sha256 for x in READINGS}
+    whole = [x.tokens for x in sorted(READINGS, key=lambda x: x.sha256)][:3]
     for tokens, own in zip(asked[:2], whole[:2], strict=True):
         np.testing.assert_array_equal(tokens, np.concatenate([own[:56], own[:8]]))
     np.testing.assert_array_equal(asked[2], whole[2])
 
 
-def test_models_that_cannot_tell_are_told_so(params, readings):
+def test_models_without_logits_or_gradients_are_refused(params):
     settings = hads.CalibrationSettings(block=8, selectors=(Pooled(),), effect_documents=1)
-    few = [hads.CalibrationDocument(x.name, x.tokens % VOCABULARY) for x in readings]
     silent = hads.observer(lambda *x: None if toy(*x) is not None else None, params)
     with pytest.raises(ArgumentError, match="XSK-102.effects-logits"):
-        hads.calibrate(silent, MODEL, few, settings)
+        hads.calibrate(silent, model(LAYERS), READINGS, settings)
     reader = hads.observer(toy, params)
     with pytest.raises(ArgumentError, match="XSK-102.calibration-effects"):
-        hads.calibrate(reader.__call__, MODEL, few, settings)
+        hads.calibrate(reader.__call__, model(LAYERS), READINGS, settings)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -44,3 +45,14 @@ def rewritten(folder: Path, change: Callable[[Tensors], Tensors]) -> Path:
         file.unlink()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
+
+
+def weights_of(model) -> dict:
+    state = nnx.to_flat_state(nnx.state(model, nnx.Param))
+    return {".".join(path): variable.get_value() for path, variable in state}
+
+
+def assert_same_weights(found: dict, expected: dict) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_array_equal(found[name], value, err_msg=name)

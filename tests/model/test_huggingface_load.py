@@ -11,10 +11,18 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from flax import nnx
 from jax.sharding import Mesh
 
-from tests.model.checkpoints import ABSENT, GOLDEN, NAMES, config_of, copied, rewritten, tensors_of
+from tests.model.checkpoints import (
+    GOLDEN,
+    NAMES,
+    assert_same_weights,
+    config_of,
+    copied,
+    rewritten,
+    tensors_of,
+    weights_of,
+)
 from xsake.errors import ArgumentError, CheckpointError
 from xsake.model.config import LinearScaling, YarnScaling
 from xsake.model.huggingface import load
@@ -22,14 +30,7 @@ from xsake.model.huggingface.configs import TokenIds, read_config
 
 
 def weights(folder, **options) -> dict:
-    state = nnx.state(load(folder, **options).model, nnx.Param)
-    return {".".join(path): variable.get_value() for path, variable in nnx.to_flat_state(state)}
-
-
-def assert_same(found: dict, expected: dict) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        np.testing.assert_array_equal(found[name], value, err_msg=name)
+    return weights_of(load(folder, **options).model)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -39,8 +40,7 @@ def test_the_report_accounts_for_every_tensor_of_the_files(name):
     assert {line.name for line in loaded.report.filter("used")} == stored.keys()
     assert all(line.actual == stored[line.name].shape for line in loaded.report.lines)
     used = {parameter for line in loaded.report.lines for parameter in line.parameters}
-    own = nnx.to_flat_state(nnx.state(loaded.model, nnx.Param))
-    assert used == {".".join(path) for path, _ in own}
+    assert used == weights_of(loaded.model).keys()
 
 
 def test_the_report_says_how_each_tensor_was_used_and_prints_layers_together():
@@ -70,7 +70,7 @@ def test_gpt2_without_prefix_and_with_its_mask_buffers_is_the_same_model(tmp_pat
         return bare | buffers | {"h.0.attn.masked_bias": np.array(-1e4, np.float32)}
 
     folder = rewritten(copied("gpt2", tmp_path), as_on_the_hub)
-    assert_same(weights(folder), weights(GOLDEN / "gpt2"))
+    assert_same_weights(weights(folder), weights(GOLDEN / "gpt2"))
     aside = [line.name for line in load(folder).report.filter("ignored")]
     assert sorted(aside) == ["h.0.attn.bias", "h.0.attn.masked_bias", "h.1.attn.bias"]
     assert "ignored" in str(load(folder).report)
@@ -84,7 +84,7 @@ def test_a_tied_head_that_repeats_the_embedding_is_set_aside_and_another_refused
         return lambda tensors: tensors | frequencies | head(tensors)
 
     folder = rewritten(copied("llama", tmp_path), with_head(0))
-    assert_same(weights(folder), weights(GOLDEN / "llama"))
+    assert_same_weights(weights(folder), weights(GOLDEN / "llama"))
     assert len(load(folder).report.filter("ignored")) == 2
     rewritten(folder, with_head(1))
     with pytest.raises(CheckpointError, match="(?s)lm_head.weight differs.*tie_word_embeddings"):
@@ -110,7 +110,7 @@ def test_the_text_part_of_a_gemma_that_sees_is_the_same_model(tmp_path, body, si
     assert loaded.config == load(GOLDEN / "gemma3").config
     assert loaded.token_ids == TokenIds(bos=2, eos=(1, 9), pad=0)
     assert [line.how for line in loaded.report.filter("ignored")] == ["only text is loaded"]
-    assert_same(weights(folder), weights(GOLDEN / "gemma3"))
+    assert_same_weights(weights(folder), weights(GOLDEN / "gemma3"))
 
 
 def test_a_sparse_text_config_means_what_transformers_assumes():
@@ -129,6 +129,8 @@ def test_a_sparse_text_config_means_what_transformers_assumes():
 
 
 def test_keys_of_older_files_mean_what_transformers_assumes():
+    ids = config_of("llama") | {"eos_token_id": [2, 5], "bos_token_id": None}
+    assert read_config(ids).token_ids == TokenIds(bos=None, eos=(2, 5), pad=None)
     smollm = config_of("llama") | {"rope_interleaved": False, "rope_scaling": None}
     del smollm["rope_parameters"], smollm["head_dim"], smollm["num_key_value_heads"]
     config = read_config(smollm | {"rope_theta": 100000}).config
@@ -156,8 +158,8 @@ def test_files_of_any_float_dtype_are_read(tmp_path, dtype):
 
 def test_weights_and_activations_take_the_dtypes_asked_for():
     loaded = load(GOLDEN / "llama", compute_dtype="bfloat16", param_dtype=jnp.bfloat16)
-    leaves = jax.tree.leaves(nnx.state(loaded.model, nnx.Param))
-    assert {leaf.dtype for leaf in leaves} == {jnp.dtype(jnp.bfloat16)}
+    dtypes = {leaf.dtype for leaf in weights_of(loaded.model).values()}
+    assert dtypes == {jnp.dtype(jnp.bfloat16)}
     assert loaded.model.compute_dtype == jnp.bfloat16
     with pytest.raises(ArgumentError, match="floating-point"):
         load(GOLDEN / "llama", param_dtype="int8")
@@ -173,11 +175,6 @@ def test_a_value_that_the_dtype_cannot_hold_is_refused_by_name(tmp_path):
     folder = rewritten(copied("qwen2", tmp_path), with_a_giant)
     with pytest.raises(CheckpointError, match="(?s)model.norm.weight.*float16.*wider param_dtype"):
         load(folder, param_dtype=jnp.float16)
-
-
-def test_ids_of_special_tokens_come_along(tmp_path):
-    folder = copied("llama", tmp_path, eos_token_id=[2, 5], bos_token_id=ABSENT)
-    assert load(folder).token_ids == TokenIds(bos=None, eos=(2, 5), pad=None)
 
 
 SHARDED = textwrap.dedent("""

@@ -1,5 +1,7 @@
 """A decoder with native sparse attention: training path, caches, and one token at a time."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -100,5 +102,11 @@ def test_what_it_cannot_do_is_refused(model):
         model.hidden(TOKENS, segment_ids=jnp.zeros((2, 40), jnp.int32))
     with pytest.raises(ValueError, match="does not support windows"):
         DecoderConfig.tiny(native_sparse=SIZES, attention_softcap=3.0)
-    with pytest.raises(ValueError, match="stride must divide"):
-        NativeSparseSizes(length=10, stride=4)
+    for sizes, match in (
+        ({"length": 10, "stride": 4}, "stride must divide"),
+        ({"window": 2**25}, "window"),
+        ({"width": 1}, "width"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            DecoderConfig.tiny(native_sparse=sizes)
+    assert DecoderConfig.tiny(native_sparse=dataclasses.asdict(SIZES)).native_sparse == SIZES

@@ -60,8 +60,5 @@ def test_the_alias_of_attention_takes_both_names_of_the_config():
     np.testing.assert_array_equal(run(), nsa.attention(q, q, values, gates))
     with pytest.raises(ArgumentError, match="XSK-102.blocks-and-config"):
         run(blocks=config, config=config)
-
-
-def test_unknown_names_raise():
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = xsake.nothing

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from xsake.kernels.block_sparse.types import BlockSparseInputs
+from xsake.kernels.blocking import block_ranges
 from xsake.layout import BlockLayout
 from xsake.layout.csr import item_rows
 from xsake.masks import Coverage
@@ -75,12 +76,12 @@ def _position_codes(operands: PruningInputs):
     layout, mask = operands.layout, operands.layout.mask
     assert mask is not None, "positions prune only with a mask"
     item_batch, head, q_block, kv_block = _item_coordinates(layout)
-    q_span = _block_range(operands.q_positions, layout.q_tokens, layout.block_q)
-    kv_span = _block_range(operands.kv_positions, layout.kv_tokens, layout.block_kv)
+    q_span = block_ranges(operands.q_positions, layout.q_tokens, layout.block_q)
+    kv_span = block_ranges(operands.kv_positions, layout.kv_tokens, layout.block_kv)
     batch = max(q_span[0].shape[0], kv_span[0].shape[0], layout.batch)
     batch_index = jnp.arange(batch)[:, None] if layout.batch == 1 else item_batch[None]
-    ends = [x[batch_index % x.shape[0], q_block[None]] for x in q_span]
-    ends += [x[batch_index % x.shape[0], kv_block[None]] for x in kv_span]
+    pairs = [(x, q_block) for x in q_span] + [(x, kv_block) for x in kv_span]
+    ends = [jnp.asarray(x)[batch_index % x.shape[0], block[None]] for x, block in pairs]
     if mask.heads is None:
         return mask.coverage(*ends)
     return mask.coverage(*ends, head=(head * mask.heads // layout.heads)[None])
@@ -90,8 +91,8 @@ def _segment_codes(operands: PruningInputs):
     """Return the coverage of each item by equality of segment ids, [B, W]."""
     layout = operands.layout
     item_batch, _, q_block, kv_block = _item_coordinates(layout)
-    q_low, q_high = _block_range(operands.q_segment_ids, layout.q_tokens, layout.block_q)
-    kv_low, kv_high = _block_range(operands.kv_segment_ids, layout.kv_tokens, layout.block_kv)
+    q_low, q_high = block_ranges(operands.q_segment_ids, layout.q_tokens, layout.block_q)
+    kv_low, kv_high = block_ranges(operands.kv_segment_ids, layout.kv_tokens, layout.block_kv)
     batch_index = jnp.arange(q_low.shape[0])[:, None] if layout.batch == 1 else item_batch[None]
     q_low, q_high = (x[batch_index, q_block[None]] for x in (q_low, q_high))
     kv_low, kv_high = (x[batch_index, kv_block[None]] for x in (kv_low, kv_high))
@@ -100,12 +101,3 @@ def _segment_codes(operands: PruningInputs):
     one_segment = (q_low == q_high) & (kv_low == kv_high) & (q_low == kv_low) & (q_low >= 0)
     some = jnp.where(low <= high, Coverage.SOME, Coverage.NONE)
     return jnp.where(one_segment, Coverage.ALL, some).astype(jnp.int8)
-
-
-def _block_range(values, tokens: int, block: int):
-    """Return min and max of each block, [B or 1, N]; of token indices if `values` is None."""
-    values = jnp.arange(tokens, dtype=jnp.int32)[None] if values is None else values
-    missing = -tokens % block
-    values = jnp.pad(values, ((0, 0), (0, missing)), mode="edge")
-    values = values.reshape(values.shape[0], -1, block)
-    return values.min(-1), values.max(-1)

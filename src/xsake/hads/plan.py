@@ -2,15 +2,14 @@
 
 import itertools
 from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
 from pydantic import FailFast, Field, model_validator
 
 from xsake import _json
-from xsake._schema import PRINTABLE, Count, Fraction, Frozen, Number, Positive, Text, validate
+from xsake._schema import PRINTABLE, Count, Fraction, Frozen, JsonDocument, Number, Positive, Text
 from xsake.errors import ArgumentError
 from xsake.hads.allocation import take_units
 from xsake.hads.budget import (
@@ -21,7 +20,7 @@ from xsake.hads.budget import (
     row_counts,
     visible_blocks,
 )
-from xsake.hads.policies import EntropyRandom, Policy, Sensitivity, Static, with_curve
+from xsake.hads.policies import Policy, Static, with_curve
 from xsake.hads.profile import (
     MAX_WEIGHTS,
     CalibratedModel,
@@ -33,11 +32,9 @@ from xsake.hads.selectors.base import Selector, SelectorSpec, SpecSettings
 from xsake.hads.topk import BudgetScope
 from xsake.layout.grid import count_blocks
 
-MAX_BYTES, MAX_CONTAINERS = 2**22, 2**17
 MAX_ROWS = 2**26  # rows of all heads that `row_counts` returns
 MAX_LISTED_HEADS = 10
 BAR_WIDTH = 40
-WHAT = "a sparsity plan"
 
 Numbers = Annotated[tuple[Number, ...], Field(max_length=MAX_WEIGHTS), FailFast()]
 Indices = Annotated[tuple[Count, ...], Field(max_length=MAX_BLOCKS), FailFast()]
@@ -80,8 +77,12 @@ class PolicySpec(Frozen):
     settings: SpecSettings
 
 
-class SparsityPlan(Frozen, populate_by_name=True, serialize_by_alias=True):
+class SparsityPlan(JsonDocument):
     """Per-head block budgets as shares of the visible blocks, valid at any length."""
+
+    file_type: ClassVar[str] = "a sparsity plan"
+    max_bytes: ClassVar[int] = 2**22
+    max_containers: ClassVar[int] = 2**17
 
     schema_version: Literal[1] = 1
     summary: Annotated[str, Field(min_length=1, max_length=1000), PRINTABLE]
@@ -122,7 +123,17 @@ class SparsityPlan(Frozen, populate_by_name=True, serialize_by_alias=True):
             budget: computed / causally visible blocks, met exactly; None for policies without one.
             selector: None for `Static` and `EntropyRandom`.
         """
-        is_implied, selector = selector is None, _resolve_selector(policy, selector)
+        implied = policy.implied_selector
+        if (implied is None) == (selector is None):
+            problem = "requires a selector" if implied is None else "takes no selector"
+            raise ArgumentError(
+                "policy-selector",
+                f"the policy {policy.name!r} {problem}",
+                got=f"selector={selector!r}",
+                fix="pass a selector, except for the policies static and original",
+            )
+        if selector is None:
+            selector = SelectorSpec(name=implied or "", settings=policy.settings, cost=0.0)
         policy = with_curve(policy, selector.name)
         heads = _head_plans(profile, policy, budget, selector)
         blocks = sum(head.blocks for layer in heads for head in layer)
@@ -143,14 +154,14 @@ class SparsityPlan(Frozen, populate_by_name=True, serialize_by_alias=True):
                 seed=profile.seed,
                 environment=profile.environment,
             ),
-            policy=PolicySpec(name=policy.name, settings=_settings(policy)),
+            policy=PolicySpec(name=policy.name, settings=policy.settings),
             block=profile.block,
-            forced=policy.forced if isinstance(policy, EntropyRandom) else profile.forced,
+            forced=getattr(policy, "forced", profile.forced),
             budget=share if budget is None else budget,
             selector=selector,
-            scope=BudgetScope.ROW if isinstance(policy, Sensitivity) else BudgetScope.LAYER,
+            scope=policy.scope,
             effective_budget=effective,
-            components=() if is_implied else profile.components.tolist(),
+            components=() if implied else profile.components.tolist(),
             heads=heads,
         )
 
@@ -294,55 +305,18 @@ class SparsityPlan(Frozen, populate_by_name=True, serialize_by_alias=True):
         ]
         return _json.dumps(document, {"heads": 2, "components": 1, "calibration": 1})
 
-    @classmethod
-    def from_json(cls, data: bytes) -> "SparsityPlan":
-        """Parse and validate a plan file."""
-        limits = {"max_containers": MAX_CONTAINERS, "max_values": MAX_BYTES}
-        document = _json.loads(data, what=WHAT, max_bytes=MAX_BYTES, **limits)
-        return validate(cls, document, what=WHAT)
-
-    def save(self, path: Path) -> None:
-        """Write the file atomically."""
-        _json.write(path, self.to_json(), max_bytes=MAX_BYTES)
-
-    @classmethod
-    def load(cls, path: Path) -> "SparsityPlan":
-        """Read a file of at most 4 MB."""
-        return cls.from_json(_json.read(path, max_bytes=MAX_BYTES))
-
 
 def make_plan(
     profile: Profile, policy: Policy, budget: float | None, selector: Selector
 ) -> SparsityPlan:
     """Build the plan of a policy; `static` and `original` do not use the selector."""
-    if isinstance(policy, Static | EntropyRandom):
+    if policy.implied_selector is not None:
         return SparsityPlan.of(profile, policy, budget)
     spec = selector.spec(profile.context, profile.block, profile.model.head_dim)
     return SparsityPlan.of(profile, policy, budget, selector=spec)
 
 
 # Parts of a plan
-
-
-def _resolve_selector(policy: Policy, selector: SelectorSpec | None) -> SelectorSpec:
-    """Return the given selector, or the one that the policy implies."""
-    is_implied = isinstance(policy, Static | EntropyRandom)
-    if (selector is None) != is_implied:
-        problem = "takes no selector" if is_implied else "requires a selector"
-        raise ArgumentError(
-            "policy-selector",
-            f"the policy {policy.name!r} {problem}",
-            got=f"selector={selector!r}",
-            fix="pass a selector, except for the policies static and original",
-        )
-    if selector is not None:
-        return selector
-    name = "none" if isinstance(policy, Static) else "random"
-    return SelectorSpec(name=name, settings=_settings(policy), cost=0.0)
-
-
-def _settings(policy: Policy) -> dict[str, int | float | str]:
-    return {name: value for name, value in vars(policy).items() if value is not None}
 
 
 def _head_plans(

@@ -12,6 +12,7 @@ from xsake.hads.allocation import StaticUnits, static_units, water_fill
 from xsake.hads.budget import ForcedBlocks, apportion, level_totals, total_blocks, visible_blocks
 from xsake.hads.profile import Profile
 from xsake.hads.selectors.base import make_by_name
+from xsake.hads.topk import BudgetScope
 
 Totals = Int[np.ndarray, "L Hq"]
 Curves = Float[np.ndarray, "L Hq levels"]
@@ -22,9 +23,18 @@ class Policy(abc.ABC):
 
     Attributes:
         name: key in `POLICIES` and in plan files.
+        implied_selector: of plans of this policy, which are made without one; None: they need one.
+        scope: unit that shares a budget at run time.
     """
 
     name: ClassVar[str]
+    implied_selector: ClassVar[str | None] = None
+    scope: ClassVar[BudgetScope] = BudgetScope.LAYER
+
+    @property
+    def settings(self) -> dict[str, int | float | str]:
+        """Settings that are not None, for plan files."""
+        return {name: value for name, value in vars(self).items() if value is not None}
 
     @abc.abstractmethod
     def plan_shares(self, profile: Profile, budget: float | None) -> Totals:
@@ -86,6 +96,7 @@ class EntropyRandom(Policy):
     window: int = 2
     seed: int = 0
     name: ClassVar[str] = "original"
+    implied_selector: ClassVar[str | None] = "random"
 
     @property
     def forced(self) -> ForcedBlocks:
@@ -139,6 +150,7 @@ class Sensitivity(KL):
     """
 
     name: ClassVar[str] = "effect"
+    scope: ClassVar[BudgetScope] = BudgetScope.ROW
 
     def _losses(self, profile: Profile) -> Curves:
         if not profile.effects:
@@ -180,6 +192,7 @@ class Static(Policy):
     """Whole diagonals and columns by calibrated mass per block; no run-time selection."""
 
     name: ClassVar[str] = "static"
+    implied_selector: ClassVar[str | None] = "none"
 
     def units(self, profile: Profile, budget: float | None) -> StaticUnits:
         """Return diagonals, columns and block totals of each head."""
@@ -264,13 +277,10 @@ def _curve(curves: dict[str, Curves], name: str | None) -> Curves:
 
 def _total_blocks(profile: Profile, budget: float | None, forced: ForcedBlocks) -> int:
     if budget is None:
-        expected = "0 < .. <= 1"
         raise ArgumentError(
-            "policy-needs-budget",
-            "this policy requires a budget",
-            got="budget=None",
-            expected=expected,
-        )
+            "policy-needs-budget", "this policy requires a budget", got="budget=None",
+            expected="0 < .. <= 1",
+        )  # fmt: skip
     return total_blocks(budget, heads=profile.model.heads, n=profile.n, forced=forced)
 
 

@@ -4,8 +4,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -21,12 +20,10 @@ from pydantic import (
 
 from xsake import _json
 from xsake._provenance import Environment
-from xsake._schema import Frozen, Positive, Text, validate
+from xsake._schema import Frozen, JsonDocument, Positive, Text
 from xsake.hads.budget import MAX_BLOCKS, ForcedBlocks
 from xsake.layout.grid import count_blocks
 
-WHAT = "a calibration profile"
-MAX_BYTES, MAX_CONTAINERS = 2**26, 2**18
 MAX_HEADS = 2**14  # of all layers
 MAX_WEIGHTS = 256  # of a selector, for one head
 CURVE_TOLERANCE = 1e-5  # allowed violation of curve >= 0 and monotonicity by rounding
@@ -139,12 +136,16 @@ class DocumentRecord(Frozen):
     tokens: Positive
 
 
-class Profile(Frozen, populate_by_name=True, serialize_by_alias=True):
+class Profile(JsonDocument):
     """Measurements per layer and head, means over all rows and documents.
 
     There are `n` query blocks and `n` kv blocks. The mass of a block is its share of a query's
     attention, mean over the queries of a row.
     """
+
+    file_type: ClassVar[str] = "a calibration profile"
+    max_bytes: ClassVar[int] = 2**26
+    max_containers: ClassVar[int] = 2**18
 
     schema_version: Literal[1] = 1
     model: CalibratedModel
@@ -235,19 +236,3 @@ class Profile(Frozen, populate_by_name=True, serialize_by_alias=True):
         depths |= dict.fromkeys(("offset_mass", "column_mass", "components"), 2)
         depths |= dict.fromkeys(("entropy", "block_entropy", "need90", "outside"), 1)
         return _json.dumps(self.model_dump(mode="json"), depths)
-
-    @classmethod
-    def from_json(cls, data: bytes) -> "Profile":
-        """Parse and validate a profile file."""
-        limits = {"max_containers": MAX_CONTAINERS, "max_values": MAX_BYTES}
-        document = _json.loads(data, what=WHAT, max_bytes=MAX_BYTES, **limits)
-        return validate(cls, document, what=WHAT)
-
-    def save(self, path: Path) -> None:
-        """Write the file atomically."""
-        _json.write(path, self.to_json(), max_bytes=MAX_BYTES)
-
-    @classmethod
-    def load(cls, path: Path) -> "Profile":
-        """Read a file of at most 64 MB."""
-        return cls.from_json(_json.read(path, max_bytes=MAX_BYTES))

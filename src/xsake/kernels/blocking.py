@@ -25,6 +25,16 @@ def to_blocks(x: Array, block: int, fill: int | float = 0) -> Array:
     return x.reshape(batch * heads * number, block, *x.shape[3:])
 
 
+def block_ranges(values: Array | None, tokens: int, block: int) -> tuple[Any, Any]:
+    """Return min and max of each block, [B or 1, N]; of token indices, static, if None."""
+    if values is None:
+        first = np.arange(-(-tokens // block), dtype=np.int32)[None] * block
+        return first, np.minimum(first + (block - 1), tokens - 1)
+    values = jnp.pad(values, ((0, 0), (0, -tokens % block)), mode="edge")
+    values = values.reshape(values.shape[0], -1, block)
+    return values.min(-1), values.max(-1)
+
+
 def from_blocks(blocks: Array, shape: tuple[int, ...]) -> Array:
     """The inverse of `to_blocks`: [B * H * (N + 1), block, D] -> [B, T, H, D], the given shape."""
     batch, tokens, heads, dim = shape

@@ -3,7 +3,7 @@
 import dataclasses
 
 from xsake.attention import BlockSparseAttention
-from xsake.attention.layer_call import AttentionFn, LayerCall, native_sparse_error
+from xsake.attention.layer_call import LayerCall
 from xsake.errors import ArgumentError
 from xsake.layout import BlockLayout
 from xsake.masks import AbstractMask
@@ -21,12 +21,6 @@ class DenseAttention:
 
     def __call__(self, q, k, v, call: LayerCall):
         return call.apply(self.operator, q, k, v)
-
-
-def check_dense(attend: AttentionFn) -> None:
-    """Raise unless the attention function allows native sparse attention."""
-    if not isinstance(attend, DenseAttention):
-        raise native_sparse_error(f"attend={type(attend).__name__}(...)")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Decoding caches for a batch of rows of different lengths."""
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -52,67 +52,65 @@ class KVCache:
         return dataclasses.replace(self, lengths=self.lengths + tokens)
 
 
-_ARRAYS = (
-    "keys", "values", "window_keys", "window_values", "summary_keys", "summary_values",
-    "run_keys", "run_values",
-)  # fmt: skip
+class KVPair(NamedTuple):
+    """Keys and values, one array of each."""
+
+    k: Float[Array, "B S Hk D"]
+    v: Float[Array, "B S Hk D"]
 
 
-@register_layout(leaves=_ARRAYS, static=())
+@register_layout(leaves=("selected", "window", "summaries", "run"), static=())
 @dataclasses.dataclass(frozen=True)
 class NativeState:
     """State of one layer: all selectable keys, and ring buffers of the most recent ones.
 
-    Slot i of `keys` holds position i, slot i of the summaries summary i; slot s of a ring buffer
+    Slot i of `selected` holds position i, slot i of `summaries` summary i; slot s of a ring buffer
     holds the latest position that is s modulo its size.
     """
 
-    keys: Float[Array, "B capacity Hk D"]
-    values: Float[Array, "B capacity Hk D"]
-    window_keys: Float[Array, "B window Hk D"]
-    window_values: Float[Array, "B window Hk D"]
-    summary_keys: Float[Array, "B Nc Hk D"]
-    summary_values: Float[Array, "B Nc Hk D"]
-    run_keys: Float[Array, "B length Hk D"]  # of the compressed branch
-    run_values: Float[Array, "B length Hk D"]
+    selected: KVPair  # [B, capacity, Hk, D]
+    window: KVPair  # ring of `config.window`
+    summaries: KVPair
+    run: KVPair  # of the compressed branch, ring of `config.length`
 
     @classmethod
     def from_prefill(
-        cls, k: nsa.KV, v: nsa.KV, summaries: tuple[Array, Array], lengths, config: nsa.Config,
-        capacity: int,
-    ) -> "NativeState":  # fmt: skip
+        cls, k: nsa.KV, v: nsa.KV, summaries: KVPair, lengths, config: nsa.Config, capacity: int
+    ) -> "NativeState":
         """Create a state for `capacity` tokens from the keys and values of a prefill."""
 
-        def pad(x, size):
-            return jnp.pad(x, ((0, 0), (0, size - x.shape[1]), (0, 0), (0, 0)))
+        def pad(size, pair):
+            return KVPair(
+                *(jnp.pad(x, ((0, 0), (0, size - x.shape[1]), *[(0, 0)] * 2)) for x in pair)
+            )
 
-        def ring(x, size):
-            slot = _ring_positions(lengths - 1, size)
-            return jnp.take_along_axis(x, jnp.maximum(slot, 0)[:, :, None, None], axis=1)
+        def ring(size, pair):
+            slot = jnp.maximum(_ring_positions(lengths - 1, size), 0)[:, :, None, None]
+            return KVPair(*(jnp.take_along_axis(x, slot, axis=1) for x in pair))
 
+        compressed, selected, window = zip(k, v, strict=True)
         number = num_summaries(capacity, config.length, config.stride)
         return cls(
-            pad(k.selected, capacity), pad(v.selected, capacity),
-            ring(k.window, config.window), ring(v.window, config.window),
-            pad(summaries[0], number), pad(summaries[1], number),
-            ring(k.compressed, config.length), ring(v.compressed, config.length),
+            pad(capacity, selected), ring(config.window, window), pad(number, summaries),
+            ring(config.length, compressed),
         )  # fmt: skip
 
     def append(
         self, k: nsa.KV, v: nsa.KV, position: Int[Array, " B"], config: nsa.Config, compress: tuple
     ) -> "NativeState":
         """Append a token to every row; add a summary when its run is complete."""
-        rows = jnp.arange(position.shape[0])
-        write = lambda old, slot, new: old.at[rows, slot].set(new[:, 0], mode="drop")
-        length, window = config.length, position % config.window
-        run = [
-            write(old, position % length, new)
-            for old, new in ((self.run_keys, k.compressed), (self.run_values, v.compressed))
-        ]
+        rows, length = jnp.arange(position.shape[0]), config.length
+        compressed, selected, window = zip(k, v, strict=True)
+
+        def write(pair, slot, new):
+            pairs = zip(pair, new, strict=True)
+            return KVPair(*(x.at[rows, slot].set(each[:, 0], mode="drop") for x, each in pairs))
+
+        run = write(self.run, position % length, compressed)
         order = (position[:, None] + 1 + jnp.arange(length)[None]) % length  # oldest first
         begin = position + 1 - length
         is_complete = (begin >= 0) & (begin % config.stride == 0)
-        slot = jnp.where(is_complete, begin // config.stride, self.summary_keys.shape[1])
+        slot = jnp.where(is_complete, begin // config.stride, self.summaries.k.shape[1])
         summaries = [
             function(
                 jnp.take_along_axis(x, order[:, :, None, None], axis=1)[:, None], begin[:, None]
@@ -120,16 +118,15 @@ class NativeState:
             for x, function in zip(run, compress, strict=True)
         ]
         return NativeState(
-            write(self.keys, position, k.selected), write(self.values, position, v.selected),
-            write(self.window_keys, window, k.window), write(self.window_values, window, v.window),
-            write(self.summary_keys, slot, summaries[0]),
-            write(self.summary_values, slot, summaries[1]),
-            run[0], run[1],
-        )  # fmt: skip
+            write(self.selected, position, selected),
+            write(self.window, position % config.window, window),
+            write(self.summaries, slot, summaries),
+            run,
+        )
 
     def window_positions(self, position: Int[Array, " B"]) -> Int[Array, "B window"]:
         """Return the position of each slot of the window; empty slots get a future position."""
-        positions = _ring_positions(position, self.window_keys.shape[1])
+        positions = _ring_positions(position, self.window.k.shape[1])
         return jnp.where(positions < 0, position[:, None] + 1, positions)
 
 
@@ -144,7 +141,7 @@ class NativeCache:
     @property
     def capacity(self) -> int:
         """Maximum number of tokens."""
-        return self.layers.keys.shape[2]
+        return self.layers.selected.k.shape[2]
 
     def get_layer(self, layer) -> NativeState:
         """Return the state of one layer."""

@@ -85,21 +85,8 @@ class LayerKind(Frozen):
         return Causal() & Window(left=self.window - 1, right=0)
 
 
-class NativeSparseSizes(Frozen):
-    """Sizes of native sparse attention, with the fields of `xsake.nsa.Config`."""
-
-    length: Size = 32
-    stride: Size = 16
-    size: Size = 64
-    count: Size = 16
-    first: Annotated[int, Field(ge=0, le=2**24)] = 1
-    local: Size = 2
-    window: Size = 512
-
-    @model_validator(mode="after")
-    def _check_consistency(self) -> "NativeSparseSizes":
-        nsa.Config(**self.model_dump())
-        return self
+NativeSparseSizes = nsa.Config
+"""Earlier name of `xsake.nsa.Config`."""
 
 
 class DecoderConfig(Frozen):
@@ -140,7 +127,7 @@ class DecoderConfig(Frozen):
     query_scale: Above0 | None = Field(default=None, description="None: 1 / sqrt(head_dim)")
     attention_softcap: Above0 | None = None
     logit_softcap: Above0 | None = None
-    native_sparse: NativeSparseSizes | None = Field(
+    native_sparse: nsa.Config | None = Field(
         default=None, description="compressed, selected and sliding-window branches"
     )
 

@@ -12,17 +12,17 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from xsake import nsa
-from xsake.attention.layer_call import AttentionFn, LayerCall
+from xsake.attention.layer_call import AttentionFn, LayerCall, native_sparse_error
 from xsake.errors import ArgumentError
 from xsake.kernels.validation import is_known
-from xsake.model.attend import DenseAttention, check_dense
+from xsake.model.attend import DenseAttention
 from xsake.model.cache import AnyCache, KVCache, NativeCache
-from xsake.model.config import DecoderConfig
+from xsake.model.config import DecoderConfig, LayerKind
 from xsake.model.layers import Attention, Layer, Norm, cos_sin_tables, init_param, rotate
 from xsake.model.nsa_layer import NativeSparse
 
 Tokens = Int[Array | np.ndarray, "B T"]
-
+_ROTATED = "selected", "window"  # branches of native sparse attention
 
 _LayerAttention = Callable[[Array, Array, Array, LayerCall, Any], tuple[Array, tuple[Any, Any]]]
 """Maps rotated q and k, v, the layer's call and the cache to (out, (cache, auxiliary output))."""
@@ -211,7 +211,8 @@ class Decoder(nnx.Module):
 
     def _extend_native(self, tokens, cache: NativeCache, attend: AttentionFn):
         """Extend token by token: each token may complete a summary that the next one attends to."""
-        check_dense(attend)
+        if not isinstance(attend, DenseAttention):
+            raise native_sparse_error(f"attend={type(attend).__name__}(...)")
 
         def layer_attention(q, k, v, call: LayerCall, cache: NativeCache):
             assert call.native is not None
@@ -238,9 +239,7 @@ class Decoder(nnx.Module):
             indices = np.arange(tokens.shape[1]) if positions is None else positions
             _check_range("positions", indices, config.context, "the learned positions")
         positions = _token_positions(tokens) if positions is None else positions
-        tables = cos_sin_tables(
-            tuple(kind.rope for kind in config.kinds), config.head_dim, positions
-        )
+        tables = self._rope_tables(positions)
         graph, weights = nnx.split(self.layers)
 
         def step(carry, item):
@@ -250,12 +249,19 @@ class Decoder(nnx.Module):
             def rotate_and_attend(q, k, v, native=None):
                 if native is not None:
                     layer, gates = native
-                    native = layer.make_call(gates, functools.partial(self._rotate_summaries, kind))
-                if any(kind.rope for kind in config.kinds):
-                    q, k = rotate(q, tables[kind]), _rotate_keys(k, tables[kind])
-                return _switch_kind(
-                    config, kind, (number, native), layer_attention, (q, k, v, cache)
-                )
+                    native = layer.make_call(
+                        gates, lambda x, at: _rotate(x, self._rope_tables(at), kind)
+                    )
+                q, k = _rotate(q, tables, kind), _rotate(k, tables, kind)
+
+                def attend_by_kind(kind: LayerKind):
+                    call = LayerCall(
+                        number, kind.mask, config.scale, config.attention_softcap, native=native
+                    )
+                    return lambda q, k, v, cache: layer_attention(q, k, v, call, cache)
+
+                branches = [attend_by_kind(kind) for kind in config.kinds]
+                return _switch(kind, branches, q, k, v, cache)
 
             x, (cache, aux) = nnx.merge(graph, weights)(x, rotate_and_attend)
             return (x, cache), aux
@@ -271,13 +277,10 @@ class Decoder(nnx.Module):
             (x, cache), aux = jax.lax.scan(step, start, layers)
         return self.final_norm(x), cache, aux
 
-    def _rotate_summaries(self, kind, x, positions):
-        """Rotate compressed keys by the positions of their first tokens."""
-        kinds = self.config.kinds
-        if not any(kind.rope for kind in kinds):
-            return x
-        ropes = tuple(kind.rope for kind in kinds)
-        return rotate(x, cos_sin_tables(ropes, self.config.head_dim, positions)[kind])
+    def _rope_tables(self, positions) -> Array | None:
+        """Return cosines and sines by kind of layer; None without rotary positions."""
+        ropes = tuple(kind.rope for kind in self.config.kinds)
+        return cos_sin_tables(ropes, self.config.head_dim, positions) if any(ropes) else None
 
     def _embed(self, tokens, positions):
         x = _gather_rows(self.embedding[...], tokens, self.compute_dtype)
@@ -319,25 +322,20 @@ def _token_positions(tokens) -> Array:
     return jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
 
 
-def _rotate_keys(k, tables):
-    """Rotate keys; those of the compressed branch are rotated after compression."""
-    if not isinstance(k, nsa.KV):
-        return rotate(k, tables)
-    return nsa.KV(k.compressed, rotate(k.selected, tables), rotate(k.window, tables))
+def _rotate(x, tables, kind):
+    """Rotate queries or keys; those of the compressed branch are rotated after compression."""
+    if tables is None:
+        return x
+    if isinstance(x, nsa.KV):
+        return x._replace(**{name: rotate(getattr(x, name), tables[kind]) for name in _ROTATED})
+    return rotate(x, tables[kind])
 
 
-def _switch_kind(config: DecoderConfig, kind, layer, layer_attention, arguments):
-    """Call `layer_attention` with the mask of the layer's kind, which is traced in a scan."""
-
-    def branch(index: int):
-        mask, cap = config.kinds[index].mask, config.attention_softcap
-        number, native = layer
-        call = LayerCall(layer=number, mask=mask, scale=config.scale, softcap=cap, native=native)
-        return lambda q, k, v, cache: layer_attention(q, k, v, call, cache)
-
-    if len(config.kinds) == 1 or isinstance(kind, int):
-        return branch(0 if len(config.kinds) == 1 else kind)(*arguments)
-    return jax.lax.switch(kind, [branch(i) for i in range(len(config.kinds))], *arguments)
+def _switch(kind, branches: list[Callable], *arguments):
+    """Call the branch of a layer's kind, which is traced in a scan over different kinds."""
+    if len(branches) == 1 or isinstance(kind, int):
+        return branches[0 if len(branches) == 1 else kind](*arguments)
+    return jax.lax.switch(kind, branches, *arguments)
 
 
 def _unroll(step, carry, weights, kinds: list[int]):

@@ -12,8 +12,9 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from xsake.attention.layer_call import AttentionFn
 from xsake.errors import ArgumentError
-from xsake.model.attend import AttentionFn, DenseAttention, LayoutAttention
+from xsake.model.attend import DenseAttention, LayoutAttention
 from xsake.model.cache import AnyCache
 from xsake.model.decoder import Decoder
 from xsake.model.sampling import SamplingParams, check_range, sample_tokens

@@ -21,7 +21,7 @@ from xsake.kernels.compressed.summaries import runs
 from xsake.kernels.selected import selected_attention
 from xsake.kernels.selected import types as selecting
 from xsake.masks import Causal, Window
-from xsake.model.cache import NativeState
+from xsake.model.cache import KVPair, NativeState
 from xsake.model.config import DecoderConfig
 from xsake.model.layers import Norm, init_param, named_param
 
@@ -59,8 +59,7 @@ class NativeSparseCall:
                 cut, (jnp.arange(cut.shape[1], dtype=jnp.int32) * self.config.stride)[None]
             )
 
-        compress_keys, compress_values = self.compress
-        summaries = summarize(k.compressed, compress_keys), summarize(v.compressed, compress_values)
+        summaries = KVPair(*map(summarize, (k.compressed, v.compressed), self.compress))
         return NativeState.from_prefill(k, v, summaries, lengths, self.config, capacity)
 
     def step(
@@ -70,22 +69,21 @@ class NativeSparseCall:
         """Append a token to each row; return (attention output, state)."""
         state = state.append(k, v, position, self.config, self.compress)
         config, at = self.config, position[:, None]
-        blocks = -(-state.keys.shape[1] // config.size)
+        blocks = -(-state.selected.k.shape[1] // config.size)
         selection = pooling.BlockSelection(
             config.size, blocks, config.count, config.first, config.local
         )
         compressed, _, selected = compressed_attention(
-            pooling.CompressedInputs(q, state.summary_keys, state.summary_values, at),
+            pooling.CompressedInputs(q, *state.summaries, at),
             pooling.CompressedConfig(config.length, config.stride, scale, selection),
         )
         assert selected is not None
         selected_out, _ = selected_attention(
-            selecting.SelectedInputs(q, state.keys, state.values, selected, at),
+            selecting.SelectedInputs(q, *state.selected, selected, at),
             selecting.SelectedConfig(config.size, scale),
         )
         window: Any = attention(
-            q, state.window_keys, state.window_values,
-            mask=Causal() & Window(left=config.window - 1, right=0), scale=scale,
+            q, *state.window, mask=Causal() & Window(left=config.window - 1, right=0), scale=scale,
             q_positions=at, kv_positions=state.window_positions(position),
         )  # fmt: skip
         gates = jnp.stack([gate for gate in self.gates if gate is not None])[..., None]
@@ -119,7 +117,7 @@ class NativeSparse(nnx.Module):
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, dtype):
         assert config.native_sparse is not None
-        self.nsa_config = nsa.Config(**config.native_sparse.model_dump())
+        self.nsa_config = config.native_sparse
         width, dim, heads = config.width, config.head_dim, config.q_heads
         draw = functools.partial(init_param, rngs, dtype=dtype, fan_in=width)
         self.query = draw(("embed", "q_heads", "head_dim"), (width, heads, dim))

@@ -1,6 +1,5 @@
 """Run a decoder with per-layer hooks, on one device or data-parallel."""
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,23 +9,12 @@ from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from xsake.model.attend import AttentionFn, DenseAttention
+from xsake.attention.layer_call import AttentionFn
+from xsake.model.attend import DenseAttention
 from xsake.model.decoder import Decoder
 
 CHUNK = 256  # tokens per chunk of logits
 _WEIGHTS, _BATCH, _BY_LAYER = PartitionSpec(), PartitionSpec("data"), PartitionSpec(None, "data")
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class PerturbedAttention:
-    """Attention whose output is replaced by `tap(out, q, k, v, call, zeros)`."""
-
-    attend: AttentionFn
-    tap: Callable[..., Any]
-    zeros: Any
-
-    def __call__(self, q, k, v, call):
-        return self.tap(self.attend(q, k, v, call), q, k, v, call, self.zeros)
 
 
 class Observer:
@@ -76,7 +64,8 @@ class Observer:
         def log_probability(zeros, weights, tokens, seeds):
             model = nnx.merge(self._graph, weights)
             model.remat = True  # keeps the activations of one layer only
-            hidden = model.hidden(tokens, attend=PerturbedAttention(self._attend, tap, zeros))
+            attend = lambda q, k, v, call: tap(self._attend(q, k, v, call), q, k, v, call, zeros)
+            hidden = model.hidden(tokens, attend=attend)
             return jax.vmap(lambda x, seed: _sampled_log_prob(model, x, seed))(hidden, seeds).sum()
 
         def run(weights, tokens, seeds, zeros):

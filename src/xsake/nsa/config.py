@@ -2,12 +2,16 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Annotated, ClassVar, NamedTuple
 
 import jax
 from jaxtyping import Array, Float, Int
+from pydantic import ConfigDict, Field
 
 from xsake.errors import ArgumentError
+
+# The upper limit is for configurations in files.
+Size = Annotated[int, Field(ge=1, le=2**24)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,13 +33,14 @@ class Config:
         512
     """
 
-    length: int = 32
-    stride: int = 16
-    size: int = 64
-    count: int = 16
-    first: int = 1
-    local: int = 2
-    window: int = 512
+    length: Size = 32
+    stride: Size = 16
+    size: Size = 64
+    count: Size = 16
+    first: Annotated[int, Field(ge=0, le=2**24)] = 1
+    local: Size = 2
+    window: Size = 512
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     def __post_init__(self):
         sizes = dataclasses.asdict(self)

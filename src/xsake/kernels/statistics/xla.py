@@ -15,7 +15,7 @@ from jax import Array, lax
 
 from xsake.kernels import online_softmax
 from xsake.kernels.block_sparse.types import TileSizes
-from xsake.kernels.blocking import RowTileSide, pad_axis, take
+from xsake.kernels.blocking import RowTileSide, block_ranges, pad_axis, take
 from xsake.kernels.element_mask import element_mask, rule_of_heads
 from xsake.kernels.online_softmax import LOG2E, exp2, log_sum_exp
 from xsake.kernels.row_loop import RowBody, RowTable, Step, loop_rows
@@ -266,14 +266,14 @@ def _codes(inputs: StatisticsInputs, config: StatisticsConfig, cut: StatisticsSi
     q_tokens, kv_tokens = inputs.q.shape[1], inputs.k.shape[1]
     codes = _of_mask(
         config.mask,
-        _ends(inputs.q_positions, q_tokens, cut.chunk),
-        _ends(inputs.kv_positions, kv_tokens, cut.span),
+        block_ranges(inputs.q_positions, q_tokens, cut.chunk),
+        block_ranges(inputs.kv_positions, kv_tokens, cut.span),
     )
     if inputs.q_segment_ids is not None and inputs.kv_segment_ids is not None:
         codes = _within_segments(
             codes,
-            _ends(inputs.q_segment_ids, q_tokens, cut.chunk),
-            _ends(inputs.kv_segment_ids, kv_tokens, cut.span),
+            block_ranges(inputs.q_segment_ids, q_tokens, cut.chunk),
+            block_ranges(inputs.kv_segment_ids, kv_tokens, cut.span),
         )
     sticks_out = np.arange(codes.shape[-1]) == kv_tokens // cut.span
     cut_off = sticks_out.reshape(1, 1, 1, -1) & (codes == ALL)
@@ -304,16 +304,6 @@ def _within_segments(codes: Any, q_ends: Any, kv_ends: Any):
 def _rectangles(q_ends: Any, kv_ends: Any):
     """`(q_first, q_last, kv_first, kv_last)`, broadcast against [B, heads, chunks, spans]."""
     return *(x[:, None, :, None] for x in q_ends), *(x[:, None, None, :] for x in kv_ends)
-
-
-def _ends(values: Array | None, tokens: int, size: int) -> Any:
-    """Least and greatest value of each piece, [B or 1, pieces]; of token indices if None."""
-    if values is None:
-        first = np.arange(count_blocks(tokens, size), dtype=np.int32)[None] * size
-        return first, np.minimum(first + (size - 1), tokens - 1)
-    values = jnp.pad(values, ((0, 0), (0, -tokens % size)), mode="edge")
-    values = values.reshape(values.shape[0], -1, size)
-    return values.min(-1), values.max(-1)
 
 
 class StatisticsTuning(NamedTuple):

@@ -1,17 +1,15 @@
 """Safe access to a checkpoint directory: validated regular files, and no pickles."""
 
-import contextlib
 import dataclasses
 import math
 import re
 import reprlib
 import stat
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
-from safetensors import SafetensorError, safe_open
 
 from xsake import _json
 from xsake.errors import CheckpointError
@@ -28,6 +26,10 @@ _PICKLE_STARTS = (b"PK", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 _BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "U16": 2, "F16": 2,
     "BF16": 2, "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8,
+}  # fmt: skip
+READABLE = {
+    "F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": jnp.dtype("bfloat16"),
+    "F64": np.dtype("<f8"),
 }  # fmt: skip
 _COPY_AGAIN = "copy or download the file again"
 _REPLACE = "replace it by a regular file"
@@ -52,20 +54,31 @@ def parse_object(
 
 @dataclasses.dataclass(frozen=True)
 class StoredTensor:
-    """Header entry of a tensor in an open file."""
+    """Header entry of a tensor."""
 
     name: str
     file: str
+    path: Path  # resolved
     dtype: str  # safetensors name
     shape: tuple[int, ...]
-    opened: Any  # of safetensors.safe_open
+    start: int  # in the file
+    size: int  # in bytes
 
-    def read(self) -> np.ndarray:
+    def read_bytes(self) -> bytes:
         """Read the data."""
         try:
-            return self.opened.get_tensor(self.name)
-        except (SafetensorError, OSError) as broken:
+            with self.path.open("rb") as file:
+                file.seek(self.start)
+                data = file.read(self.size)
+        except OSError as broken:
             raise _corrupt_error(self.file, f"{self.name}: {broken}") from broken
+        if len(data) != self.size:
+            raise _corrupt_error(self.file, f"{self.name}: {len(data)} of {self.size} bytes")
+        return data
+
+    def read(self) -> np.ndarray:
+        """Read the data of one of the types in `READABLE`."""
+        return np.frombuffer(self.read_bytes(), READABLE[self.dtype]).reshape(self.shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,31 +154,28 @@ class CheckpointFolder:
             )  # fmt: skip
         return parse_object(path.read_bytes(), name, max_bytes=max_bytes)
 
-    @contextlib.contextmanager
-    def open_tensors(self) -> Iterator[dict[str, StoredTensor]]:
-        """Yield all tensors by name; files stay open until the block ends."""
+    def list_tensors(self) -> dict[str, StoredTensor]:
+        """Return all tensors by name, from the headers of their files."""
         if self.has(INDEX) and self.has(WEIGHTS):
             raise CheckpointError(
                 "single-and-index", "the checkpoint has both a single file and an index",
                 got=f"both {WEIGHTS} and {INDEX}", expected="one of them",
                 fix=f"remove the stale one; {INDEX} belongs to the files it lists",
             )  # fmt: skip
-        with contextlib.ExitStack() as stack:
-            if self.has(INDEX):
-                yield self._open_indexed(stack)
-            elif self.has(WEIGHTS):
-                yield {tensor.name: tensor for tensor in self._open_file(WEIGHTS, stack)}
-            else:
-                pickles = sorted(x.name for x in self.path.iterdir() if x.suffix in _PICKLES)
-                if pickles:
-                    raise _pickle_error(", ".join(pickles[:5]))
-                raise CheckpointError(
-                    "no-weights", "the directory has no weights", got=self._listing(),
-                    expected=f"{WEIGHTS}, or {INDEX} and the files it lists",
-                    fix=f"save the model as safetensors; a single file must be named {WEIGHTS}",
-                )  # fmt: skip
+        if self.has(INDEX):
+            return self._list_indexed()
+        if self.has(WEIGHTS):
+            return {tensor.name: tensor for tensor in _read_header(WEIGHTS, self.file(WEIGHTS))}
+        pickles = sorted(x.name for x in self.path.iterdir() if x.suffix in _PICKLES)
+        if pickles:
+            raise _pickle_error(", ".join(pickles[:5]))
+        raise CheckpointError(
+            "no-weights", "the directory has no weights", got=self._listing(),
+            expected=f"{WEIGHTS}, or {INDEX} and the files it lists",
+            fix=f"save the model as safetensors; a single file must be named {WEIGHTS}",
+        )  # fmt: skip
 
-    def _open_indexed(self, stack: contextlib.ExitStack) -> dict[str, StoredTensor]:
+    def _list_indexed(self) -> dict[str, StoredTensor]:
         weight_map = self.json(INDEX, max_bytes=MAX_INDEX_BYTES).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise CheckpointError(
@@ -185,7 +195,7 @@ class CheckpointFolder:
                 )  # fmt: skip
         tensors: dict[str, StoredTensor] = {}
         for file in sorted(set(weight_map.values())):
-            for tensor in self._open_file(file, stack):
+            for tensor in _read_header(file, self.file(file)):
                 if tensor.name in tensors:
                     raise CheckpointError(
                         "duplicate-tensor", "a tensor is stored twice",
@@ -206,60 +216,56 @@ class CheckpointFolder:
             )  # fmt: skip
         return tensors
 
-    def _open_file(self, file: str, stack: contextlib.ExitStack) -> list[StoredTensor]:
-        """Parse the bounded header of a file, then open it: safetensors checks it for holes."""
-        path = self.file(file)
-        size = path.stat().st_size
-        with path.open("rb") as opened:
-            start = opened.read(8)
-            length = int.from_bytes(start, "little")
-            if len(start) < 8 or not 2 <= length <= min(size - 8, MAX_HEADER_BYTES):
-                header = f"a header of {length} bytes in a file of {size}"
-                is_pickle = start[:2] in _PICKLE_STARTS
-                pickle = "the file is a pickle; pickles are not supported"
-                raise _corrupt_error(file, pickle if is_pickle else header)
-            header = parse_object(opened.read(length), file, max_bytes=MAX_HEADER_BYTES)
-        header.pop("__metadata__", None)
-        for name, entry in header.items():
-            _check_entry(file, name, entry)
-        last = max(header, key=lambda name: header[name]["data_offsets"][1], default=None)
-        used = 0 if last is None else header[last]["data_offsets"][1]
-        if used > size - 8 - length:
-            raise CheckpointError(
-                "truncated", f"{file} is truncated",
-                got=f"{last} ends at byte {8 + length + used} of {size}",
-                expected="a file with the data of all tensors", fix=_COPY_AGAIN,
-            )  # fmt: skip
-        if used < size - 8 - length:  # before the file is mapped
-            raise _corrupt_error(file, f"{size - 8 - length - used} unused bytes")
-        try:
-            handle = stack.enter_context(safe_open(path, framework="numpy"))
-        except (SafetensorError, OSError) as broken:
-            raise _corrupt_error(file, str(broken)) from broken
-        return [
-            StoredTensor(name, file, entry["dtype"], tuple(entry["shape"]), handle)
-            for name, entry in header.items()
-        ]
-
     def _listing(self) -> str:
         names = sorted(ascii(path.name)[1:-1] for path in self.path.iterdir())
         listed = (", ".join(names[:12]) or "no files") + (", ..." if len(names) > 12 else "")
         return f"the directory has {listed}"
 
 
-def _check_entry(file: str, name: str, entry: Any) -> None:
+def _read_header(file: str, path: Path) -> list[StoredTensor]:
+    """Parse the bounded header of a file; its tensors must fill the rest of the file."""
+    size = path.stat().st_size
+    with path.open("rb") as opened:
+        start = opened.read(8)
+        length = int.from_bytes(start, "little")
+        if len(start) < 8 or not 2 <= length <= min(size - 8, MAX_HEADER_BYTES):
+            header = f"a header of {length} bytes in a file of {size}"
+            is_pickle = start[:2] in _PICKLE_STARTS
+            pickle = "the file is a pickle; pickles are not supported"
+            raise _corrupt_error(file, pickle if is_pickle else header)
+        header = parse_object(opened.read(length), file, max_bytes=MAX_HEADER_BYTES)
+    header.pop("__metadata__", None)
+    tensors = [_parse_entry(name, entry, file, path, 8 + length) for name, entry in header.items()]
+    end, last = 8 + length, "the header"
+    for tensor in sorted(tensors, key=lambda tensor: (tensor.start, tensor.size)):
+        if tensor.start != end:
+            raise _corrupt_error(file, f"{tensor.name} does not start where {last} ends")
+        end, last = end + tensor.size, tensor.name
+    if end > size:
+        raise CheckpointError(
+            "truncated", f"{file} is truncated", got=f"{last} ends at byte {end} of {size}",
+            expected="a file with the data of all tensors", fix=_COPY_AGAIN,
+        )  # fmt: skip
+    if end < size:
+        raise _corrupt_error(file, f"{size - end} unused bytes")
+    return tensors
+
+
+def _parse_entry(name: str, entry: Any, file: str, path: Path, begin: int) -> StoredTensor:
     """Check a header entry; names are printed, so control characters are rejected."""
     match entry:
         case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [start, end]} if (
             len(shape) <= MAX_DIMENSIONS
             and name.isprintable()
             and all(type(x) is int and 0 <= x < 2**63 for x in (*shape, start, end))
+            and start <= end
         ):
-            if dtype in _BYTES and math.prod(shape) * _BYTES[dtype] != end - start:
-                raise _corrupt_error(file, f"{name}: {dtype} {shape} in {end - start} bytes")
-        case _:
-            invalid = f"{name[:100]!r} has the invalid entry {reprlib.repr(entry)}"
-            raise _corrupt_error(file, invalid)
+            size = end - start
+            if dtype in _BYTES and math.prod(shape) * _BYTES[dtype] != size:
+                raise _corrupt_error(file, f"{name}: {dtype} {shape} in {size} bytes")
+            return StoredTensor(name, file, path, dtype, tuple(shape), begin + start, size)
+    invalid = f"{name[:100]!r} has the invalid entry {reprlib.repr(entry)}"
+    raise _corrupt_error(file, invalid)
 
 
 def _corrupt_error(file: str, got: str) -> CheckpointError:

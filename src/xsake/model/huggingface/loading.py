@@ -15,12 +15,17 @@ from xsake.errors import ArgumentError, CheckpointError
 from xsake.model.config import DecoderConfig
 from xsake.model.decoder import Decoder
 from xsake.model.huggingface.configs import ModelDescription, TokenIds, read_config
-from xsake.model.huggingface.files import CONFIG, MAX_CONFIG_BYTES, CheckpointFolder, StoredTensor
+from xsake.model.huggingface.files import (
+    CONFIG,
+    MAX_CONFIG_BYTES,
+    READABLE,
+    CheckpointFolder,
+    StoredTensor,
+)
 from xsake.model.huggingface.param_map import ParamMapping, get_variable, map_params
 from xsake.model.sharding import TENSOR_PARALLEL, check_rules
 from xsake.sharding import ShardingRules, named_sharding
 
-READABLE = ("F32", "F16", "BF16", "F64")
 Outcome = Literal["used", "ignored", "missing", "unexpected", "mis-shaped", "unreadable"]
 MAX_LISTED = 10
 _FIXES = {
@@ -191,28 +196,28 @@ def load(
             )
         )
     )
-    with folder.open_tensors() as tensors:
-        # The prefixes of tensor names show in the name of the embedding.
-        embedding, head = (
-            next(spec.name for spec in family.tensors if spec.parameter == parameter)
-            for parameter in ("embedding", "head")
-        )
-        prefixes = next(
-            (each for each in family.prefixes if embedding.format(body=each.body) in tensors),
-            family.prefixes[0],
-        )
-        tied = embedding.format(body=prefixes.body), head.format(head=prefixes.head)
-        mappings = {mapping: mapping.tensors(prefixes) for mapping in map_params(family, state)}
-        report = _make_report(description, mappings, tensors, tied)
-        report.raise_on_errors()
-        for mapping, names in mappings.items():
-            host = _read_param(mapping, [tensors[name] for name in names], param_dtype)
-            if mesh is None:
-                value = jnp.asarray(host)
-            else:
-                sharding = named_sharding(mapping.path, mapping.axes, mapping.shape, mesh, rules)
-                value = jax.make_array_from_callback(mapping.shape, sharding, host.__getitem__)
-            get_variable(state, mapping.path).set_value(value)
+    tensors = folder.list_tensors()
+    # The prefixes of tensor names show in the name of the embedding.
+    embedding, head = (
+        next(spec.name for spec in family.tensors if spec.parameter == parameter)
+        for parameter in ("embedding", "head")
+    )
+    prefixes = next(
+        (each for each in family.prefixes if embedding.format(body=each.body) in tensors),
+        family.prefixes[0],
+    )
+    tied = embedding.format(body=prefixes.body), head.format(head=prefixes.head)
+    mappings = {mapping: mapping.tensors(prefixes) for mapping in map_params(family, state)}
+    report = _make_report(description, mappings, tensors, tied)
+    report.raise_on_errors()
+    for mapping, names in mappings.items():
+        host = _read_param(mapping, [tensors[name] for name in names], param_dtype)
+        if mesh is None:
+            value = jnp.asarray(host)
+        else:
+            sharding = named_sharding(mapping.path, mapping.axes, mapping.shape, mesh, rules)
+            value = jax.make_array_from_callback(mapping.shape, sharding, host.__getitem__)
+        get_variable(state, mapping.path).set_value(value)
     return LoadedModel(nnx.merge(graph, state), config, family.name, report, description.token_ids)
 
 
@@ -290,7 +295,7 @@ def _used_line(name: str, tensor: StoredTensor | None, users: list[ParamMapping]
 
 def _check_tied(head: StoredTensor, embedding: StoredTensor) -> None:
     is_same_type = (head.dtype, head.shape) == (embedding.dtype, embedding.shape)
-    if is_same_type and head.read().tobytes() == embedding.read().tobytes():
+    if is_same_type and head.read_bytes() == embedding.read_bytes():
         return
     raise CheckpointError(
         "tied-embeddings",
