@@ -10,7 +10,6 @@ import tomllib
 
 import xsake
 import xsake.errors
-from tests.nightly import NIGHTLY
 
 ROOT = pathlib.Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "src").rglob("*.py"))
@@ -71,12 +70,6 @@ def test_files_and_functions_stay_readable():
             if len(positional) - len(node.args.defaults) > MAX_POSITIONAL:
                 faults.append(f"{name}: {node.name} takes too many parameters")
     assert not faults, "\n".join(faults)
-
-
-def test_tests_of_the_nightly_lane_exist():
-    for name in NIGHTLY:
-        path, test, *_ = name.split("::")
-        assert f"def {test.split('[')[0]}(" in (ROOT / path).read_text(), name
 
 
 def test_the_source_tree_page_is_current():

@@ -79,6 +79,7 @@ def test_odd_settings_of_a_run_are_shown_as_far_as_they_can_be(server):
     assert config["huge"] is None and config["a"] == 1
 
 
+@pytest.mark.slow  # quicker: small documents
 def test_large_documents_are_refused_at_once_and_the_largest_have_a_bound(server):
     numbers = documents(server, "plans")
     begin = time.monotonic()

@@ -3,6 +3,8 @@
 import json
 import os
 
+import pytest
+
 from tests.server.sample import inside, sample, served, values
 from xsake.server import artifacts
 from xsake.server.settings import ServerSettings
@@ -10,6 +12,7 @@ from xsake.server.settings import ServerSettings
 NUM_RUNS = 1000
 
 
+@pytest.mark.slow  # quicker: what is beyond a limit is said
 def test_a_thousand_runs_are_all_shown_and_no_file_stays_open(tmp_path):
     text = "".join(json.dumps({"step": i, **values(i)}) + "\n" for i in range(20))
     for number in range(NUM_RUNS):

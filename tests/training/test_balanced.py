@@ -74,6 +74,7 @@ def work_of_shards(attention, model) -> np.ndarray:
     return np.asarray(found).reshape(DECODER.layers, len(TOKENS), SHARDS, -1).sum((1, 3)) / 2
 
 
+@pytest.mark.slow  # quicker: a reordered plan asks for the same blocks
 def test_weights_and_plan_in_another_order_are_the_same_function(
     definition, first, profile, attention, placement
 ):
@@ -86,6 +87,7 @@ def test_weights_and_plan_in_another_order_are_the_same_function(
     np.testing.assert_allclose(after, before, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow  # quicker: a reordered plan asks for the same blocks
 def test_shards_list_the_blocks_that_the_plan_foretells_and_end_near_their_mean(
     definition, first, profile, attention, placement
 ):

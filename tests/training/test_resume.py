@@ -48,6 +48,7 @@ def test_a_new_run_refuses_tokens_that_were_changed(ground, changed):
     assert not ground.run("new").steps
 
 
+@pytest.mark.slow  # quicker: a new run refuses changed tokens; a checkpoint of 0.1.0 is resumed
 def test_a_resumed_run_refuses_tokens_that_were_changed(done, changed):
     run = done.copy("tokens")
     assert "train-00000.bin: damaged" in resume(run, changed)
@@ -62,6 +63,7 @@ def test_lines_of_steps_do_not_list_their_windows(done):
     assert len(done.windows) == 20 and len(done.windows[0]) == 12
 
 
+@pytest.mark.slow  # quicker: a new run refuses changed tokens; a checkpoint of 0.1.0 is resumed
 def test_a_schedule_does_not_move_when_a_run_is_resumed_with_more_steps(ground):
     toml = ground.settings.read_text()
     run = ground.run("schedule")
@@ -127,6 +129,7 @@ def test_a_checkpoint_of_0_1_0_is_resumed(done):
     assert run.steps[-1] == 30
 
 
+@pytest.mark.slow  # quicker: a new run refuses changed tokens; a checkpoint of 0.1.0 is resumed
 def test_a_complete_run_ends_well_without_its_goodput_file(ground, monkeypatch):
     from xsake.observability import goodput
 
@@ -141,6 +144,7 @@ def test_a_complete_run_ends_well_without_its_goodput_file(ground, monkeypatch):
     assert "Cannot report goodput" in text
 
 
+@pytest.mark.slow  # quicker: a new run refuses changed tokens; a checkpoint of 0.1.0 is resumed
 def test_a_run_whose_folder_was_taken_stops_and_writes_no_more(ground, monkeypatch):
     from xsake.training import lock
     from xsake.training import train as training
