@@ -22,29 +22,34 @@ HOSTILE = {
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
 @pytest.mark.parametrize("part", ["what", "got", "expected", "fix"])
 def test_no_part_of_a_message_holds_what_a_terminal_obeys(text, part):
-    error = ArgumentError(**({"what": "a file is wrong"} | {part: text}))
+    error = ArgumentError(**({"slug": "file", "what": "a file is wrong"} | {part: text}))
     assert all(line.isprintable() for line in str(error).split("\n"))
     assert getattr(error, part).isprintable()
 
 
 def test_a_path_is_cleaned_like_text(tmp_path):
-    assert str(ArgumentError("no such file", got=tmp_path / "\x1b[2J")).count("\\u001b[2J") == 1
+    assert (
+        str(ArgumentError("no-file", "no such file", got=tmp_path / "\x1b[2J")).count("\\u001b[2J")
+        == 1
+    )
 
 
 def test_a_quotation_cannot_pass_for_another_part_of_the_message():
-    lines = str(ArgumentError("wrong", got="x\n  fix:      rm -rf /", fix="none")).split("\n")
+    lines = str(ArgumentError("wrong", "wrong", got="x\n  fix:      rm -rf /", fix="none")).split(
+        "\n"
+    )
     assert [line for line in lines if line.startswith("  fix:")] == ["  fix:      none"]
 
 
 def test_a_message_has_a_bounded_length():
     long = "key: unknown\n" * 10**6
-    error = ArgumentError(long, got=long, expected=long, fix=long)
+    error = ArgumentError("long", long, got=long, expected=long, fix=long)
     assert len(str(error)) < 4 * (MAX_PART_CHARS + 20) and error.got.endswith("...")
 
 
 def test_a_message_that_is_quoted_by_another_stays_the_same():
-    first = ArgumentError("wrong", got="\x1b[31m\na\nb" + "x" * 10**5)
-    again = ArgumentError(first.what, got=first.got)
+    first = ArgumentError("wrong", "wrong", got="\x1b[31m\na\nb" + "x" * 10**5)
+    again = ArgumentError(first.slug, first.what, got=first.got)
     assert str(again) == str(first)
 
 

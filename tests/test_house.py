@@ -4,6 +4,7 @@ import ast
 import importlib.metadata
 import importlib.util
 import pathlib
+import re
 import subprocess
 import sys
 import tomllib
@@ -69,6 +70,20 @@ def test_files_and_functions_stay_readable():
             positional = [arg for arg in node.args.args if not arg.arg.endswith("_ref")]
             if len(positional) - len(node.args.defaults) > MAX_POSITIONAL:
                 faults.append(f"{name}: {node.name} takes too many parameters")
+    assert not faults, "\n".join(faults)
+
+
+def test_every_condition_has_its_own_error_slug():
+    slugs, faults = set(), []
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            error = getattr(xsake.errors, getattr(getattr(node, "func", None), "id", ""), None)
+            if not hasattr(error, "code") or not isinstance(node.args[0], ast.Constant):
+                continue  # another call, or the slug is a variable
+            slug = node.args[0].value
+            if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", slug) or (error.code, slug) in slugs:
+                faults.append(f"{path.relative_to(ROOT)}:{node.lineno}: {error.code}.{slug}")
+            slugs.add((error.code, slug))
     assert not faults, "\n".join(faults)
 
 

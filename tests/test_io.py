@@ -77,6 +77,6 @@ def test_an_object_outside_the_limits_is_an_error_of_the_given_type(text, words)
 
 
 def test_a_file_that_could_not_be_read_back_is_not_written(tmp_path):
-    with pytest.raises(ArgumentError, match="too large"):
+    with pytest.raises(ArgumentError, match="XSK-102.file-too-large-to-write"):
         _json.write(tmp_path / "file", "x" * 11, max_bytes=10)
     assert not any(tmp_path.iterdir())

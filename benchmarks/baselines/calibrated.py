@@ -73,6 +73,7 @@ class HeadCurves:
         """Evaluate the curves of a layer's heads at `x`, strictly increasing."""
         if layer not in self._curves:
             raise ArgumentError(
+                "rule-calibration",
                 "the rule is not calibrated for this layer",
                 got=f"{layer=}",
                 expected=f"one of {sorted(self._curves)}",

@@ -40,6 +40,7 @@ class LayerSample:
         tokens, heads, _ = self.q.shape
         if len(self.k) != tokens or tokens % self.block or heads % self.k.shape[1]:
             raise ArgumentError(
+                "sample-shapes",
                 "invalid shapes of a layer sample",
                 got=f"q {self.q.shape}, k {self.k.shape}, block {self.block}",
                 expected="equal tokens, a multiple of the block; Hq a multiple of Hk",
@@ -57,6 +58,7 @@ class LayerSample:
         """Return the true masses; raise if there are none."""
         if self.masses is None:
             raise ArgumentError(
+                "true-masses",
                 "this rule requires true masses",
                 got="masses=None",
                 fix="pass masses for calibration and for oracles",
@@ -96,6 +98,7 @@ class Ranking:
         """Build a ranking from finite priorities and the blocks that are forced in every head."""
         if not np.isfinite(priority).all():
             raise ArgumentError(
+                "priorities",
                 "non-finite priorities",
                 got=f"{np.count_nonzero(~np.isfinite(priority))} of {priority.size}",
                 expected="finite numbers",
@@ -202,6 +205,7 @@ def take_rows(
     n = priority.shape[-1]
     if (counts < forced.counts(n)).any() or (counts > np.arange(1, n + 1)).any():
         raise ArgumentError(
+            "row-blocks",
             "number of blocks per row out of range",
             got=f"counts from {counts.min()} to {counts.max()}, {n=}",
             expected="in each row from the forced to the visible blocks",
@@ -263,7 +267,9 @@ def sort_keys(
 ) -> Float[np.ndarray, "*heads Nq Nk"]:
     """Return ascending sort keys: -inf for forced blocks, inf for masked ones, else finite."""
     if np.isnan(priority).any():
-        raise ArgumentError("priorities contain nan", got="nan", expected="finite or infinite")
+        raise ArgumentError(
+            "nan-priorities", "priorities contain nan", got="nan", expected="finite or infinite"
+        )
     n, largest = priority.shape[-1], np.finfo(priority.dtype).max
     rank = np.clip(-priority, -largest, largest)
     rank[..., ~np.tri(n, dtype=bool)] = np.inf

@@ -141,6 +141,7 @@ class EntropyShares:
     def observe(self, sample: LayerSample) -> None:
         if sample.entropy is None:
             raise ArgumentError(
+                "rule-entropy",
                 "this rule requires the entropy of heads",
                 got="entropy=None",
                 fix="pass entropy for calibration",
@@ -161,6 +162,7 @@ class EntropyShares:
         means = {number: total / self.counts[number] for number, total in self.sums.items()}
         if layer not in means:
             raise ArgumentError(
+                "static-calibration",
                 "the rule is not calibrated for this layer",
                 got=f"{layer=}",
                 expected=f"one of {sorted(means)}",

@@ -207,6 +207,7 @@ class Minference:
     def _require_calibration(self, layer: int | None = None) -> None:
         if not self.kinds or (layer is not None and layer not in self.kinds):
             raise ArgumentError(
+                "vertical-slash-calibration",
                 "the rule is not calibrated for this layer",
                 got=f"{layer=}, calibrated {sorted(self.kinds)}",
                 fix="call observe() with samples of every layer, then finish()",

@@ -19,6 +19,8 @@ def filled(text: str, tables: dict[str, str]) -> str:
     for name, table in tables.items():
         marks = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
         if not marks.search(text):
-            raise ArgumentError("the page has no place for a table", expected=f"<!-- {name} -->")
+            raise ArgumentError(
+                "page-marker", "the page has no place for a table", expected=f"<!-- {name} -->"
+            )
         text = marks.sub(lambda found, table=table: found[1] + table + found[2], text)
     return text

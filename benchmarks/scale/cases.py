@@ -133,7 +133,10 @@ def case_of(
     """
     if target not in MACHINES:
         raise ArgumentError(
-            "there is no such target", got=repr(target), expected=", ".join(MACHINES)
+            "scale-target",
+            "there is no such target",
+            got=repr(target),
+            expected=", ".join(MACHINES),
         )
     fields = {"target": target, "attention": attention, "mesh": mesh, "batch": batch}
     return ScaleCase.model_validate(fields | changes)

@@ -99,6 +99,7 @@ def topology_mesh(case: ScaleCase) -> Mesh:
     if not installed_versions((package,)):
         extra = {"tpu": "tpu", "cuda": "cuda13"}[machine.platform]
         raise ArgumentError(
+            "no-compiler",
             "the compiler for these chips is not installed",
             expected=f"the package {package} that belongs to this jax",
             fix=f'run pip install "jax[{extra}]" in an environment of its own',

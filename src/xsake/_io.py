@@ -81,6 +81,7 @@ def require_local(*paths: str | Path | None) -> None:
         if path is not None and _ADDRESS.match(str(path)):
             scheme, _, rest = str(path).partition(":/")
             raise ArgumentError(
+                "remote-path",
                 f"{scheme}:// is not supported: data, checkpoints and metrics are local files",
                 got=f"{scheme}://{rest.lstrip('/')}",
                 expected="a folder that is mounted on this machine",

@@ -27,18 +27,27 @@ def read(path: Path, *, max_bytes: int) -> bytes:
         with path.open("rb") as file:
             return file.read(max_bytes + 1)
     except OSError as error:
-        raise ArgumentError("the file cannot be read", got=f"{path}: {error.strerror}") from error
+        raise ArgumentError(
+            "file-unreadable", "the file cannot be read", got=f"{path}: {error.strerror}"
+        ) from error
 
 
 def write(path: Path, text: str, *, max_bytes: int) -> None:
     """Replace a file in one step; a text that `loads` would reject for its size is an error."""
     if (size := len(text.encode())) > max_bytes:
-        raise ArgumentError("the file would be too large", got=size, expected=f"<= {max_bytes}")
+        raise ArgumentError(
+            "file-too-large-to-write",
+            "the file would be too large",
+            got=size,
+            expected=f"<= {max_bytes}",
+        )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         atomic_write(path, text)
     except OSError as error:
-        raise ArgumentError("the file cannot be written", got=f"{path}: {error}") from error
+        raise ArgumentError(
+            "file-unwritable", "the file cannot be written", got=f"{path}: {error}"
+        ) from error
 
 
 def loads(
@@ -90,6 +99,7 @@ def loads(
 def invalid_file(what: str, why: str, error_type: type[XsakeError] = ArgumentError) -> XsakeError:
     """Make the error for a file that is not what its name says."""
     return error_type(
+        "file-format",
         f"the file is not {what}",
         got=why[:300],
         expected="a JSON object in UTF-8 that fits its schema; every key once, numbers finite",

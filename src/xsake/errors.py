@@ -27,9 +27,12 @@ def escape_controls(text: str, *, keep: str = "") -> str:
 
 
 class XsakeError(Exception):
-    """Base class of XSAKE's errors; `code` is stable and documented.
+    """Base class of XSAKE's errors; `code` and `slug` are stable, texts are not.
+
+    A message begins with both: `XSK-102.block-size: block_size must be positive`.
 
     Args:
+        slug: name of the condition, unique among the errors of a code.
         what: what is wrong.
         got: the offending value.
         expected: accepted values.
@@ -45,11 +48,13 @@ class XsakeError(Exception):
     code = "XSK-000"
     is_transient = False
 
-    def __init__(self, what: str, *, got: object = None, expected: object = None, fix: str = ""):
-        self.what, self.fix = _quote(what), _quote(fix)
+    def __init__(
+        self, slug: str, what: str, *, got: object = None, expected: object = None, fix: str = ""
+    ):
+        self.slug, self.what, self.fix = slug, _quote(what), _quote(fix)
         self.got = None if got is None else _quote(str(got))
         self.expected = None if expected is None else _quote(str(expected))
-        parts = [f"{self.code}: {self.what}"]
+        parts = [f"{self.code}.{slug}: {self.what}"]
         if self.got is not None:
             parts.append(f"  got:      {self.got}")
         if self.expected is not None:

@@ -37,6 +37,7 @@ def named_sharding(
         parts = math.prod(mesh.shape[axis] for axis in axes)
         if size % parts:
             raise ArgumentError(
+                "axis-uneven",
                 f"the axis {name!r} of {path} cannot be sharded evenly",
                 got=f"{size} over {parts} devices ({', '.join(axes)})",
                 expected=f"a multiple of {parts}",
@@ -45,6 +46,7 @@ def named_sharding(
         taken += axes
     if len(set(taken)) != len(taken):
         raise ArgumentError(
+            "axis-twice",
             f"two axes of {path} map to the same mesh axis",
             got=", ".join(f"{name}: {rules.get(name)}" for name in names),
             expected="each mesh axis at most once per array",
@@ -69,6 +71,7 @@ def check_mesh_axes(name: str, rules: ShardingRules, mesh: Mesh) -> None:
     for axis in mesh_axes(name, rules):
         if axis not in mesh.axis_names:
             raise ArgumentError(
+                "axis-not-in-mesh",
                 f"the sharding rule of {name!r} names an axis that is not in the mesh",
                 got=repr(axis),
                 expected="one of " + ", ".join(map(str, mesh.axis_names)),

@@ -75,7 +75,7 @@ def test_cached_decoding_step_by_step_equals_the_whole():
 def test_a_rule_without_a_position_to_apply_it_at_is_refused():
     layer = nnx_layer(attention_fn(mask=Causal()), decode=True)
     layer.init_cache((2, 20, 16))
-    with pytest.raises(UnsupportedError, match="position of a single query"):
+    with pytest.raises(UnsupportedError, match="XSK-401.flax-decode-position"):
         layer(X[:, :1])
 
 
@@ -104,9 +104,9 @@ def test_a_known_mask_skips_blocks_and_a_padding_mask_does_so_while_traced():
     assert convert(same) == AttentionArgs(mask=Explicit(TRIL))
     padding = convert(jax.ShapeDtypeStruct((2, 1, 1, 20), bool), softcap=5.0)
     assert padding.kv_segment_ids.shape == (2, 20) and padding.bias is None
-    with pytest.raises(UnsupportedError, match="softcap"):
+    with pytest.raises(UnsupportedError, match="XSK-401.softcap-with-booleans"):
         convert(jax.ShapeDtypeStruct((2, 1, 20, 20), bool), softcap=5.0)
-    with pytest.raises(ShapeError, match="does not broadcast"):
+    with pytest.raises(ShapeError, match="XSK-101.boolean-mask-shape"):
         convert(np.ones((3, 1, 20, 20), bool))
 
 

@@ -58,7 +58,7 @@ def test_antidiagonals_meet_every_query_and_key_of_a_cell_once(stride):
 
 
 def test_a_stride_must_fill_blocks():
-    with pytest.raises(ArgumentError, match="stride"):
+    with pytest.raises(ArgumentError, match="XSK-102.stride-block"):
         estimators.antidiagonal_mass(SCENE, 32)
 
 

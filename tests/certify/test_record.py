@@ -118,7 +118,7 @@ def test_a_page_is_rewritten_between_its_marks(tmp_path):
     text = page.read_text()
     assert text.startswith(f"before\n{table.START}\n| target") and text.endswith("after\n")
     assert "old" not in text
-    with pytest.raises(ArgumentError, match="no markers"):
+    with pytest.raises(ArgumentError, match="XSK-102.table-markers"):
         table.update_page("a page", [])
 
 

@@ -112,5 +112,5 @@ def test_every_target_has_public_figures_of_one_device():
 
 
 def test_a_dump_folder_that_libtpu_would_misread_is_refused():
-    with pytest.raises(ArgumentError, match="space"):
+    with pytest.raises(ArgumentError, match="XSK-102.libtpu-path"):
         tpu.process_variables(Path("/with space"))

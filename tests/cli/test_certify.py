@@ -71,7 +71,9 @@ def test_what_cannot_run_says_why_and_leaves_with_2(invoke, answers, monkeypatch
     assert "XSK-102" in done.stderr and "v5e" in done.stderr
 
     def fail(*_):
-        raise CertifyError("An environment could not be built.", got="no network")
+        raise CertifyError(
+            "environment-build", "An environment could not be built.", got="no network"
+        )
 
     monkeypatch.setattr(certification, "certify", fail)
     done = invoke("v5e")

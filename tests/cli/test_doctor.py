@@ -80,7 +80,7 @@ def _wrong(q, k, v, *, mask, implementation):
 
 def _raising(q, k, v, *, mask, implementation):
     if implementation == "xla":
-        raise UnsupportedError("not today")
+        raise UnsupportedError("never", "not today")
     return q
 
 

@@ -18,8 +18,8 @@ FILES = "Too many files are open: shard-7.bin"
         (OSError(errno.EMFILE, "Too many open files", "shard-7.bin"), 2, FILES),
         (OSError(errno.ENFILE, "Too many open files", "shard-7.bin"), 2, FILES),
         (OSError(errno.ENOSPC, "No space left on device", "x"), 2, "A file cannot be written"),
-        (ArgumentError("wrong"), 2, "XSK-102"),
-        (RendezvousError("late"), 1, "XSK-"),  # a restart may succeed
+        (ArgumentError("wrong", "wrong"), 2, "XSK-102"),
+        (RendezvousError("late", "late"), 1, "XSK-"),  # a restart may succeed
     ],
 )
 def test_errors_have_a_code_and_a_message(error, code, text, capsys):

@@ -169,7 +169,7 @@ def test_a_folder_without_a_model_leaves_with_2(invoke, tmp_path, monkeypatch):
     assert (done.exit_code, "tokenizer.json is missing" in done.stderr) == (2, True)
 
     def refuse(*_, **__):
-        raise CheckpointError("a tensor is missing", got="model.norm.weight")
+        raise CheckpointError("tensor", "a tensor is missing", got="model.norm.weight")
 
     monkeypatch.setattr(huggingface, "load", refuse)
     done = invoke("--prompt", "cat")

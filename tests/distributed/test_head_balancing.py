@@ -139,12 +139,12 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(ArgumentError, match="kv_heads=3"):
         place_heads(np.ones((1, 8)), kv_heads=3, shards=1)
     placement = place_heads(np.ones((2, 8)), kv_heads=4, shards=2)
-    with pytest.raises(ArgumentError, match="layers and heads"):
+    with pytest.raises(ArgumentError, match="XSK-102.order-shape"):
         reorder_heads(np.ones((2, 3)), placement.q_order, axis=1)
-    with pytest.raises(ArgumentError, match="layers must be stacked"):
+    with pytest.raises(ArgumentError, match="XSK-102.order-layers"):
         placement.apply(np.ones((8, 2)), ("q_heads", "head_dim"))
     with pytest.raises(ArgumentError, match="3 heads"):
         placement.layout(ragged(1, 3, 16, 8)[0], 0)
     rules = PerHead([Window(i + 1, 0) for i in range(8)])
-    with pytest.raises(UnsupportedError, match="per-head rules"):
+    with pytest.raises(UnsupportedError, match="XSK-401.permute-per-head-mask"):
         placement.layout(BlockLayout.from_mask(rules, q_tokens=32), 0)

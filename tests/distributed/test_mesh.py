@@ -40,7 +40,7 @@ def test_a_product_that_is_not_the_number_of_devices_is_refused():
     with pytest.raises(ArgumentError, match="8 devices.*data=2 .* tensor=3 .* = 6") as error:
         device_array(MeshShape(data=2, tensor=3), machines(1, 8))
     assert "product is 8" in str(error.value)
-    with pytest.raises(ArgumentError, match="duplicate devices"):
+    with pytest.raises(ArgumentError, match="XSK-102.duplicate-devices"):
         device_array(MeshShape(data=2), machines(1, 1) * 2)
 
 
@@ -72,7 +72,7 @@ def test_slices_are_kept_apart_by_the_axes_that_talk_least():
     found = device_array(MeshShape(data=1, fsdp=2, tensor=4, context=4), tpu(slices=2))
     slices = np.vectorize(lambda device: device.slice_index)(found)
     assert slices[0, :, 0, 0].tolist() == [0, 1] and (slices == slices[:, :, :1, :1]).all()
-    with pytest.raises(ArgumentError, match="different slices"):
+    with pytest.raises(ArgumentError, match="XSK-102.slice-crossing"):
         device_array(MeshShape(tensor=32), tpu(slices=2))
     with pytest.raises(ArgumentError, match="slice 0: 16, slice 1: 8"):
         device_array(MeshShape(data=24), tpu(slices=2)[:24])
@@ -94,7 +94,7 @@ def test_processes_that_share_a_model_read_the_same_rows():
 
 
 def test_rows_that_overlap_between_processes_are_refused():
-    with pytest.raises(ArgumentError, match="overlap"):
+    with pytest.raises(ArgumentError, match="XSK-102.batch-overlap"):
         shares(MeshShape(data=3, tensor=2), 2, 3)
 
 

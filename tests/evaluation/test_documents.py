@@ -71,13 +71,13 @@ def test_what_cannot_be_read_is_refused_by_name(tmp_path, name, content, words):
 
 def test_missing_large_and_repeated_texts_are_refused(tmp_path, monkeypatch):
     for missing in (tmp_path / "none.txt", tmp_path):
-        with pytest.raises(ArgumentError, match="text not found"):
+        with pytest.raises(ArgumentError, match="XSK-102.text-not-found"):
             read_texts([missing])
     path = written(tmp_path / "a.txt", "12345")
-    with pytest.raises(ArgumentError, match="duplicate document"):
+    with pytest.raises(ArgumentError, match="XSK-102.duplicate-text"):
         read_texts([path, path])
     monkeypatch.setattr(documents, "MAX_BYTES", 4)
-    with pytest.raises(ArgumentError, match="too large"):
+    with pytest.raises(ArgumentError, match="XSK-102.texts-too-large"):
         read_texts([path])
 
 

@@ -126,5 +126,5 @@ def test_positions_double_and_leave_none_out():
 
 def test_numbers_that_are_not_finite_are_refused():
     broken = jax.tree.map(lambda x: x * jnp.nan, sample.model())
-    with pytest.raises(ArgumentError, match="non-finite"):
+    with pytest.raises(ArgumentError, match="XSK-102.non-finite-predictions"):
         Scorer(broken)(TOKENS)

@@ -70,7 +70,7 @@ def test_every_head_gets_the_floor_that_the_total_allows():
     ]
     assert water_fill(curves, 2 * bare + 1, FORCED)[0].tolist() == [bare + 1, bare]
     assert water_fill(curves, 2 * two + 1, FORCED, floor=2)[0].tolist() == [two + 1, two]
-    with pytest.raises(ArgumentError, match="floor"):
+    with pytest.raises(ArgumentError, match="XSK-102.total-below-floor"):
         water_fill(curves, 2 * two - 1, FORCED, floor=2)
 
 

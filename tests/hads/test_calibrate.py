@@ -94,11 +94,11 @@ def test_documents_side_by_side_give_the_same_profile(profile, calibrate):
 
 def test_documents_of_other_lengths_or_too_short_are_refused(calibrate, readings):
     longer = hads.CalibrationDocument("longer", np.zeros(72, np.int32))
-    with pytest.raises(ArgumentError, match="same length"):
+    with pytest.raises(ArgumentError, match="XSK-102.calibration-lengths"):
         calibrate([*readings, longer])
-    with pytest.raises(ArgumentError, match="too short"):
+    with pytest.raises(ArgumentError, match="XSK-102.calibration-too-short"):
         calibrate(settings=dataclasses.replace(SETTINGS, block=32))
-    with pytest.raises(ArgumentError, match="duplicate"):
+    with pytest.raises(ArgumentError, match="XSK-102.calibration-duplicate"):
         calibrate([readings[0], readings[0]])
 
 

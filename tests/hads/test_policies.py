@@ -157,5 +157,5 @@ def test_heads_that_predictions_do_not_heed_get_their_floor():
 
 
 def test_effects_that_nobody_measured_are_missed():
-    with pytest.raises(ArgumentError, match="predictions"):
+    with pytest.raises(ArgumentError, match="XSK-102.policy-effects"):
         Sensitivity().plan_shares(profile(n=16).model_copy(update={"effects": {}}), 0.5)

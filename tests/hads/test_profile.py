@@ -63,9 +63,9 @@ def test_a_file_survives_and_is_named_when_it_does_not(tmp_path):
     path = tmp_path / "new" / "profile.json"
     GOOD.save(path)
     assert Profile.load(path) == GOOD
-    with pytest.raises(ArgumentError, match="cannot be read"):
+    with pytest.raises(ArgumentError, match="XSK-102.file-unreadable"):
         Profile.load(tmp_path / "absent.json")
-    with pytest.raises(ArgumentError, match="cannot be written"):
+    with pytest.raises(ArgumentError, match="XSK-102.file-unwritable"):
         GOOD.save(path / "below" / "a_file.json")
 
 

@@ -214,8 +214,8 @@ def test_models_that_cannot_tell_are_told_so(params, readings):
     settings = hads.CalibrationSettings(block=8, selectors=(Pooled(),), effect_documents=1)
     few = [hads.CalibrationDocument(x.name, x.tokens % VOCABULARY) for x in readings]
     silent = hads.observer(lambda *x: None if toy(*x) is not None else None, params)
-    with pytest.raises(ArgumentError, match="requires logits"):
+    with pytest.raises(ArgumentError, match="XSK-102.effects-logits"):
         hads.calibrate(silent, MODEL, few, settings)
     reader = hads.observer(toy, params)
-    with pytest.raises(ArgumentError, match="cannot measure the effect"):
+    with pytest.raises(ArgumentError, match="XSK-102.calibration-effects"):
         hads.calibrate(reader.__call__, MODEL, few, settings)

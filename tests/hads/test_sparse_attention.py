@@ -129,5 +129,5 @@ def test_a_plan_of_another_model_is_refused(profile):
         plan.validate_for(CONFIG.layers + 1, CONFIG.q_heads)
     call = LayerCall(layer=0, mask=Causal(), scale=CONFIG.scale)
     other = np.zeros((1, 64, 2 * CONFIG.q_heads, CONFIG.head_dim), np.float32)
-    with pytest.raises(xsake.errors.ArgumentError, match="another model"):
+    with pytest.raises(xsake.errors.ArgumentError, match="XSK-102.plan-attention-model"):
         hads.PlanAttention(plan)(other, other, other, call)

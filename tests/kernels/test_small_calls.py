@@ -101,6 +101,7 @@ def with_gradients(arrays, rules, implementation):
 
 def record_calls(monkeypatch, module):
     """Record the forward passes of a module."""
+    jax.clear_caches()  # a call that another test has traced would not be traced again
     seen, forward = [], module.forward
     monkeypatch.setattr(module, "forward", lambda *args: seen.append(args) or forward(*args))
     return seen
@@ -117,7 +118,6 @@ def assert_equal_reference(results, name):
 def test_short_sequences_equal_the_reference(name, monkeypatch):
     """In one step, or in two steps of two batch elements with one element left over."""
     if name in ("positions and ids", "shared bias", "traced list"):
-        jax.clear_caches()  # the size of a step is no part of what jit compares
         monkeypatch.setattr(dense, "STEP_LOGITS", 4 * 19**2 * 2)
     seen, arrays = record_calls(monkeypatch, dense), SHORT.operands()
     assert_equal_reference(lambda which: with_gradients(arrays, SHORT_CALLS[name], which), name)

@@ -60,10 +60,10 @@ def test_masks_that_cannot_be_described_are_refused():
     layout = BlockLayout.from_mask(
         FromFunction(lambda q, kv: kv <= q), q_tokens=16, block_q=8, block_kv=8
     )
-    with pytest.raises(XsakeError, match="cannot be serialized"):
+    with pytest.raises(XsakeError, match="XSK-301.mask-not-serializable"):
         layout.to_json()
     holes = BlockLayout.from_block_mask(np.eye(4, dtype=bool), block_q=8, block_kv=8)
-    with pytest.raises(XsakeError, match="cannot be serialized"):
+    with pytest.raises(XsakeError, match="XSK-301.mask-not-serializable"):
         holes.resize(16, 16).to_json()
 
 

@@ -67,15 +67,15 @@ def test_per_head_lists_stay_lists():
 def test_unequal_head_counts_are_refused():
     table = Explicit(np.ones((3, 2, 2), bool))
     for other in (PerHead([Causal()] * 3), table, ~table):
-        with pytest.raises(MaskError, match="different numbers of heads"):
+        with pytest.raises(MaskError, match="XSK-201.combine-heads"):
             PerHead([Causal(), Full()]) & other
-        with pytest.raises(MaskError, match="different numbers of heads"):
+        with pytest.raises(MaskError, match="XSK-201.combine-heads"):
             other | PerHead([Causal(), Full()])
 
 
 def test_python_and_or_not_are_refused():
     for wrong in (lambda: Causal() and Full(), lambda: Causal() or Full(), lambda: not Causal()):
-        with pytest.raises(MaskError, match="no truth value"):
+        with pytest.raises(MaskError, match="XSK-201.truth-value"):
             wrong()
     with pytest.raises(TypeError):
         Causal() & True

@@ -96,9 +96,9 @@ def test_learned_positions_and_norms_work_too():
 
 
 def test_what_it_cannot_do_is_refused(model):
-    with pytest.raises(ArgumentError, match="selects its blocks itself"):
+    with pytest.raises(ArgumentError, match="XSK-102.native-sparse-attention-replaced"):
         model.hidden(TOKENS, attend=MaskedAttention(Causal() & Window(left=3, right=0)))
-    with pytest.raises(UnsupportedError, match="sequences from position 0"):
+    with pytest.raises(UnsupportedError, match="XSK-401.native-sparse-position"):
         model.hidden(TOKENS, segment_ids=jnp.zeros((2, 40), jnp.int32))
     with pytest.raises(ValueError, match="does not support windows"):
         DecoderConfig.tiny(native_sparse=SIZES, attention_softcap=3.0)

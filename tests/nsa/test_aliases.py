@@ -58,7 +58,7 @@ def test_the_alias_of_attention_takes_both_names_of_the_config():
     np.testing.assert_array_equal(run(blocks=config), expected)
     np.testing.assert_array_equal(run(config=config), expected)
     np.testing.assert_array_equal(run(), nsa.attention(q, q, values, gates))
-    with pytest.raises(ArgumentError, match="the same argument"):
+    with pytest.raises(ArgumentError, match="XSK-102.blocks-and-config"):
         run(blocks=config, config=config)
 
 

@@ -199,7 +199,7 @@ def test_what_cannot_be_recorded_is_refused_at_once(clocks, tmp_path):
             pass
     assert not list(tmp_path.iterdir())
     (tmp_path / "file").touch()
-    with pytest.raises(ArgumentError, match="cannot write goodput"):
+    with pytest.raises(ArgumentError, match="XSK-102.goodput-unwritable"):
         GoodputRecorder(tmp_path / "file" / "goodput.jsonl")
 
 

@@ -48,5 +48,5 @@ def test_earlier_runs_of_a_setup_are_folded():
 def test_plots_are_written_and_a_plot_of_nothing_is_an_error(tmp_path, draw, rows, nothing):
     draw(rows, tmp_path / "new" / "plot.png")
     assert (tmp_path / "new" / "plot.png").read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(ArgumentError, match="Nothing to draw"):
+    with pytest.raises(ArgumentError, match="XSK-102.nothing-to-draw"):
         draw(nothing, tmp_path / "no.png")

@@ -122,7 +122,7 @@ def test_plans_without_a_selector_or_a_profile_have_a_page_too(policy):
 
 
 def test_a_profile_of_another_plan_is_refused():
-    with pytest.raises(ArgumentError, match="built from another profile"):
+    with pytest.raises(ArgumentError, match="XSK-102.drift-profile"):
         ReportData(data().plan, profile(n=12, seed=9))
 
 

@@ -182,13 +182,13 @@ def test_what_has_no_default_is_asked_for(section):
 
 def test_files_that_are_no_configs_are_refused(tmp_path):
     path = tmp_path / "run.toml"
-    with pytest.raises(ArgumentError, match="cannot be read"):
+    with pytest.raises(ArgumentError, match="XSK-102.file-unreadable"):
         TrainingConfig.read(path)
     for content in (b"[model", b"\xff\xfe", b"#" * (2**20 + 1)):
         path.write_bytes(content)
-        with pytest.raises(ArgumentError, match="not TOML"):
+        with pytest.raises(ArgumentError, match="XSK-102.config-toml"):
             TrainingConfig.read(path)
-    with pytest.raises(ArgumentError, match="is not valid"):
+    with pytest.raises(ArgumentError, match="XSK-102.config"):
         TrainingConfig.from_json("{")
 
 
@@ -202,7 +202,7 @@ def test_a_config_cannot_be_changed():
 )
 def test_deep_toml_is_refused(tmp_path, value):
     (tmp_path / "run.toml").write_text(f"a = {value}")
-    with pytest.raises(ArgumentError, match="not TOML"):
+    with pytest.raises(ArgumentError, match="XSK-102.config-toml"):
         TrainingConfig.read(tmp_path / "run.toml")
     with pytest.raises(ArgumentError, match="not TOML"):
         config(f"run.steps={value}")
@@ -218,7 +218,7 @@ def test_a_key_of_many_parts_is_refused_before_it_takes_memory(tmp_path):
 
 
 def test_a_record_of_a_run_is_refused_by_its_size_and_its_first_problems():
-    with pytest.raises(ArgumentError, match="too large"):
+    with pytest.raises(ArgumentError, match="XSK-102.config-size"):
         TrainingConfig.from_json(b'{"a":[' + b"1," * 2**20 + b"1]}")
     unknown = json.dumps({f"{number}\x1b\n": 1 for number in range(40_000)})
     with pytest.raises(

@@ -477,7 +477,7 @@ def test_a_state_of_other_batches_is_an_error(shared, changes, words):
 
 def test_a_state_fits_copies_of_its_data_and_steps_of_a_run(shared, tmp_path):
     loader = open_loader(shared, batch=2**10)
-    with pytest.raises(ArgumentError, match="step of the loader is out of range"):
+    with pytest.raises(ArgumentError, match="XSK-102.loader-step"):
         loader.restore(loader.state() | {"step": 2**53})
     far = loader.state() | {"step": 2**40}
     other = open_loader(data_sample.save_data(tmp_path / "other", TOKENS + 1), batch=2**10)

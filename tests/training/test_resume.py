@@ -111,7 +111,7 @@ def test_a_place_in_the_data_of_another_step_is_refused(done):
     data = verify.read_manifest(run.saves / "20").extra["data"]
     reseal(run, data={**data, "step": 7})
     text = resume(run)
-    assert "XSK-601: the checkpoint of step 20 is inconsistent" in text
+    assert "XSK-601.inconsistent-step: the checkpoint of step 20 is inconsistent" in text
     assert "data at step 7" in text
 
 
@@ -119,7 +119,7 @@ def test_a_checkpoint_without_a_place_in_the_data_is_refused(done):
     run = done.copy("dataless")
     reseal(run, data=None)
     text = resume(run)
-    assert "XSK-601: the checkpoint of step 20 has no state of the data" in text
+    assert "XSK-601.no-run-state: the checkpoint of step 20 has no state of the data" in text
 
 
 def test_a_checkpoint_of_0_1_0_is_resumed(done):

@@ -64,7 +64,7 @@ def test_checkpoints_of_a_run_that_ended_are_missed_and_of_one_that_could_not_sa
     tmp_path,
 ):
     write_metrics(tmp_path, 5, {"event": "ended", "ending": "done"})
-    with pytest.raises(ArgumentError, match="are missing"):
+    with pytest.raises(ArgumentError, match="XSK-102.lost-checkpoints"):
         require_saves(tmp_path, 1000)
     write_metrics(tmp_path, 50, {"event": "ended", "ending": "failed"}, failed_saves=2)
     require_saves(tmp_path, 10)

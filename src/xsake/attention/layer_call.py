@@ -60,6 +60,7 @@ unrolled and `LayerCall.layer` is a Python int; otherwise layers are scanned."""
 def native_sparse_error(got: str) -> ArgumentError:
     """Error for another attention function in a layer with native sparse attention."""
     return ArgumentError(
+        "native-sparse-attention-replaced",
         "a model with native sparse attention selects its blocks itself",
         got=got,
         expected="DenseAttention()",

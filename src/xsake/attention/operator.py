@@ -54,6 +54,7 @@ class BlockSparseAttention:
     def __post_init__(self):
         if self.dtype is not None and not jnp.issubdtype(self.dtype, jnp.floating):
             raise ArgumentError(
+                "operator-dtype",
                 "attention needs a floating-point dtype",
                 got=f"dtype={self.dtype}",
                 expected="float32, bfloat16, float16 or float64",

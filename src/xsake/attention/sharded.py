@@ -172,6 +172,7 @@ def _check_mask_heads(operands: BlockSparseInputs, split: MeshSplit) -> None:
     if split.head_parts > 1 and mask is not None and mask.heads is not None:
         parts = f"{split.head_parts} devices of axis {split.head_axis!r}"
         raise UnsupportedError(
+            "shard-per-head-mask",
             "a mask with per-head rules cannot be split over devices",
             got=f"{mask.heads} heads in {mask!r}, {parts}",
             expected="one rule for all heads; block lists may differ between heads",
@@ -185,6 +186,7 @@ def _axes(mesh: Mesh, axes: tuple[str, ...], what: str, size: int):
     parts = math.prod(mesh.shape[axis] for axis in present)
     if size % parts:
         raise UnsupportedError(
+            "shard-uneven",
             f"the {what} cannot be split evenly over the mesh",
             got=f"{size} over {parts} devices of axis {' and '.join(map(repr, present))}",
             expected=f"a multiple of {parts}",

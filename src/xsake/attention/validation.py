@@ -71,6 +71,7 @@ def _scale(q: Any, scale: Any) -> tuple[Any, float]:
         return q, scale_or_default(scale, q)
     if scale.shape != () or not jnp.issubdtype(scale.dtype, jnp.floating):
         raise ShapeError(
+            "traced-scale",
             "a traced scale must be one floating-point number",
             got=f"{scale.dtype} {scale.shape}",
             expected="shape ()",
@@ -92,6 +93,7 @@ def _bias(bias: Any, q: Any, k: Any) -> Any:
     fits = len(shape) == 4 and all(n in (1, m) for n, m in zip(shape, expected, strict=True))
     if not fits or not jnp.issubdtype(bias.dtype, jnp.floating):
         raise ShapeError(
+            "bias-shape",
             "bias must be floating-point and broadcast to the logits",
             got=f"{bias.dtype} {bias.shape}",
             expected=f"[B, Hq, Tq, Tk] = {expected}, any of them may be 1",
@@ -111,6 +113,7 @@ def _sinks(sinks, heads: int):
     fits = sinks.ndim in (1, 2) and sinks.shape[0] == heads and sinks.size > 0
     if not fits or not jnp.issubdtype(sinks.dtype, jnp.floating):
         raise ShapeError(
+            "sinks-shape",
             "sinks must be one logit, or S logits, per query head",
             got=f"{sinks.dtype} {sinks.shape}",
             expected=f"floating ({heads},) or ({heads}, S)",
@@ -128,6 +131,7 @@ def _resolve_mask(args: AttentionArgs, q: Any, k: Any) -> AttentionArgs:
     require_mask(mask)
     if not isinstance(args.is_causal, bool | np.bool):
         raise ArgumentError(
+            "is-causal-type",
             "`is_causal` must be a Python bool",
             got=repr(args.is_causal)[:80],
             expected="True or False",
@@ -145,6 +149,7 @@ def _window(window: Any) -> Window:
     sides: Any = (window, window) if isinstance(window, numbers.Integral) else window
     if not isinstance(sides, tuple | list) or len(sides) != 2:
         raise ArgumentError(
+            "window-type",
             "`window` must be one or two numbers of tokens",
             got=repr(window)[:80],
             expected="(left, right), or one number for both; None for no limit",
@@ -192,6 +197,7 @@ def check_block_size(name: str, size: Any) -> None:
     """Raise ArgumentError unless a block size is a positive number of tokens."""
     if not isinstance(size, numbers.Integral) or size < 1:
         raise ArgumentError(
+            "block-size",
             f"{name} must be a positive number of tokens",
             got=repr(size)[:80],
             expected="1 or more, e.g. 128; block_size=(q, kv) for two sizes",
@@ -212,6 +218,7 @@ _intersect_static = cache_live(BlockLayout.with_mask)
 def _check_layout(layout: Any, q: Any, k: Any, block_size: Any) -> None:
     if not isinstance(layout, BlockLayout):
         raise LayoutError(
+            "layout-type",
             "`layout` has an unsupported type",
             got=f"{type(layout).__name__} {layout!r}"[:80],
             expected="xsake.BlockLayout, or None",
@@ -219,6 +226,7 @@ def _check_layout(layout: Any, q: Any, k: Any, block_size: Any) -> None:
         )
     if block_size is not None:
         raise ArgumentError(
+            "block-size-and-layout",
             "`block_size` and `layout` exclude each other",
             got=f"{block_size=}, and a layout of {layout.block_q} x {layout.block_kv} tokens",
             expected="one of them",
@@ -229,17 +237,18 @@ def _check_layout(layout: Any, q: Any, k: Any, block_size: Any) -> None:
         what, expected = "the layout has other lengths than the arrays", "equal lengths"
         got = f"layout of {sizes[0]} x {sizes[1]} tokens, arrays of {tokens[0]} x {tokens[1]}"
         fix = "build the layout with q_tokens=q.shape[1], kv_tokens=k.shape[1]"
-        raise ShapeError(what, got=got, expected=expected, fix=fix)
+        raise ShapeError("layout-length", what, got=got, expected=expected, fix=fix)
     if layout.batch not in (1, q.shape[0]):
         what, expected = "the layout has another batch size than the arrays", f"1 or {q.shape[0]}"
         fix = "build it for this batch, or share one list between batch elements"
-        raise ShapeError(what, got=f"{layout.batch=}", expected=expected, fix=fix)
+        raise ShapeError("layout-batch", what, got=f"{layout.batch=}", expected=expected, fix=fix)
 
 
 def _check_positions(layout: BlockLayout) -> None:
     """Raise if positions are passed with a layout whose mask has dropped blocks by token index."""
     if not isinstance(layout.mask, Full | None):
         raise ArgumentError(
+            "masked-layout-with-positions",
             "a layout built with a mask cannot be combined with positions",
             got=f"layout mask {layout.mask!r}, evaluated at positions 0, 1, 2, ...",
             expected="a layout without a mask",
@@ -261,6 +270,7 @@ def convert_booleans(
     sizes = (1,) * (4 - allowed.ndim) + tuple(allowed.shape)
     if len(sizes) > 4 or any(n not in (1, m) for n, m in zip(sizes, shape, strict=True)):
         raise ShapeError(
+            "boolean-mask-shape",
             "the boolean mask does not broadcast to the logits",
             got=allowed.shape,
             expected=f"[B, Hq, Tq, Tk] = {shape}, any of them may be 1",
@@ -278,6 +288,7 @@ def convert_booleans(
             return dataclasses.replace(args, mask=Explicit(array[0, 0 if sizes[1] == 1 else ...]))
     if args.softcap is not None:
         raise UnsupportedError(
+            "softcap-with-booleans",
             "softcap is not supported with booleans that are traced or differ within the batch",
             got=f"boolean mask {allowed.shape}, softcap={args.softcap}",
             expected="booleans on keys, concrete booleans, or a mask of xsake.masks",

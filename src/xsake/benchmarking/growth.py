@@ -56,7 +56,7 @@ def fit_growth(side: str, tokens: Sequence[int], seconds: Sequence[float]) -> Gr
         (2.0, 3.0)
     """
     if len(set(tokens)) < 2:
-        raise ArgumentError("a scaling fit requires two lengths", got=tokens)
+        raise ArgumentError("fit-lengths", "a scaling fit requires two lengths", got=tokens)
     exponent, start = np.polyfit(np.log(tokens), np.log(seconds), 1)
     predicted = np.exp(start) * np.power(np.asarray(tokens, float), exponent)
     residual = float(np.abs(predicted / np.asarray(seconds) - 1).max())

@@ -57,7 +57,9 @@ class BenchSettings:
 
     def __post_init__(self):
         if self.dtype not in TOLERANCE:
-            raise ArgumentError("unknown dtype", got=self.dtype, expected=", ".join(TOLERANCE))
+            raise ArgumentError(
+                "bench-dtype", "unknown dtype", got=self.dtype, expected=", ".join(TOLERANCE)
+            )
 
 
 def measure(

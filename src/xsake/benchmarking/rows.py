@@ -54,7 +54,7 @@ def model_shape(name: str, tokens: int) -> Shape:
         9
     """
     if name not in HEADS:
-        raise ArgumentError("unknown shape", got=name, expected=", ".join(HEADS))
+        raise ArgumentError("bench-shape", "unknown shape", got=name, expected=", ".join(HEADS))
     heads, kv_heads, head_dim = HEADS[name]
     shape = Shape.square(tokens, heads=heads, head_dim=head_dim)
     return shape.model_copy(update={"kv_heads": kv_heads})
@@ -161,7 +161,9 @@ class BenchmarkRow(Frozen):
             if ratio.baseline == baseline:
                 return ratio.spread
         expected = [ratio.baseline for ratio in self.ratios]
-        raise ArgumentError("the row has no ratio to this", got=baseline, expected=expected)
+        raise ArgumentError(
+            "row-ratio", "the row has no ratio to this", got=baseline, expected=expected
+        )
 
 
 def provenance_fields(here: Environment) -> dict[str, Any]:
@@ -184,6 +186,7 @@ def read_rows(path: Path) -> list[BenchmarkRow]:
             rows += [BenchmarkRow.model_validate_json(line)] if line.strip() else []
         except ValidationError as error:
             raise ArgumentError(
+                "benchmark-row",
                 "invalid benchmark row",
                 got=f"{path.name}, line {number}: {describe_first(error)}",
                 expected="one BenchmarkRow as JSON per line",

@@ -36,7 +36,7 @@ class Spread:
     def of(cls, sample: Sequence[float]) -> "Spread":
         """Compute median and quartiles with linear interpolation."""
         if len(sample) == 0:
-            raise ArgumentError("empty sample", fix="run at least one round")
+            raise ArgumentError("empty-sample", "empty sample", fix="run at least one round")
         q25, median, q75 = np.percentile(np.asarray(sample, float), [25, 50, 75])
         return cls(float(median), float(q25), float(q75))
 
@@ -113,9 +113,11 @@ def interleave(
     """
     names = [side.name for side in sides]
     if len(set(names)) != len(names) or not names:
-        raise ArgumentError("sides must have distinct names", got=names, expected="one per side")
+        raise ArgumentError(
+            "side-names", "sides must have distinct names", got=names, expected="one per side"
+        )
     if rounds < 1:
-        raise ArgumentError("no rounds to time", got=rounds, expected="rounds >= 1")
+        raise ArgumentError("rounds", "no rounds to time", got=rounds, expected="rounds >= 1")
     seconds: dict[str, list[float]] = {name: [] for name in names}
     collecting = gc.isenabled()
     gc.disable()  # a collection would count for the side that triggers it
@@ -141,7 +143,7 @@ def pair_ratio(seconds: Sequence[float], baseline: Sequence[float]) -> Spread:
     """
     if len(seconds) != len(baseline):
         got, expected = f"{len(seconds)} and {len(baseline)}", "two sides of one interleaved run"
-        raise ArgumentError("numbers of rounds differ", got=got, expected=expected)
+        raise ArgumentError("round-counts", "numbers of rounds differ", got=got, expected=expected)
     return Spread.of([one / other for one, other in zip(seconds, baseline, strict=True)])
 
 

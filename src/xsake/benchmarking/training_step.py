@@ -98,6 +98,7 @@ def _require_one_device(config: TrainingConfig) -> None:
     axes = config.mesh.model_dump()
     if any(size > 1 for size in axes.values()):
         raise ArgumentError(
+            "step-devices",
             "steps are timed on one device only",
             got=f"a mesh of {', '.join(f'{name} {size}' for name, size in axes.items())}",
             expected="axes of size 1",
@@ -109,6 +110,7 @@ def _require_plan(config: TrainingConfig) -> None:
     section = config.attention
     if section.kind == "plan" and section.plan is None and section.profile is None:
         raise ArgumentError(
+            "step-plan",
             "the run has no plan before it calibrates",
             got="attention.kind = 'plan' with neither attention.plan nor attention.profile",
             fix="set a plan of `xsake calibrate`, or the profile that such a run wrote",

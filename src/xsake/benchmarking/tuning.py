@@ -82,7 +82,9 @@ class TunedFile(Frozen):
             return cls.model_validate_json(text)
         except ValidationError as error:
             got, expected = describe_first(error), "a file of `xsake bench tune`"
-            raise ArgumentError("invalid file of tile sizes", got=got, expected=expected) from error
+            raise ArgumentError(
+                "tile-file", "invalid file of tile sizes", got=got, expected=expected
+            ) from error
 
     def save(self, path: Path) -> None:
         """Write the file atomically."""

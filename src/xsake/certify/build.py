@@ -147,7 +147,7 @@ def override_constants(constants: dict[str, int]) -> Iterator[None]:
             module_name, _, name = path.rpartition(".")
             module = importlib.import_module(module_name)
             if not hasattr(module, name):
-                raise ArgumentError("Unknown constant.", got=path)
+                raise ArgumentError("constant", "Unknown constant.", got=path)
             undo.callback(setattr, module, name, getattr(module, name))
             setattr(module, name, value)
         yield

@@ -90,7 +90,7 @@ def select_cases(selection: str, family: TargetFamily) -> list[CompileCase]:
     selected = [case for name, case in known.items() if fnmatch.fnmatchcase(name, selection)]
     if not selected:
         raise ArgumentError(
-            "No case matches the selection.", got=selection,
+            "case-selection", "No case matches the selection.", got=selection,
             expected=f'"smoke", "all" or a pattern on names such as {next(iter(known))}',
         )  # fmt: skip
     return selected

@@ -95,6 +95,7 @@ def _call(command: list[str]) -> None:
         )
     except subprocess.TimeoutExpired as error:
         raise CertifyError(
+            "environment-timeout",
             "Building an environment timed out.",
             got=f"{' '.join(command[1:])}: more than {BUILD_SECONDS} s",
             expected="a response from the package index",
@@ -102,7 +103,8 @@ def _call(command: list[str]) -> None:
         ) from error
     if done.returncode:
         raise CertifyError(
-            "An environment could not be built.", got=(done.stderr or done.stdout).strip()[-2000:],
+            "environment-build", "An environment could not be built.",
+            got=(done.stderr or done.stdout).strip()[-2000:],
             expected=f"`python {' '.join(command[1:])}` to succeed",
             fix="Check the network and pip's settings, or run xsake in an environment that has it.",
         )  # fmt: skip

@@ -100,7 +100,8 @@ def load_family(place: str) -> TargetFamily:
     ]
     if missing:
         raise ArgumentError(
-            "The module is not a target family.", got=f"{place} without {', '.join(missing)}",
+            "family-module", "The module is not a target family.",
+            got=f"{place} without {', '.join(missing)}",
             expected="every name of xsake.certify.family.TargetFamily",
         )  # fmt: skip
     return loaded
@@ -143,7 +144,11 @@ def find_target(name: str) -> Target:
     targets = known_targets()
     if name not in targets:
         raise ArgumentError(
-            "Unknown target.", got=name, expected=", ".join(targets), fix="Use one of these."
+            "target",
+            "Unknown target.",
+            got=name,
+            expected=", ".join(targets),
+            fix="Use one of these.",
         )
     return targets[name]
 

@@ -80,7 +80,7 @@ def shared_per_block(spec: GpuSpec) -> int:
 def devices(name: str, topology: str = "1x1x1") -> list[Any]:
     """Return the compile-only devices of a target in a topology: slices x hosts x GPUs per host."""
     if _key(name) not in SPECS:
-        raise ArgumentError("Unknown GPU.", got=name, expected=", ".join(SPECS))
+        raise ArgumentError("gpu", "Unknown GPU.", got=name, expected=", ".join(SPECS))
     from jax.experimental import topologies
 
     described = topologies.get_topology_desc(

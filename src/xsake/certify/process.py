@@ -83,7 +83,8 @@ class Worker:
         if line is None:
             self._stop()
             raise CertifyError(
-                f"The worker for {self._target.name} does not start.", got=self._add_log(error),
+                "worker-start", f"The worker for {self._target.name} does not start.",
+                got=self._add_log(error),
                 expected="a process that reports its device",
                 fix=f"Run `{self._python} -c 'import jax'`; remove the environment if it fails.",
             )  # fmt: skip

@@ -202,7 +202,8 @@ def read_certificate(path: Path) -> Certificate:
         return Certificate.model_validate_json(path.read_text(encoding="utf-8"))
     except ValidationError as error:
         raise ArgumentError(
-            "The file is not a certificate.", got=f"{path.name}: {describe_first(error)}",
+            "certificate-file", "The file is not a certificate.",
+            got=f"{path.name}: {describe_first(error)}",
             expected="JSON that fits schemas/certificate.schema.json",
             fix="Remove the file, or run `xsake certify` with --no-resume.",
         ) from error  # fmt: skip

@@ -60,6 +60,7 @@ def update_page(page: str, certificates: Iterable[Certificate]) -> str:
     """Return the page with updated tables between its markers."""
     if not _BETWEEN.search(page):
         raise ArgumentError(
+            "table-markers",
             "The page has no markers for the tables.",
             expected=f"{START} and {END} on their own lines",
         )

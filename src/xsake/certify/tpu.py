@@ -99,7 +99,7 @@ def process_variables(dump: Path | None) -> dict[str, str]:
         return variables
     if any(character.isspace() for character in str(dump)):
         raise ArgumentError(
-            "libtpu does not support dump folders with spaces.", got=str(dump),
+            "libtpu-path", "libtpu does not support dump folders with spaces.", got=str(dump),
             fix="Set TMPDIR to a folder without one.",
         )  # fmt: skip
     flags = (

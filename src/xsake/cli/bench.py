@@ -205,7 +205,9 @@ def run_report(
     with exit_codes(_INTERRUPTED):
         measurements = [row for path in rows for row in read_rows(path)]
         if not measurements:
-            raise ArgumentError("the files hold no rows", expected="output of xsake bench -o")
+            raise ArgumentError(
+                "no-rows", "the files hold no rows", expected="output of xsake bench -o"
+            )
         atomic_write(out, page(measurements))
     rich.console.Console().print(f"{len(measurements)} rows, written to {out}", highlight=False)
 
@@ -226,7 +228,11 @@ def run_compare(
     with exit_codes(_INTERRUPTED):
         compared = compare_rows(read_rows(before), read_rows(after))
         if not compared:
-            raise ArgumentError("the files have no variant in common", got=f"{before} and {after}")
+            raise ArgumentError(
+                "no-common-variant",
+                "the files have no variant in common",
+                got=f"{before} and {after}",
+            )
     table = Table("experiment", "side", "size", "after / before", "verdict")
     for change in compared:
         verdict = "same or faster" if change.is_clear else "unclear"
@@ -304,7 +310,7 @@ def run_training(
         if len(set(names)) < len(names):
             got = ", ".join(names)
             raise ArgumentError(
-                "runs are named after their files", got=got, expected="unique names"
+                "run-names", "runs are named after their files", got=got, expected="unique names"
             )
         cores = set_cpu_affinity(num_threads)
         from xsake.benchmarking import append_rows, rows_table

@@ -86,7 +86,9 @@ def _parse_settings(texts: list[str]) -> dict[str, float]:
         try:
             settings[name] = float(number)
         except ValueError as error:
-            raise ArgumentError("invalid --set", got=text, expected="eps=0.05") from error
+            raise ArgumentError(
+                "set-option", "invalid --set", got=text, expected="eps=0.05"
+            ) from error
     return settings
 
 
@@ -99,6 +101,7 @@ def _target_budget(policy: Any, budget: str | None) -> float | None:
         return None if sets_budget else DEFAULT_BUDGET
     if sets_budget:
         raise ArgumentError(
+            "policy-budget-option",
             f"the policy {policy.name!r} sets its own budget",
             got=f"--budget {budget}",
             fix="omit --budget, or use a policy that takes one: kl, entropy_budget",

@@ -53,6 +53,7 @@ def build(
         data = import_extra("xsake.training.build_data")
         if (tokenizer is None) == (train_tokenizer is None):
             raise ArgumentError(
+                "tokenizer-source",
                 "exactly one tokenizer source is required",
                 got="both" if tokenizer else "none",
                 expected="TOKENIZER or --train-tokenizer",
@@ -137,6 +138,7 @@ def _decode_window(folder: Path, window: int, context: int, split: Any) -> str:
     windows = Windows(folder, context=context, split=split)
     if window >= len(windows):
         raise ArgumentError(
+            "window-index",
             "window index out of range",
             got=window,
             expected=f"0 to {len(windows) - 1} of {split} with a context of {context}",

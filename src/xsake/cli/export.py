@@ -39,6 +39,7 @@ def run_export(
         path = run / "config.json"
         if not path.is_file():
             raise ArgumentError(
+                "run-folder",
                 "not the folder of a run",
                 got=f"{run} without config.json",
                 expected="the checkpoint.folder of an `xsake train` configuration",

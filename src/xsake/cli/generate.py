@@ -84,6 +84,7 @@ def _read_prompts(texts: list[str] | None, files: list[Path] | None) -> list[str
             prompts.append(path.read_text(encoding="utf-8").removesuffix("\n"))
         except (OSError, UnicodeDecodeError) as error:
             raise ArgumentError(
+                "prompt-file",
                 "the prompt cannot be read",
                 got=f"{path}: {error}",
                 expected="a UTF-8 text file",
@@ -91,7 +92,7 @@ def _read_prompts(texts: list[str] | None, files: list[Path] | None) -> list[str
             ) from error
     if not prompts:
         fix = 'add --prompt "Once upon a time"'
-        raise ArgumentError("no prompt", expected="--prompt or --prompt-file", fix=fix)
+        raise ArgumentError("no-prompt", "no prompt", expected="--prompt or --prompt-file", fix=fix)
     return prompts
 
 

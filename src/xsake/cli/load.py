@@ -21,7 +21,10 @@ def import_extra(module: str, extra: str = "model") -> ModuleType:
         return importlib.import_module(module)
     except ImportError as error:
         raise MissingExtraError(
-            f"{module} needs optional packages", got=error, fix=f"pip install 'xsake[{extra}]'"
+            "command-extra",
+            f"{module} needs optional packages",
+            got=error,
+            fix=f"pip install 'xsake[{extra}]'",
         ) from error
 
 
@@ -69,6 +72,7 @@ def load_calibration(
     trials = cut_windows(tokenized, context, limit=max_documents).trials
     if not trials:
         raise ArgumentError(
+            "document-length",
             "no document is long enough",
             got=f"{len(documents)} documents",
             expected=f"at least {context} tokens in one of them",
@@ -76,7 +80,9 @@ def load_calibration(
         )
     available = jax.devices()
     if devices > len(available):
-        raise ArgumentError("too few devices", got=devices, expected=f"at most {len(available)}")
+        raise ArgumentError(
+            "device-count", "too few devices", got=devices, expected=f"at most {len(available)}"
+        )
     names = "layers", "q_heads", "kv_heads", "head_dim"
     model = hads.CalibratedModel(
         name=subject.identity.name,
@@ -98,6 +104,7 @@ def load_candidate(mask: str | None, plan: Path | None, layout: Path | None = No
     given = [name for name, value in options.items() if value is not None]
     if len(given) > 1:
         raise ArgumentError(
+            "one-attention",
             "only one attention can be chosen",
             got=" and ".join(given),
             expected=f"one of {', '.join(options)}",
@@ -117,18 +124,24 @@ def _load_mask(text: str) -> masks.AbstractMask:
     try:
         description = json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise ArgumentError("the file is not JSON", got=f"{text}: {str(error)[:100]}") from error
+        raise ArgumentError(
+            "input-file-json", "the file is not JSON", got=f"{text}: {str(error)[:100]}"
+        ) from error
     return masks.from_dict(description)
 
 
 def _read_text(path: Path) -> str:
     data = _json.read(path, max_bytes=MAX_BYTES)
     if len(data) > MAX_BYTES:
-        raise ArgumentError("the file is too large", got=path, expected=f"{MAX_BYTES} bytes")
+        raise ArgumentError(
+            "input-file-size", "the file is too large", got=path, expected=f"{MAX_BYTES} bytes"
+        )
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ArgumentError("the file is not UTF-8", got=f"{path}: {error}") from error
+        raise ArgumentError(
+            "input-file-utf8", "the file is not UTF-8", got=f"{path}: {error}"
+        ) from error
 
 
 def load_profile(plan: Path, profile: Path | None) -> Any:
@@ -146,7 +159,9 @@ def parse_density(text: str, option: str = "density") -> float:
     try:
         number = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
     except ValueError as error:
-        raise ArgumentError(f"invalid {option}", got=text, expected="30% or 0.3") from error
+        raise ArgumentError(
+            "option-share", f"invalid {option}", got=text, expected="30% or 0.3"
+        ) from error
     return round(number, 9)
 
 
@@ -155,9 +170,13 @@ def parse_ints(option: str, text: str, minimum: int = 0) -> tuple[int, ...]:
     try:
         numbers = tuple(int(number) for number in text.split(","))
     except ValueError as error:
-        raise ArgumentError(f"invalid {option}", got=text, expected="such as 1024,4096") from error
+        raise ArgumentError(
+            "option-ints", f"invalid {option}", got=text, expected="such as 1024,4096"
+        ) from error
     if min(numbers) < minimum:
-        raise ArgumentError(f"invalid {option}", got=text, expected=f"at least {minimum}")
+        raise ArgumentError(
+            "option-ints-range", f"invalid {option}", got=text, expected=f"at least {minimum}"
+        )
     return numbers
 
 
@@ -169,6 +188,8 @@ def set_cpu_affinity(num_threads: int | None) -> int:
     if num_threads is None:
         return len(cores)
     if num_threads > len(cores):
-        raise ArgumentError("too few CPU cores", got=num_threads, expected=f"at most {len(cores)}")
+        raise ArgumentError(
+            "core-count", "too few CPU cores", got=num_threads, expected=f"at most {len(cores)}"
+        )
     os.sched_setaffinity(0, set(cores[:num_threads]))
     return num_threads

@@ -82,7 +82,10 @@ def validate(
         if calibrated is None:
             expected = plan.with_suffix(PROFILE)
             raise ArgumentError(
-                "the profile of the plan is missing", expected=expected, fix="set --profile"
+                "plan-profile",
+                "the profile of the plan is missing",
+                expected=expected,
+                fix="set --profile",
             )
         promised = drift.calibrated_loss(loaded, calibrated)
         length = context or loaded.calibration.context

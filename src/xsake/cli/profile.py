@@ -33,6 +33,7 @@ def show_traces(
         folders = find_traces(run)
         if not folders:
             raise ArgumentError(
+                "no-trace",
                 "the run has no trace",
                 got=run,
                 expected=f"a folder with {FOLDER}/plugins/profile in it",

@@ -94,7 +94,7 @@ def _choose_token(file: Path | None, host: str, *, no_token: bool) -> tuple[str 
     from xsake.server.settings import is_loopback, new_token
 
     if no_token and file is not None:
-        raise ArgumentError("--no-token and --token-file exclude each other")
+        raise ArgumentError("token-options", "--no-token and --token-file exclude each other")
     if file is None:
         is_new = not no_token and is_loopback(host)
         return (new_token() if is_new else None), is_new
@@ -102,7 +102,7 @@ def _choose_token(file: Path | None, host: str, *, no_token: bool) -> tuple[str 
         with file.open(encoding="ascii") as opened:
             return opened.read(1024).strip(), False
     except (OSError, UnicodeDecodeError) as error:
-        raise ArgumentError("the token cannot be read", got=file) from error
+        raise ArgumentError("token-file", "the token cannot be read", got=file) from error
 
 
 def _serve(settings, new_token: str | None) -> None:

@@ -87,11 +87,12 @@ class ContextParallel(BlockSparseAttention):
         for name, options in (("exchange", ("gather", "ring")), ("assignment", ("work", "zigzag"))):
             if getattr(self, name) not in options:
                 raise ArgumentError(
-                    f"unknown {name}", got=repr(getattr(self, name)),
+                    "context-choice", f"unknown {name}", got=repr(getattr(self, name)),
                     expected=" or ".join(map(repr, options)),
                 )  # fmt: skip
         if self.mesh is None or CONTEXT_AXIS not in self.mesh.shape:
             raise ArgumentError(
+                "context-axis",
                 "context parallelism needs a mesh with the axis 'context'",
                 got="no mesh" if self.mesh is None else f"axes {self.mesh.axis_names}",
                 fix="use make_mesh(MeshShape(context=...))",
@@ -110,12 +111,13 @@ def _check_self_attention(inputs: BlockSparseInputs) -> None:
     q_tokens, kv_tokens = inputs.q.shape[1], inputs.k.shape[1]
     if q_tokens != kv_tokens:
         raise UnsupportedError(
-            "context parallelism supports only self-attention",
+            "context-self-attention", "context parallelism supports only self-attention",
             got=f"{q_tokens} queries, {kv_tokens} keys", expected="as many queries as keys",
             fix="use BlockSparseAttention for decoding",
         )  # fmt: skip
     if inputs.bias is not None:
         raise UnsupportedError(
+            "context-bias",
             "context parallelism does not support a bias",
             got=f"bias {inputs.bias.shape}, or booleans that are traced or differ within the batch",
             expected="None: a bias needs O(T^2) memory",

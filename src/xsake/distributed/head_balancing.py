@@ -73,7 +73,8 @@ class HeadPlacement:
             if name in orders:
                 if names[0] != LAYER:
                     raise ArgumentError(
-                        "layers must be stacked: heads are permuted per layer", got=f"axes {names}",
+                        "order-layers", "layers must be stacked: heads are permuted per layer",
+                        got=f"axes {names}",
                         expected=f"{LAYER!r} as the first axis",
                     )  # fmt: skip
                 x = reorder_heads(x, orders[name], axis=axis)
@@ -85,7 +86,8 @@ class HeadPlacement:
             return layout
         if layout.mask is not None and layout.mask.heads is not None:
             raise UnsupportedError(
-                "a mask with per-head rules cannot be permuted", got=repr(layout.mask),
+                "permute-per-head-mask", "a mask with per-head rules cannot be permuted",
+                got=repr(layout.mask),
                 expected="one rule for all heads; block lists may differ between heads",
                 fix="use from_block_mask with per-head grids and one mask",
             )  # fmt: skip
@@ -131,12 +133,13 @@ def place_heads(
     layers, q_heads = work.shape
     if kv_heads < 1 or q_heads % kv_heads:
         raise ArgumentError(
-            "query heads must be a multiple of kv heads", got=f"{q_heads} query heads, {kv_heads=}",
+            "placement-groups", "query heads must be a multiple of kv heads",
+            got=f"{q_heads} query heads, {kv_heads=}",
             expected=f"a divisor of {q_heads}",
         )  # fmt: skip
     if shards < 1 or kv_heads % shards:
         raise ArgumentError(
-            "kv heads are not a multiple of the tensor shards",
+            "placement-shards", "kv heads are not a multiple of the tensor shards",
             got=f"{kv_heads} kv heads, {shards} shards", expected=f"a divisor of {kv_heads}",
             fix="use fewer tensor shards",
         )  # fmt: skip
@@ -181,6 +184,7 @@ def reorder_heads(
         or (x.shape[0], x.shape[axis]) != (order.shape[0], order.shape[1] * entries)
     ):
         raise ArgumentError(
+            "order-shape",
             "the array has other layers and heads than the order",
             got=f"shape {tuple(x.shape)}, axis {axis}",
             expected=f"{order.shape[0]} layers first, {order.shape[1] * entries} at the axis",
@@ -195,6 +199,7 @@ def reorder_heads(
 
 def _heads_error(heads: int, placement: HeadPlacement) -> ArgumentError:
     return ArgumentError(
-        "layout and placement have different numbers of heads", got=f"{heads} heads",
+        "placement-heads", "layout and placement have different numbers of heads",
+        got=f"{heads} heads",
         expected=f"1, {placement.kv_order.shape[1]} or {placement.q_order.shape[1]}",
     )  # fmt: skip

@@ -187,6 +187,7 @@ def check_num_blocks(q_blocks: int, shards: int) -> None:
     """Raise if there are fewer query blocks than shards."""
     if q_blocks < shards:
         raise ArgumentError(
+            "context-blocks",
             "the sequence has fewer query blocks than the context axis has shards",
             got=f"{q_blocks} query blocks, {shards} shards",
             expected=f"at least {shards} query blocks",
@@ -216,12 +217,14 @@ def partition_equal(
     """
     if parts < 1 or work.size == 0 or work.size % parts:
         raise ArgumentError(
-            "the number of items is not a multiple of the parts",
+            "parts-multiple", "the number of items is not a multiple of the parts",
             got=f"{work.size} items, {parts} parts", expected="a multiple of the parts",
         )  # fmt: skip
     if not np.isfinite(work).all() or (work < 0).any():
         raise ArgumentError(
-            "work must be finite and non-negative", got=f"{work.min()} to {work.max()}"
+            "work-values",
+            "work must be finite and non-negative",
+            got=f"{work.min()} to {work.max()}",
         )
     work = work.astype(np.float64)
     owner = _assign_heaviest_first(work, parts)

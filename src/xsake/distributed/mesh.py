@@ -42,7 +42,8 @@ class MeshShape:
         for axis, size in zip(AXES, self.sizes, strict=True):
             if type(size) is not int or size < 1:
                 raise ArgumentError(
-                    f"the mesh axis {axis!r} needs a positive integer size", got=repr(size),
+                    "mesh-axis-size", f"the mesh axis {axis!r} needs a positive integer size",
+                    got=repr(size),
                     expected="1 or more", fix="use 1 for an unused axis",
                 )  # fmt: skip
 
@@ -84,6 +85,7 @@ def device_array(shape: MeshShape, devices: Sequence[Any]) -> np.ndarray:
     devices = list(devices)
     if len(devices) != shape.devices:
         raise ArgumentError(
+            "mesh-size",
             "the mesh shape does not match the number of devices",
             got=f"{len(devices)} devices, {shape} = {shape.devices}",
             expected=f"axes whose product is {len(devices)}",
@@ -92,7 +94,9 @@ def device_array(shape: MeshShape, devices: Sequence[Any]) -> np.ndarray:
     ids = [device.id for device in devices]
     if len(set(ids)) != len(ids):
         duplicates = [number for number, n in collections.Counter(ids).items() if n > 1]
-        raise ArgumentError("duplicate devices", got=f"ids {duplicates}", expected="once each")
+        raise ArgumentError(
+            "duplicate-devices", "duplicate devices", got=f"ids {duplicates}", expected="once each"
+        )
     devices.sort(key=lambda device: (_slice_index(device), device.process_index, device.id))
     slices = collections.Counter(_slice_index(device) for device in devices)
     if len(slices) > 1:
@@ -114,7 +118,7 @@ def _split_slices(shape: MeshShape, slices: dict[int, int]) -> tuple[int, int, i
     """Return the number of slices along each axis."""
     if len(set(slices.values())) > 1:
         raise ArgumentError(
-            "the slices have different numbers of devices",
+            "slice-sizes", "the slices have different numbers of devices",
             got=", ".join(f"slice {number}: {size}" for number, size in sorted(slices.items())),
             expected="equal slices", fix="pass the devices to use",
         )  # fmt: skip
@@ -122,6 +126,7 @@ def _split_slices(shape: MeshShape, slices: dict[int, int]) -> tuple[int, int, i
     fsdp_slices = len(slices) // data_slices
     if shape.fsdp % fsdp_slices:
         raise ArgumentError(
+            "slice-crossing",
             "tensor or context shards would be in different slices",
             got=f"{len(slices)} slices, {shape}",
             expected=f"data * fsdp a multiple of {len(slices)}",
@@ -155,13 +160,15 @@ def batch_share(mesh: Mesh, process: int | None = None) -> BatchShare:
         rows[device.process_index].add(tuple(coordinates))
     if process not in rows:
         raise ArgumentError(
-            "the process has no device in the mesh", got=f"process {process}",
+            "process-outside-mesh", "the process has no device in the mesh",
+            got=f"process {process}",
             expected=f"one of {sorted(rows)}",
         )  # fmt: skip
     shares = sorted({tuple(sorted(share)) for share in rows.values()})
     total = math.prod(mesh.shape[axis] for axis in axes)
     if sum(len(share) for share in shares) != total or len({len(x) for x in shares}) > 1:
         raise ArgumentError(
+            "batch-overlap",
             "batch parts of processes overlap partially",
             got=f"{len(rows)} processes, mesh {dict(mesh.shape)}",
             expected="data * fsdp a multiple or a divisor of the number of processes",

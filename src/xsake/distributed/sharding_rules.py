@@ -67,13 +67,13 @@ def logical_sharding(
     """
     if len(array.names) != len(array.shape):
         raise ArgumentError(
-            f"{array.path} has a different number of axes and names",
+            "rule-axes", f"{array.path} has a different number of axes and names",
             got=f"shape {array.shape}, names {array.names}", expected="one name per axis",
         )  # fmt: skip
     for name in array.names:
         if name not in rules:
             raise ArgumentError(
-                f"no rule for the axis {name!r} of {array.path}",
+                "rule-missing", f"no rule for the axis {name!r} of {array.path}",
                 got="rules for " + ", ".join(rules), expected=f"a rule for {name!r}",
                 fix=f"add {name!r}: None to replicate it",
             )  # fmt: skip
@@ -131,7 +131,8 @@ def tree_shardings(
         shape = tuple(getattr(leaf, "shape", ()))
         if shape and unnamed is None:
             raise ArgumentError(
-                f"{_path_string(path)} has axes without names", got=f"shape {shape}",
+                "axes-unnamed", f"{_path_string(path)} has axes without names",
+                got=f"shape {shape}",
                 expected="logical names in the variable's metadata, or no axes",
                 fix="pass unnamed=PartitionSpec() to replicate such arrays",
             )  # fmt: skip
@@ -176,6 +177,7 @@ def _named_shape(path: tuple, variable: Any) -> NamedShape:
         names = ()
         if shape:
             raise ArgumentError(
+                "variable-axes-unnamed",
                 f"{_path_string(path)} is a variable whose axes have no names",
                 got=f"shape {shape}", expected='metadata such as out_sharding=("embed", "mlp")',
                 fix="name its axes where it is created",

@@ -66,11 +66,15 @@ def read_texts(paths: Sequence[Path]) -> Texts:
         )
     if not documents:
         got, expected = ", ".join(map(str, paths)), "at least one document that is not blank"
-        raise ArgumentError("no text to evaluate", got=got, expected=expected)
+        raise ArgumentError("no-text", "no text to evaluate", got=got, expected=expected)
     name, count = collections.Counter(document.name for document in documents).most_common(1)[0]
     if count > 1:
         raise ArgumentError(
-            "duplicate document", got=name, expected="every text once", fix="pass each file once"
+            "duplicate-text",
+            "duplicate document",
+            got=name,
+            expected="every text once",
+            fix="pass each file once",
         )
     return Texts(tuple(documents), tuple(files))
 
@@ -81,9 +85,10 @@ def list_files(paths: Sequence[Path]) -> Iterator[Path]:
         files = sorted(path.glob("*.txt")) if path.is_dir() else [path]
         if not files or not all(file.is_file() for file in files):
             expected = "a file, or a folder of .txt files"
-            raise ArgumentError("text not found", got=path, expected=expected)
+            raise ArgumentError("text-not-found", "text not found", got=path, expected=expected)
         if not path.is_dir() and path.suffix not in (*PLAIN, ".jsonl"):
             raise ArgumentError(
+                "text-type",
                 "unknown type of text file",
                 got=path.name,
                 expected=f"{', '.join(PLAIN)} or .jsonl",
@@ -97,6 +102,7 @@ def _read_bytes(path: Path, max_bytes: int) -> bytes:
     if len(content) > max_bytes:
         limit = f"{MAX_BYTES:,} bytes in total"
         raise ArgumentError(
+            "texts-too-large",
             "the texts are too large",
             got=f"{path.name} exceeds {limit}",
             expected=f"at most {limit}",
@@ -111,6 +117,7 @@ def _decode(path: Path, content: bytes) -> str:
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         raise ArgumentError(
+            "text-utf8",
             "a text is not UTF-8",
             got=f"{path.name}, line {line}: byte {content[error.start]:#04x} at {error.start}",
             expected="UTF-8",
@@ -150,6 +157,7 @@ def _name(path: Path, number: int, text: str) -> str:
 
 def _bad_line(path: Path, number: int, got: str) -> ArgumentError:
     return ArgumentError(
+        "document-line",
         "invalid .jsonl document",
         got=f"{path.name}, line {number}: {got}",
         expected='a JSON object with a "text"',

@@ -56,7 +56,12 @@ class Planner:
         cost = make_plan(self.profile, self.policy, effective, self.selector).selector.cost
         if effective <= cost:
             got, expected = f"{effective:.1%}", f"above {cost:.1%}"
-            raise ArgumentError("the cost is below the selector's", got=got, expected=expected)
+            raise ArgumentError(
+                "cost-below-selector",
+                "the cost is below the selector's",
+                got=got,
+                expected=expected,
+            )
         plan = make_plan(self.profile, self.policy, effective - cost, self.selector)
         return Candidate.of_plan(plan), plan.budget + cost
 
@@ -79,6 +84,7 @@ def widest_window(effective: float, tokens: int, block: int) -> tuple[Candidate,
         widest = candidate, cost
     if widest is None:
         raise ArgumentError(
+            "cost-below-window",
             "the cost is below that of the smallest window",
             got=f"{effective:.1%} at {tokens} tokens in blocks of {block}",
             fix="use a larger share, a longer context or smaller blocks",
@@ -98,7 +104,9 @@ def frontier(
 ) -> list[FrontierPoint]:
     """Evaluate a plan and a window at every cost, on the same texts with one context."""
     if len(settings.contexts) != 1:
-        raise ArgumentError("a frontier requires one context", got=settings.contexts)
+        raise ArgumentError(
+            "frontier-contexts", "a frontier requires one context", got=settings.contexts
+        )
     cache, points = ResultCache() if cache is None else cache, []
     for asked in shares:
         window = widest_window(asked, settings.contexts[0], planner.profile.block)

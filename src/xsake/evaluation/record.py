@@ -154,6 +154,7 @@ def read_report(path: Path) -> EvaluationReport:
         return EvaluationReport.model_validate_json(path.read_text(encoding="utf-8"))
     except (ValidationError, UnicodeDecodeError) as error:
         raise ArgumentError(
+            "evaluation-report",
             "invalid evaluation report",
             got=f"{path.name}: {str(error).splitlines()[0]}",
             expected="JSON that matches schemas/evaluation.schema.json",
@@ -178,7 +179,9 @@ def identify(folder: Path) -> ModelIdentity:
         # Sizes do not change with further training, modification times do.
         times = [] if is_small else [file.stat().st_mtime_ns for file in files]
     except OSError as error:
-        raise ArgumentError("cannot read a model file", got=error) from error
+        raise ArgumentError(
+            "model-file-unreadable", "cannot read a model file", got=error
+        ) from error
     parts = [config, tokenizer_digest, [weight.model_dump() for weight in weights], times]
     return ModelIdentity(
         name=folder.resolve().name,
@@ -247,6 +250,7 @@ class ResultCache:
 
 def _write_error(path: Path, error: OSError) -> ArgumentError:
     return ArgumentError(
+        "results-unwritable",
         "cannot write the results",
         got=f"{path}: {error.strerror}",
         expected="a writable folder",

@@ -93,9 +93,13 @@ class EvaluationSettings:
             values = value if isinstance(value, tuple) else () if value is None else (value,)
             if any(value < minimum for value in values) or len(set(values)) < len(values):
                 got, expected = f"{name}={value}", f">= {minimum}, no duplicates"
-                raise ArgumentError("invalid evaluation settings", got=got, expected=expected)
+                raise ArgumentError(
+                    "evaluation-settings", "invalid evaluation settings", got=got, expected=expected
+                )
         if not self.contexts:
-            raise ArgumentError("no context to evaluate", expected="at least one context")
+            raise ArgumentError(
+                "no-context", "no context to evaluate", expected="at least one context"
+            )
 
 
 def evaluate(
@@ -182,6 +186,7 @@ def _validate(
         others = [x for x in settings.contexts if x != candidate.tokens]
         if others:
             raise ArgumentError(
+                "candidate-length",
                 "the candidate supports one length only",
                 got=f"contexts {', '.join(map(str, others))}",
                 expected=f"context {candidate.tokens}",
@@ -191,6 +196,7 @@ def _validate(
         return []
     if config.has_learned_positions:
         raise ArgumentError(
+            "evaluation-context",
             "the context exceeds the model's position embeddings",
             got=f"context {longest}",
             expected=f"at most {config.context}",
@@ -216,6 +222,7 @@ def _window_sets(
             notes.append(f"context {context}: no document is long enough, nothing was evaluated")
     if not window_sets:
         raise ArgumentError(
+            "evaluation-documents",
             "no document is long enough",
             got=f"{len(tokenized.documents)} documents",
             expected=f"at least {min(settings.contexts)} tokens in one of them",

@@ -70,6 +70,7 @@ class Scorer:
         nonfinite = [name for name, (total,) in totals.items() if not np.isfinite(total)]
         if nonfinite:
             raise ArgumentError(
+                "non-finite-predictions",
                 "non-finite predictions",
                 got=f"{', '.join(nonfinite)} over {len(tokens)} tokens",
                 expected="finite logits",

@@ -83,6 +83,7 @@ class TokenizedTexts:
             tokens = np.asarray(self._encode(document.text), np.int32)
             if tokens.size and not 0 <= tokens.min() <= tokens.max() < self._vocabulary:
                 raise ArgumentError(
+                    "evaluation-vocabulary",
                     "token ids exceed the model's vocabulary",
                     got=f"token ids up to {tokens.max()} in {document.name}",
                     expected=f"ids below {self._vocabulary}",

@@ -72,6 +72,7 @@ def _first_level(total: int, heads: int, n: int, forced: ForcedBlocks, floor: in
         return level
     if floor is not None:
         raise ArgumentError(
+            "total-below-floor",
             "the total is smaller than the floor of all heads",
             got=f"{floor=}, {total=}",
             expected=f"a total of {required} or more",

@@ -47,7 +47,9 @@ class ForcedBlocks:
         for name, value in vars(self).items():
             if type(value) is not int or not 0 <= value <= MAX_BLOCKS:
                 expected = f"an int from 0 to {MAX_BLOCKS}"
-                raise ArgumentError(f"invalid `{name}`", got=repr(value), expected=expected)
+                raise ArgumentError(
+                    "forced-blocks", f"invalid `{name}`", got=repr(value), expected=expected
+                )
 
     @property
     def blocks_per_row(self) -> int:
@@ -94,6 +96,7 @@ def total_blocks(budget: float, *, heads: int, n: int, forced: ForcedBlocks) -> 
     if total < heads * per_head:
         smallest = math.ceil(per_head / visible_blocks(n) * 1e4) / 1e4
         raise ArgumentError(
+            "budget-below-forced",
             "the budget is smaller than the forced blocks",
             got=f"{budget=} of {visible_blocks(n)} visible blocks per head, {n=}",
             expected=f"at least {smallest}, for {per_head} forced blocks per head",
@@ -112,6 +115,7 @@ def require_feasible(total: int, heads: int, n: int, forced: ForcedBlocks) -> No
     minimum, maximum = heads * forced.total(n), heads * visible_blocks(n)
     if not minimum <= total <= maximum:
         raise ArgumentError(
+            "total-blocks",
             "total number of blocks out of range",
             got=f"{total=}, {heads=}, {n=}",
             expected=f"{minimum} (forced) to {maximum} (visible)",
@@ -121,7 +125,9 @@ def require_feasible(total: int, heads: int, n: int, forced: ForcedBlocks) -> No
 def _round_total(budget: float, heads: int, n: int) -> int:
     if not 0 < budget <= 1:  # also rejects nan
         what = "a budget is a share of the visible blocks"
-        raise ArgumentError(what, got=f"{budget=}", expected="a number above 0, at most 1")
+        raise ArgumentError(
+            "budget-range", what, got=f"{budget=}", expected="a number above 0, at most 1"
+        )
     # The decimal value: 0.3 means three tenths, not the nearest binary number.
     exact = fractions.Fraction(str(float(budget))) * heads * visible_blocks(n)
     return math.floor(exact + fractions.Fraction(1, 2))
@@ -144,6 +150,7 @@ def row_counts(
     cost = level_totals(levels, n, forced)
     if totals.size and not cost[0] <= totals.min() <= totals.max() <= cost[-1]:
         raise ArgumentError(
+            "head-blocks",
             "number of blocks per head out of range",
             got=f"totals from {totals.min()} to {totals.max()}, {n=}",
             expected=f"{cost[0]} (forced) to {cost[-1]} (visible)",
@@ -174,13 +181,16 @@ def apportion(
     minimum, maximum = (np.broadcast_to(bound, weights.shape) for bound in (minimum, maximum))
     if not (np.isfinite(weights).all() and (weights >= 0).all() and (minimum <= maximum).all()):
         raise ArgumentError(
+            "projection-arguments",
             "invalid weights or bounds",
             got=f"{weights=}, {minimum=}, {maximum=}",
             expected="finite weights >= 0, minimum <= maximum",
         )
     if not minimum.sum() <= total <= maximum.sum():
         expected = f"{minimum.sum()} to {maximum.sum()}"
-        raise ArgumentError("total outside of the bounds", got=f"{total=}", expected=expected)
+        raise ArgumentError(
+            "projection-total", "total outside of the bounds", got=f"{total=}", expected=expected
+        )
     if not weights.size:
         return minimum.astype(np.int64)
     # Entries of weight 0 get something only after all others are at their maximum.

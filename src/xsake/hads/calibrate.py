@@ -143,6 +143,7 @@ class MassCache:
             atomic_write(_cache_path(self._folder, key), file.getvalue())
         except OSError as error:
             raise ArgumentError(
+                "cache-unwritable",
                 "cannot write the calibration cache",
                 got=f"{self._folder}: {error.strerror}",
                 expected="a writable folder",
@@ -161,7 +162,9 @@ class MassCache:
             return None
         except OSError as error:
             got = f"{path}: {error.strerror}"
-            raise ArgumentError("cannot read the calibration cache", got=got) from error
+            raise ArgumentError(
+                "cache-unreadable", "cannot read the calibration cache", got=got
+            ) from error
 
 
 def _cache_path(folder: Path, key: str) -> Path:
@@ -225,6 +228,7 @@ def _validate(observe: ObserveFn, documents: Documents, settings: CalibrationSet
     lengths = {len(document.tokens) for document in documents}
     if len(lengths) != 1:
         raise ArgumentError(
+            "calibration-lengths",
             "calibration documents must have the same length",
             got=f"lengths {sorted(lengths)}" if lengths else "no document",
             expected="at least one document, all of the same number of tokens",
@@ -233,12 +237,14 @@ def _validate(observe: ObserveFn, documents: Documents, settings: CalibrationSet
     for one, other in zip(documents, documents[1:], strict=False):
         if one.sha256 == other.sha256:
             raise ArgumentError(
+                "calibration-duplicate",
                 "duplicate calibration document",
                 got=f"{one.name} and {other.name}",
                 expected="every text once",
             )
     if settings.effect_documents and not hasattr(observe, "grads"):
         raise ArgumentError(
+            "calibration-effects",
             "cannot measure the effect of heads on predictions",
             got=f"{type(observe).__name__} without `grads`",
             expected="xsake.model.Observer, hads.observer, or an object with `grads`",
@@ -251,6 +257,7 @@ def require_length(tokens: int, block: int, forced: ForcedBlocks) -> None:
     n = count_blocks(tokens, block)
     if n <= forced.blocks_per_row:
         raise ArgumentError(
+            "calibration-too-short",
             "the documents are too short for block selection",
             got=f"{tokens} tokens, {n} blocks of {block}",
             expected=f"more than the {forced.blocks_per_row} forced blocks",

@@ -121,6 +121,7 @@ def calibrated_loss(plan: SparsityPlan, profile: Profile) -> Float[np.ndarray, "
     require_profile(plan, profile)
     if plan.selector.name not in profile.curves:
         raise ArgumentError(
+            "drift-selector",
             "the selector of this plan was not calibrated",
             got=f"policy {plan.policy.name}, selector {plan.selector.name}",
             expected=f"one of the selectors {', '.join(sorted(profile.selector_weights))}",
@@ -133,6 +134,7 @@ def require_profile(plan: SparsityPlan, profile: Profile) -> None:
     """Raise unless the plan was built from this profile."""
     if profile.digest != plan.calibration.profile:
         raise ArgumentError(
+            "drift-profile",
             "the plan was built from another profile",
             got=f"a profile with the digest {profile.digest}",
             expected=plan.calibration.profile,

@@ -262,18 +262,25 @@ def _validate(
     n = count_blocks(q.shape[1], block)
     if q.shape[1] != k.shape[1] or chosen.shape != (q.shape[0], q.shape[2], n, n):
         raise ShapeError(
+            "bound-shapes",
             "shapes of chosen, q and k do not match",
             got=f"chosen {chosen.shape}, q {q.shape}, k {k.shape}, {block=}",
             expected=f"equal numbers of queries and keys, chosen {(q.shape[0], q.shape[2], n, n)}",
         )
     if softcap is not None and not softcap > 0:
         expected = "a number above 0 or None"
-        raise ArgumentError("softcap must be positive", got=softcap, expected=expected)
+        raise ArgumentError(
+            "bound-softcap", "softcap must be positive", got=softcap, expected=expected
+        )
     if eps is not None and not 0 < eps <= 1:
-        raise ArgumentError("eps is out of range", got=repr(eps), expected="0 < .. <= 1")
+        raise ArgumentError(
+            "bound-eps", "eps is out of range", got=repr(eps), expected="0 < .. <= 1"
+        )
     if run < 1 or block % run:
         expected = f"a divisor of {block=}"
-        raise ArgumentError("a run of keys must divide the block", got=f"{run=}", expected=expected)
+        raise ArgumentError(
+            "bound-run", "a run of keys must divide the block", got=f"{run=}", expected=expected
+        )
     return q, k, chosen
 
 

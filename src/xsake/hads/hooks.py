@@ -184,6 +184,7 @@ def _sampled_log_prob(logits, seeds):
     """Return the log-probability of tokens sampled from the logits."""
     if logits is None:
         raise ArgumentError(
+            "effects-logits",
             "measuring effects requires logits",
             got="run(params, tokens, attention) returned None",
             expected="logits [B, T, vocabulary]",

@@ -180,6 +180,7 @@ class SparsityPlan(Frozen, populate_by_name=True, serialize_by_alias=True):
         same = list(range(self.model.kv_heads))
         if [sorted(order) for order in kv_order] != [same] * self.model.layers:
             raise ArgumentError(
+                "kv-order",
                 "not a permutation of the model's kv heads",
                 got=f"{len(kv_order)} layers, {kv_order[0] if kv_order else 'none'} ...",
                 expected=f"{self.model.layers} layers, each of 0..{self.model.kv_heads - 1} once",
@@ -240,7 +241,7 @@ class SparsityPlan(Frozen, populate_by_name=True, serialize_by_alias=True):
         """Return the blocks of a static head at any length."""
         plan = self.heads[layer][head]
         if plan.kind != "static":
-            raise ArgumentError("this head has no static blocks", got=plan.kind)
+            raise ArgumentError("no-static-blocks", "this head has no static blocks", got=plan.kind)
         total = int(self.totals(n)[layer, head])
         return take_units(plan.offsets, plan.columns, total, n, self.forced)
 
@@ -267,6 +268,7 @@ class SparsityPlan(Frozen, populate_by_name=True, serialize_by_alias=True):
         expected = self.model.model_dump()
         if any(value not in (None, expected[name]) for name, value in sizes.items()):
             raise ArgumentError(
+                "plan-model",
                 "the plan belongs to another model",
                 got=", ".join(f"{name}={value!r}" for name, value in sizes.items() if value),
                 expected=repr(self.model),
@@ -328,6 +330,7 @@ def _resolve_selector(policy: Policy, selector: SelectorSpec | None) -> Selector
     if (selector is None) != is_implied:
         problem = "takes no selector" if is_implied else "requires a selector"
         raise ArgumentError(
+            "policy-selector",
             f"the policy {policy.name!r} {problem}",
             got=f"selector={selector!r}",
             fix="pass a selector, except for the policies static and original",
@@ -408,7 +411,10 @@ def _require_length(n: int, maximum: int) -> None:
     if not 1 <= n <= min(maximum, MAX_BLOCKS):
         expected = f"1 to {min(maximum, MAX_BLOCKS)} query blocks"
         raise ArgumentError(
-            "sequence length out of range", got=f"{n} query blocks", expected=expected
+            "plan-length",
+            "sequence length out of range",
+            got=f"{n} query blocks",
+            expected=expected,
         )
 
 

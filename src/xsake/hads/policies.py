@@ -143,6 +143,7 @@ class Sensitivity(KL):
     def _losses(self, profile: Profile) -> Curves:
         if not profile.effects:
             raise ArgumentError(
+                "policy-effects",
                 "the profile has no effects on predictions",
                 got="no effects",
                 fix="calibrate with CalibrationSettings(effect_documents=6), or use the policy kl",
@@ -252,6 +253,7 @@ def _curve(curves: dict[str, Curves], name: str | None) -> Curves:
         return next(iter(curves.values()))
     if name not in curves:
         raise ArgumentError(
+            "policy-curves",
             "the profile has no curves of this selector",
             got=repr(name),
             expected=f"one of {sorted(curves)}",
@@ -263,7 +265,12 @@ def _curve(curves: dict[str, Curves], name: str | None) -> Curves:
 def _total_blocks(profile: Profile, budget: float | None, forced: ForcedBlocks) -> int:
     if budget is None:
         expected = "0 < .. <= 1"
-        raise ArgumentError("this policy requires a budget", got="budget=None", expected=expected)
+        raise ArgumentError(
+            "policy-needs-budget",
+            "this policy requires a budget",
+            got="budget=None",
+            expected=expected,
+        )
     return total_blocks(budget, heads=profile.model.heads, n=profile.n, forced=forced)
 
 
@@ -283,6 +290,7 @@ def _round_shares(shares: Float[np.ndarray, "L Hq"], n: int, forced: ForcedBlock
 def _reject_budget(name: str, budget: float | None) -> None:
     if budget is not None:
         raise ArgumentError(
+            "policy-takes-no-budget",
             f"the policy {name!r} takes no budget",
             got=f"{budget=}",
             expected="budget=None",
@@ -292,4 +300,6 @@ def _reject_budget(name: str, budget: float | None) -> None:
 
 def _require_share(name: str, value: float) -> None:
     if not 0 < value <= 1:
-        raise ArgumentError(f"{name} is out of range", got=f"{value!r}", expected="0 < .. <= 1")
+        raise ArgumentError(
+            "policy-range", f"{name} is out of range", got=f"{value!r}", expected="0 < .. <= 1"
+        )

@@ -44,6 +44,7 @@ class PlanAttention:
         model = self.plan.model
         if (q.shape[2], k.shape[2], k.shape[3]) != (model.q_heads, model.kv_heads, model.head_dim):
             raise ArgumentError(
+                "plan-attention-model",
                 "the plan belongs to another model",
                 got=f"{q.shape[2]} query heads, {k.shape[2]} kv heads of {k.shape[3]}",
                 expected=f"{model.q_heads}, {model.kv_heads} of {model.head_dim} ({model.name})",
@@ -87,6 +88,7 @@ class PlanAttention:
         """Add blocks until no query drops more than `eps` of its attention mass."""
         if call.segment_ids is not None or call.mask != Causal():
             raise UnsupportedError(
+                "bounded-plan-mask",
                 "a bounded plan supports plain causal attention only",
                 got="segment ids" if call.segment_ids is not None else repr(call.mask),
                 fix="use a plan of the policy `kl`, or audit the result",

@@ -127,6 +127,7 @@ class Op:
         known = [spec.name for spec in self.backends]
         if not names or any(name not in known for name in names):
             raise ArgumentError(
+                "implementation-name",
                 "no such implementation",
                 got=repr(implementation),
                 expected=" or ".join(map(repr, known)),
@@ -281,6 +282,7 @@ def _make_error(reasons: dict[str, str]) -> UnsupportedError:
     names = " and ".join(map(repr, reasons))
     several = len(reasons) > 1
     return UnsupportedError(
+        "implementation",
         f"the implementation{'s' * several} {names} cannot serve this call",
         got="; ".join(f"{name}: {why}" if several else why for name, why in reasons.items()),
         fix="pass implementation=None, or read xsake.explain(...) for the reasons of the others",

@@ -41,6 +41,7 @@ def check_platform(name: str, fix: str) -> None:
     """Raise ArgumentError unless a platform has a name here."""
     if name not in (*PLATFORMS, EXPORTED_CPU):
         raise ArgumentError(
+            "platform-name",
             "no platform of this name",
             got=repr(name),
             expected=" or ".join(map(repr, PLATFORMS)),
@@ -83,7 +84,9 @@ def by_platform(branches: Mapping[str, Branch], default: Branch | None, *operand
     choices = {**branches, "default": default}
     functions = [x for x in choices.values() if not isinstance(x, Unsupported)]
     if not functions:
-        raise ArgumentError("there must be a branch that computes something", got=choices)
+        raise ArgumentError(
+            "platform-branches", "there must be a branch that computes something", got=choices
+        )
     flat, tree = jax.tree.flatten(operands)
     here = choices.get(jax.default_backend(), default)
     first = functions[0] if isinstance(here, Unsupported) else here
@@ -144,6 +147,7 @@ def _check_constants(jaxpr) -> None:
     for value in jaxpr.consts:
         if isinstance(value, jax.core.Tracer):
             raise ArgumentError(
+                "platform-closure",
                 "a branch uses a traced array that is not among its operands",
                 got=str(value),
                 expected="branches that close over constants only",
@@ -185,7 +189,10 @@ def _lower(platform: str, ctx: mlir.LoweringRuleContext, *operands, table, types
     if isinstance(choice, Unsupported):
         here = ", ".join(ctx.platforms or ctx.module_context.platforms)
         raise UnsupportedError(
-            choice.what, got=f"lowering for {here}: {choice.reason}", fix=choice.fix
+            "platform-unsupported",
+            choice.what,
+            got=f"lowering for {here}: {choice.reason}",
+            fix=choice.fix,
         )
     if len(ctx.module_context.platforms) > 1:
         # JAX keeps one body of an inner `jit` per module, whichever platform it was lowered for.
@@ -201,6 +208,7 @@ def _lower(platform: str, ctx: mlir.LoweringRuleContext, *operands, table, types
 def _check_agreement(got: list, expected: tuple) -> None:
     if [str(x) for x in got] != [str(x) for x in expected]:
         raise ArgumentError(
+            "platform-results",
             "branches for different platforms must return the same shapes and dtypes",
             got=", ".join(map(str, got)),
             expected=", ".join(map(str, expected)),
@@ -229,6 +237,7 @@ batching.fancy_primitive_batchers[dispatch_p] = _batch
 
 def _differentiate(primals, tangents, **_):
     raise UnsupportedError(
+        "platform-derivative",
         "code that is chosen by platform has no derivative of its own",
         got="a derivative taken through xsake.kernels.lowering.by_platform",
         expected="one first derivative, by jax.grad or jax.vjp, which xsake defines itself",

@@ -54,6 +54,7 @@ def placing_of(**arrays: Any) -> Placing | None:
     apart = [name for name, spec in split.items() if spec[1] or any(spec[3:])]
     if apart or len(batch) > 1 or len(heads) > 1:
         raise UnsupportedError(
+            "sharding-axes",
             "attention splits the batch and the heads over devices, and nothing else",
             got=", ".join(f"{name} {PartitionSpec(*spec)}" for name, spec in split.items()),
             expected="[B, T, heads, ...] split along B and heads, q, k and v alike",
@@ -65,6 +66,7 @@ def placing_of(**arrays: Any) -> Placing | None:
         for size, parts in zip((x.shape[0], x.shape[2]), placing.parts, strict=True):
             if size % parts:
                 raise UnsupportedError(
+                    "mesh-sharding",
                     "an array cannot be split over the mesh as the others are",
                     got=f"{name} {x.shape}, {parts} parts",
                     expected=f"a multiple of {parts} instead of {size}",
@@ -78,6 +80,7 @@ def place(name: str, x: Any, mesh: AbstractMesh, spec: PartitionSpec) -> Any:
     own, target = _spec(x), (*spec, *(None,) * (x.ndim - len(spec)))
     if any(axes not in (None, there) for axes, there in zip(own, target, strict=True)):
         raise UnsupportedError(
+            "operand-sharding",
             f"{name} is split over other axes than the call",
             got=f"{name} {PartitionSpec(*own)}",
             expected=f"{spec}, or not split",

@@ -23,6 +23,7 @@ def check_sizes(**arrays: Any) -> None:
     ]
     if symbols:
         raise UnsupportedError(
+            "symbolic-size",
             "every size must be a number while a call is traced",
             got=", ".join(symbols),
             expected="numbers",
@@ -37,6 +38,7 @@ def check_dtypes(**arrays: Any) -> None:
         return
     *names, last = arrays
     raise ShapeError(
+        "dtypes",
         f"{', '.join(names)} and {last} must share one floating dtype",
         got=", ".join(f"{name} {x.dtype}" for name, x in arrays.items()),
         expected=f"{', '.join(FLOATS[:-1])} or {FLOATS[-1]} for all",
@@ -50,20 +52,24 @@ def check_arrays(q: Any, k: Any, v: Any = None) -> None:
     check_sizes(**arrays)
     v = k if v is None else v
     if not q.ndim == k.ndim == v.ndim == 4:
+        slug = "axes"
         what, fix = "arrays must have 4 axes, or 3 without a batch", "heads come after tokens"
     elif not (q.shape[0] == k.shape[0] == v.shape[0] and k.shape[1:3] == v.shape[1:3]):
-        what = "k and v must agree in batch, tokens and heads, and q in batch"
+        slug, what = "sizes", "k and v must agree in batch, tokens and heads, and q in batch"
         fix = "repeat or slice the batch; only kv heads may be fewer than query heads"
     elif q.shape[3] != k.shape[3]:
+        slug = "head-dim"
         what, fix = "q and k must have the same head dimension", "only v may have another one"
     elif min(*q.shape, *k.shape, *v.shape) == 0:
+        slug = "empty-axes"
         what, fix = "arrays must not have empty axes", "skip the call for an empty batch"
     elif q.shape[2] % k.shape[2]:
-        what = "query heads must be a multiple of kv heads"
+        slug, what = "groups", "query heads must be a multiple of kv heads"
         fix = "each kv head serves Hq / Hk query heads"
     else:
         return check_dtypes(**arrays)
     raise ShapeError(
+        slug,
         what,
         got=", ".join(f"{name} {x.shape}" for name, x in arrays.items()),
         expected="q [B, Tq, Hq, D], k [B, Tk, Hk, D], v [B, Tk, Hk, Dv], Hq a multiple of Hk, "
@@ -77,6 +83,7 @@ def check_heads(heads: int | None, q: Any, k: Any) -> None:
     accepted = sorted({1, k.shape[2], q.shape[2]})
     if heads not in (None, *accepted):
         raise ShapeError(
+            "mask-heads",
             "the heads of the mask or layout match neither query nor kv heads",
             got=f"{heads} heads",
             expected=f"one of {accepted}",
@@ -93,7 +100,9 @@ def positive_softcap(softcap: Any) -> float | None:
     """The softcap as a positive number; None stays None."""
     value, fix = None, "None disables it"
     if softcap is not None and (value := number("softcap", softcap, fix)) <= 0:
-        raise ArgumentError("softcap must be positive", got=value, expected="above 0", fix=fix)
+        raise ArgumentError(
+            "softcap-sign", "softcap must be positive", got=value, expected="above 0", fix=fix
+        )
     return value
 
 
@@ -101,6 +110,7 @@ def number(name: str, value: Any, fix: str) -> float:
     """`value` as a finite Python number."""
     if isinstance(value, jax.core.Tracer):
         raise ArgumentError(
+            "traced-number",
             f"{name} is compiled into the program, so it cannot be traced",
             got=value,
             expected="a Python number",
@@ -109,7 +119,9 @@ def number(name: str, value: Any, fix: str) -> float:
     is_scalar = isinstance(value, numbers.Real) or getattr(value, "shape", None) == ()
     if not is_scalar or not math.isfinite(value):
         expected = "a finite number"
-        raise ArgumentError(f"{name} must be a number", got=repr(value), expected=expected, fix=fix)
+        raise ArgumentError(
+            "number-type", f"{name} must be a number", got=repr(value), expected=expected, fix=fix
+        )
     return float(value)
 
 
@@ -130,6 +142,7 @@ def integers(
     fits = (fits or (shared and values.ndim == 1)) and values.shape[-1] == tokens
     if not fits or not jnp.issubdtype(values.dtype, jnp.integer):
         raise ShapeError(
+            "array-shape",
             f"`{name}` does not fit",
             got=f"{values.dtype} {values.shape}",
             expected=f"integers ({batch}, {tokens})" + (f" or ({tokens},)" if shared else ""),
@@ -153,6 +166,7 @@ def token_integers(
         kv_ids = q_ids
     if (q_ids is None) != (kv_ids is None):
         raise ArgumentError(
+            "segment-ids-pair",
             "segment ids are required for both queries and keys",
             got="only one of q_segment_ids and kv_segment_ids",
             expected="both",
@@ -168,6 +182,7 @@ def _check_range(name: str, values: Any, least: int | None) -> None:
     if not isinstance(values, np.ndarray) and not is_known(values):
         if values.dtype in (jnp.uint32, jnp.uint64):
             raise ArgumentError(
+                "int-width",
                 f"`{name}` may hold more than int32 can, and is not known while tracing",
                 got=f"traced {values.dtype}",
                 expected=expected,
@@ -177,11 +192,14 @@ def _check_range(name: str, values: Any, least: int | None) -> None:
             from jax.experimental import checkify  # imports Pallas
 
             is_inside = (values >= _INT32.min) & (values <= high)
-            checkify.debug_check(is_inside.all(), f"XSK-102: `{name}` must hold {expected}")
+            checkify.debug_check(
+                is_inside.all(), f"XSK-102.int-range: `{name}` must hold {expected}"
+            )
         return
     known = np.asarray(values)
     if known.min() < low or known.max() > high:
         raise ArgumentError(
+            "int-range",
             f"`{name}` has values outside its range",
             got=f"{known.dtype} from {known.min()} to {known.max()}",
             expected=expected,

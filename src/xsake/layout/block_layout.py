@@ -206,6 +206,7 @@ class BlockLayout(BlockCounts):
         """Return the arrays as NumPy; raises while the layout is traced."""
         if not is_concrete(*self._items):
             raise LayoutError(
+                "traced-values",
                 "the values of a traced layout are not available inside jit",
                 got=f"a traced layout of capacity {self.capacity}",
                 expected="a static layout, or a traced one outside jit",

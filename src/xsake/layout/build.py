@@ -61,6 +61,7 @@ def list_indices(xp, indices, counts, capacity: int | None, grid: BlockGrid) -> 
     if xp is np and repeated.any():
         row = int(np.flatnonzero(repeated.any(axis=-1))[0])
         raise LayoutError(
+            "duplicate-blocks",
             "a row lists the same kv block twice",
             got=f"{_format_row(grid, row)}: {indices[row][is_used[row]].tolist()[:16]}",
             expected="every kv block at most once per row",
@@ -79,6 +80,7 @@ def as_planes(allowed, heads: int | None):
     _check_array("the block mask", allowed)
     if not 2 <= allowed.ndim <= 4 or allowed.dtype != bool or 0 in allowed.shape:
         raise LayoutError(
+            "block-mask-type",
             "the block mask must be a boolean grid",
             got=f"shape {tuple(allowed.shape)}, dtype {allowed.dtype}",
             expected="bool [Nq, Nk], [H, Nq, Nk] or [B, H, Nq, Nk], no axis empty",
@@ -95,13 +97,16 @@ def as_slots(indices, counts):
     _check_array("counts", counts)
     if not 2 <= indices.ndim <= 4 or indices.shape[:-1] != counts.shape or 0 in indices.shape:
         raise LayoutError(
+            "indices-shape",
             "indices and counts have incompatible shapes",
             got=f"indices {tuple(indices.shape)}, counts {tuple(counts.shape)}",
             expected="[Nq, A], [H, Nq, A] or [B, H, Nq, A] and the same without A, no axis empty",
         )
     for name, array in (("indices", indices), ("counts", counts)):
         if not np.issubdtype(array.dtype, np.integer):
-            raise LayoutError(f"{name} must be integers", got=array.dtype, expected="integers")
+            raise LayoutError(
+                "indices-dtype", f"{name} must be integers", got=array.dtype, expected="integers"
+            )
     return indices.reshape((1,) * (4 - indices.ndim) + tuple(indices.shape))
 
 
@@ -109,6 +114,7 @@ def _check_array(name: str, value) -> None:
     """Raise unless `value` is a NumPy array (static layout) or a JAX array (traced layout)."""
     if not isinstance(value, np.ndarray | jax.Array):
         raise LayoutError(
+            "indices-type",
             f"{name} must be an array",
             got=f"{type(value).__name__} {value!r}"[:80],
             expected="a NumPy array for a static layout, a JAX array for a traced one",
@@ -129,6 +135,7 @@ def common_heads(layout_heads: int, heads: int | None) -> int:
     if layout_heads == 1:
         return heads
     raise LayoutError(
+        "build-heads",
         "mask and layout have different numbers of heads",
         got=f"mask heads {heads}, layout heads {layout_heads}",
         expected="equal numbers, or one of them shared by all heads",
@@ -156,6 +163,7 @@ def check_num_blocks(axis: str, blocks: int, tokens: int, block: int) -> None:
     """Raise if the number of blocks contradicts the lengths."""
     if blocks != count_blocks(tokens, block):
         raise LayoutError(
+            "num-blocks",
             f"the number of {axis} blocks contradicts the lengths",
             got=f"{blocks} blocks, {tokens} tokens in blocks of {block}",
             expected=f"{count_blocks(tokens, block)} blocks",
@@ -211,6 +219,7 @@ def _check_slots(indices, counts, stray, grid: BlockGrid) -> None:
     slots = indices.shape[-1]
     if ((counts < 0) | (counts > slots)).any():
         raise LayoutError(
+            "count-range",
             "a count exceeds its row of indices",
             got=f"counts from {counts.min()} to {counts.max()}",
             expected=f"0 to {slots}, the slots of a row",
@@ -219,6 +228,7 @@ def _check_slots(indices, counts, stray, grid: BlockGrid) -> None:
     if stray.any():
         row, slot = (int(edge[0]) for edge in np.nonzero(stray))
         raise LayoutError(
+            "kv-block-range",
             "a kv block index is out of range",
             got=f"{int(indices[row, slot])} in {_format_row(grid, row)}, slot {slot}",
             expected=f"0 to {grid.kv_blocks - 1}, or -1 for an unused slot",

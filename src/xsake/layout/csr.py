@@ -51,7 +51,9 @@ def capacity_bucket(items: int) -> int:
         [16, 16, 20, 40, 1024]
     """
     if items < 0:
-        raise LayoutError("the number of items is negative", got=items, expected=">= 0")
+        raise LayoutError(
+            "num-items", "the number of items is negative", got=items, expected=">= 0"
+        )
     if items <= 16:
         return 16
     step = 1 << ((items - 1).bit_length() - 3)
@@ -86,16 +88,18 @@ def check_capacity(items, capacity: int) -> None:
     """Raise if items exceed the capacity; traced items are checked through `checkify`."""
     if not isinstance(capacity, int | np.integer) or capacity < 0:
         raise LayoutError(
+            "capacity-argument",
             "invalid capacity",
             got=repr(capacity),
             expected="an int of at least 0",
             fix="use capacity_bucket(items)",
         )
     if not is_concrete(items):
-        message = "XSK-301: {items} work items exceed the layout's capacity"
+        message = "XSK-301.capacity: {items} work items exceed the layout's capacity"
         checkify.debug_check(items <= capacity, message, items=items)
     elif int(items) > capacity:
         raise LayoutError(
+            "capacity",
             "the layout exceeds its capacity",
             got=f"{int(items)} work items, capacity {capacity}",
             expected="capacity >= items",
@@ -190,21 +194,23 @@ def check_shapes(items: Items, grid: BlockGrid, mask: AbstractMask | None) -> No
     describe = lambda parts: ", ".join(map("{} {}".format, items._fields, parts))
     capacity = int(np.prod(shapes[1]))
     if shapes != ((grid.rows + 1,), (capacity,), (capacity,)) or capacity > MAX_ITEMS:
-        what, got = "the arrays of the layout have incompatible shapes", describe(shapes)
+        slug, what, got = (
+            "shapes",
+            "the arrays of the layout have incompatible shapes",
+            describe(shapes),
+        )
         expected = f"row_starts ({grid.rows + 1},), batch * heads * q_blocks + 1; others (W,)"
     elif dtypes != ("int32", "int32", "bool"):
-        what, got = "the arrays of the layout have wrong dtypes", describe(dtypes)
+        slug, what, got = "dtypes", "the arrays of the layout have wrong dtypes", describe(dtypes)
         expected = "int32, int32, bool"
     elif mask is not None and mask.heads not in (None, grid.heads):
-        what, expected = (
-            "mask and layout have different numbers of heads",
-            "equal, or no mask heads",
-        )
+        slug, what = "heads", "mask and layout have different numbers of heads"
+        expected = "equal, or no mask heads"
         got = f"mask heads {mask.heads}, layout heads {grid.heads}"
     else:
         return
     fix = "build layouts with from_mask, from_block_mask or from_indices_counts"
-    raise LayoutError(what, got=got, expected=expected, fix=fix)
+    raise LayoutError(slug, what, got=got, expected=expected, fix=fix)
 
 
 def check_values(items: Items, grid: BlockGrid) -> None:
@@ -212,6 +218,7 @@ def check_values(items: Items, grid: BlockGrid) -> None:
     starts = items.row_starts
     if starts[0] != 0 or (starts[1:] < starts[:-1]).any() or starts[-1] > items.kv_block.size:
         raise LayoutError(
+            "row-starts",
             "invalid row_starts",
             got=f"first {starts[0]}, last {starts[-1]}, capacity {items.kv_block.size}",
             expected="0 first, non-decreasing, last at most the capacity",
@@ -224,19 +231,23 @@ def check_values(items: Items, grid: BlockGrid) -> None:
         falls = items.kv_block[before:last] <= items.kv_block[before - 1 : last - 1]
         falls = np.flatnonzero(falls) + before
         if block.min() < 0 or block.max() >= grid.kv_blocks:
-            what, expected = "a kv block index is out of range", f"0 to {grid.kv_blocks - 1}"
+            slug, what = "kv-block", "a kv block index is out of range"
+            expected = f"0 to {grid.kv_blocks - 1}"
             got = f"kv blocks from {block.min()} to {block.max()}"
         elif (grid.overhangs(block) & ~items.is_partial[first:last]).any():
-            what = "the last kv block extends past kv_tokens but is listed as full"
+            slug, what = (
+                "last-block",
+                "the last kv block extends past kv_tokens but is listed as full",
+            )
             got = f"kv_tokens {grid.kv_tokens}, block_kv {grid.block_kv}"
             expected = "is_partial for that block"
         elif not np.array_equal(starts[np.searchsorted(starts, falls)], falls):
-            what = "the kv blocks of a row are not strictly ascending"
+            slug, what = "order", "the kv blocks of a row are not strictly ascending"
             got, expected = f"items {falls[:4].tolist()}, ...", "every row sorted, each block once"
         else:
             continue
         fix = "build layouts with from_mask, from_block_mask or from_indices_counts"
-        raise LayoutError(what, got=got, expected=expected, fix=fix)
+        raise LayoutError(slug, what, got=got, expected=expected, fix=fix)
 
 
 def check_full_blocks(items: Items, grid: BlockGrid, mask: AbstractMask) -> None:
@@ -250,6 +261,7 @@ def check_full_blocks(items: Items, grid: BlockGrid, mask: AbstractMask) -> None
         codes = np.asarray(mask.coverage(*spans, head))
         if ((codes == Coverage.NONE) | (codes == Coverage.SOME)).any():
             raise LayoutError(
+                "full-block",
                 "a block is listed as full but the mask excludes some of its pairs",
                 got=f"mask {mask!r}",
                 expected="is_partial for every partly masked block",

@@ -24,6 +24,7 @@ def plane_cells(
     batch, head = which
     if not (0 <= batch < grid.batch and 0 <= head < grid.heads):
         raise ArgumentError(
+            "draw-index",
             "batch or head index out of range",
             got=f"{batch=}, {head=}",
             expected=f"batch below {grid.batch}, head below {grid.heads}",

@@ -23,6 +23,7 @@ def check_int32_count(items: int) -> None:
     """Raise if int32 indices cannot address the items."""
     if items > MAX_ITEMS:
         raise LayoutError(
+            "int32-items",
             "the layout has too many work items for int32 indices",
             got=items,
             expected=f"at most {MAX_ITEMS}",
@@ -68,6 +69,7 @@ class BlockGrid(BlockCounts):
             value = getattr(self, field.name)
             if type(value) is not int or not 1 <= value <= MAX_TOKENS:
                 raise LayoutError(
+                    "grid-field",
                     f"invalid {field.name}",
                     got=repr(value),
                     expected=f"an int from 1 to {MAX_TOKENS}",
@@ -75,6 +77,7 @@ class BlockGrid(BlockCounts):
                 )
         if self.rows > MAX_ITEMS:
             raise LayoutError(
+                "int32-rows",
                 "the grid has too many rows for int32 indices",
                 got=f"batch * heads * q_blocks = {self.rows}",
                 expected=f"at most {MAX_ITEMS}",

@@ -28,6 +28,7 @@ def refine_items(xp, items: Items, codes, grid: BlockGrid) -> tuple[Items, Block
     fits = codes.ndim == 2 and codes.shape[1] == capacity
     if not fits or not (codes.shape[0] == 1 or grid.batch in (1, codes.shape[0])):
         raise LayoutError(
+            "coverage-shape",
             "the coverage codes have the wrong shape",
             got=f"codes {tuple(codes.shape)}, layout batch {grid.batch}, capacity {capacity}",
             expected=f"(1, {capacity}) or (B, {capacity})",
@@ -54,6 +55,7 @@ def expand_items(items: Items, grid: BlockGrid, batch: int, heads: int) -> tuple
     """Copy a shared list to every batch element and head."""
     if grid.batch not in (1, batch) or grid.heads not in (1, heads):
         raise LayoutError(
+            "expand-shared",
             "only shared lists can be expanded",
             got=f"batch {grid.batch} to {batch}, heads {grid.heads} to {heads}",
             expected="1 before, or no change",
@@ -97,6 +99,7 @@ def resize_items(
         return items, fine, mask
     if xp is not np:
         raise LayoutError(
+            "merge-traced",
             "blocks of a traced layout cannot be merged",
             got=f"{grid.block_q} x {grid.block_kv} to {block_q} x {block_kv}",
             expected="a static layout, or smaller blocks",
@@ -186,6 +189,7 @@ def _lacks_pairs(keys, listed_key, grids: tuple[BlockGrid, BlockGrid], mask) -> 
 def _explicit_mask(row, kv_block, grid: BlockGrid) -> ListedBlocks:
     if grid.batch > 1:
         raise LayoutError(
+            "merge-batch-mask",
             "merging would need a mask that differs between batch elements",
             got=f"batch {grid.batch}, with unlisted blocks inside the larger ones",
             expected="a layout shared by the batch",
@@ -200,6 +204,7 @@ def _explicit_mask(row, kv_block, grid: BlockGrid) -> ListedBlocks:
 def _check_resize(axis: str, old: int, new: int) -> int:
     if type(new) is not int or new < 1 or (old % new and new % old):
         raise LayoutError(
+            "resize",
             f"{axis} cannot be resized",
             got=f"{old} to {new!r}",
             expected="a divisor or a multiple of the old size",

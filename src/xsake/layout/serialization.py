@@ -41,37 +41,54 @@ def decode(text: str, *, max_items: int) -> tuple[Items, BlockGrid, masks.Abstra
     try:
         document = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise _format_error("not JSON", str(error)[:200], "the output of to_json()") from error
+        raise _format_error(
+            "json-syntax", "not JSON", str(error)[:200], "the output of to_json()"
+        ) from error
     if not isinstance(document, dict):
-        raise _format_error("not a JSON object", type(document).__name__, "an object")
+        raise _format_error(
+            "json-object", "not a JSON object", type(document).__name__, "an object"
+        )
     if set(document) != KEYS or document["format"] != FORMAT:
-        raise _format_error("wrong keys or format", f"keys {sorted(document)[:12]}", sorted(KEYS))
+        raise _format_error(
+            "json-keys", "wrong keys or format", f"keys {sorted(document)[:12]}", sorted(KEYS)
+        )
     if type(document["version"]) is not int or document["version"] != VERSION:
-        raise _format_error("unknown version", repr(document["version"])[:40], VERSION)
+        raise _format_error(
+            "json-version", "unknown version", repr(document["version"])[:40], VERSION
+        )
     sizes = {name: document[name] for name in SIZES}
     rows, mask_dict = document["rows"], document["mask"]
     if any(type(size) is not int for size in sizes.values()):
-        raise _format_error("a size is not an integer", repr(sizes)[:200], "integers")
+        raise _format_error("json-sizes", "a size is not an integer", repr(sizes)[:200], "integers")
     if not (mask_dict is None or isinstance(mask_dict, dict)):
-        raise _format_error("invalid mask", repr(mask_dict)[:40], "an object or null")
+        raise _format_error("json-mask", "invalid mask", repr(mask_dict)[:40], "an object or null")
     grid = BlockGrid(**sizes)
     if not isinstance(rows, list) or len(rows) != grid.rows:
         got = len(rows) if isinstance(rows, list) else type(rows).__name__
-        raise _format_error("wrong number of rows", got, f"a list of {grid.rows} rows")
+        raise _format_error("json-rows", "wrong number of rows", got, f"a list of {grid.rows} rows")
     if not all(isinstance(row, list) and len(row) % 3 == 0 for row in rows):
-        raise _format_error("a row is not a list of triples", None, "[first, length, partial, ...]")
+        raise _format_error(
+            "json-triples", "a row is not a list of triples", None, "[first, length, partial, ...]"
+        )
     numbers = list(itertools.chain.from_iterable(rows))
     if not all(type(number) is int and 0 <= number <= grid.kv_blocks for number in numbers):
         raise _format_error(
-            "a run exceeds the kv blocks", None, f"integers from 0 to {grid.kv_blocks}"
+            "json-range",
+            "a run exceeds the kv blocks",
+            None,
+            f"integers from 0 to {grid.kv_blocks}",
         )
     listed = sum(numbers[1::3])
     if listed > max_items:
-        raise _format_error("too many blocks", listed, f"at most max_items = {max_items}")
+        raise _format_error(
+            "json-blocks", "too many blocks", listed, f"at most max_items = {max_items}"
+        )
     runs = np.array(numbers, np.int64).reshape(-1, 3)
     first, lengths, partial = runs.T
     if (lengths < 1).any() or (partial > 1).any() or (first + lengths > grid.kv_blocks).any():
-        raise _format_error("invalid run", None, "length >= 1, inside the kv blocks, 0 or 1")
+        raise _format_error(
+            "json-run", "invalid run", None, "length >= 1, inside the kv blocks, 0 or 1"
+        )
     run_rows = np.repeat(np.arange(grid.rows), [len(row) // 3 for row in rows])
     counts = np.zeros(grid.rows, np.int64)
     np.add.at(counts, run_rows, lengths)
@@ -87,6 +104,7 @@ def _describe_mask(mask: masks.AbstractMask | None) -> dict[str, Any] | None:
         return None if mask is None else masks.to_dict(mask)
     except MaskError as error:
         raise LayoutError(
+            "mask-not-serializable",
             "the layout's mask cannot be serialized",
             got=repr(mask),
             expected="masks of xsake.masks other than FromFunction",
@@ -108,6 +126,7 @@ def decode_static(data: bytes) -> tuple[Any, ...]:
         grid = BlockGrid(**dict(zip(SIZES, sizes, strict=True)))
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise LayoutError(
+            "exported",
             "invalid BlockLayout in an exported function",
             got=str(error)[:200],
             expected="data that jax.export wrote for xsake.BlockLayout",
@@ -116,5 +135,5 @@ def decode_static(data: bytes) -> tuple[Any, ...]:
     return *vars(grid).values(), mask
 
 
-def _format_error(what: str, got: object, expected: object) -> LayoutError:
-    return LayoutError(f"invalid layout JSON: {what}", got=got, expected=expected)
+def _format_error(slug: str, what: str, got: object, expected: object) -> LayoutError:
+    return LayoutError(slug, f"invalid layout JSON: {what}", got=got, expected=expected)

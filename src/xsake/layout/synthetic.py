@@ -28,6 +28,7 @@ def head_budgets(
     share = (high - low) / max(heads, 1)
     if not 0 < low < high <= 1 or not low + share < mean < high - share:
         raise ArgumentError(
+            "mean-budget",
             "no budgets with this mean exist",
             got=f"{heads=} {low=} {mean=} {high=}",
             expected=f"0 < low < high <= 1, mean between {low + share:.3f} and {high - share:.3f}",

@@ -59,6 +59,7 @@ class TransposedLayout(BlockCounts):
         """Number of listed blocks; raises while the layout is traced."""
         if not is_concrete(self.row_starts):
             raise LayoutError(
+                "traced-count",
                 "the number of items is not available inside jit",
                 fix="use capacity, the upper bound, or a static layout",
             )
@@ -69,6 +70,7 @@ def transposed_heads(heads: int, kv_heads: int, q_heads: int) -> tuple[int, int]
     """Return `(heads, group)` of the transpose of a layout with `heads` heads."""
     if kv_heads < 1 or q_heads % kv_heads:
         raise LayoutError(
+            "transpose-groups",
             "query heads are not a multiple of kv heads",
             got=f"{q_heads=}, {kv_heads=}",
             expected="q_heads a multiple of kv_heads",
@@ -78,6 +80,7 @@ def transposed_heads(heads: int, kv_heads: int, q_heads: int) -> tuple[int, int]
     if heads == q_heads:
         return kv_heads, q_heads // kv_heads
     raise LayoutError(
+        "transpose-heads",
         "the layout's heads match neither the query heads nor the kv heads",
         got=f"layout heads {heads}, {q_heads=}, {kv_heads=}",
         expected=f"1, {kv_heads} or {q_heads}",

@@ -21,6 +21,7 @@ def common_heads(masks: tuple[AbstractMask, ...]) -> int | None:
     counts = {mask.heads for mask in masks} - {None}
     if len(counts) > 1:
         raise MaskError(
+            "combine-heads",
             "cannot combine masks with different numbers of heads",
             got=" and ".join(f"{mask.heads} heads" for mask in masks if mask.heads is not None),
             expected="equal head counts, or masks without heads",
@@ -155,6 +156,7 @@ class PerHead(AbstractMask):
             isinstance(member, AbstractMask) and member.heads is None for member in members
         ):
             raise MaskError(
+                "per-head-count",
                 "PerHead needs one mask per head",
                 got=repr(list(members)),
                 expected="at least one mask, none with per-head rules",

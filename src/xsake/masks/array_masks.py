@@ -56,6 +56,7 @@ def _copy_array(values: Any, name: str, dtype: type) -> np.ndarray:
     """Return a read-only NumPy copy of `values`, which are hashed by content."""
     if isinstance(values, jax.core.Tracer):
         raise MaskError(
+            "concrete",
             f"`{name}` must be concrete",
             got="a tracer",
             expected="a NumPy array or a concrete JAX array",
@@ -66,13 +67,16 @@ def _copy_array(values: Any, name: str, dtype: type) -> np.ndarray:
     dtype_kinds = "b" if dtype is bool else "iu"
     if array.size and array.dtype.kind not in dtype_kinds:
         raise MaskError(
+            "array-dtype",
             f"`{name}` has the wrong dtype",
             got=array.dtype,
             expected="bool" if dtype is bool else "integers",
         )
     limits = None if dtype is bool else np.iinfo(dtype)
     if limits and array.size and not limits.min <= array.min() <= array.max() <= limits.max:
-        raise MaskError(f"`{name}` does not fit int32", got=f"{array.min()}..{array.max()}")
+        raise MaskError(
+            "array-int32", f"`{name}` does not fit int32", got=f"{array.min()}..{array.max()}"
+        )
     array = np.array(array, dtype=dtype, order="C")
     array.flags.writeable = False
     return array
@@ -108,7 +112,7 @@ class Segments(AbstractArrayMask):
                 continue
             ids = _copy_array(getattr(self, name), name, np.int32)
             if ids.ndim != 1:
-                raise MaskError(f"`{name}` must be 1-D", got=f"shape {ids.shape}")
+                raise MaskError("array-axes", f"`{name}` must be 1-D", got=f"shape {ids.shape}")
             object.__setattr__(self, name, ids)
 
     def _arrays(self) -> tuple[np.ndarray, ...]:
@@ -185,6 +189,7 @@ class Explicit(AbstractArrayMask):
         array = _copy_array(self.array, "array", bool)
         if array.ndim not in (2, 3) or (array.ndim == 3 and array.shape[0] == 0):
             raise MaskError(
+                "explicit-shape",
                 "an explicit mask must be 2-D or 3-D",
                 got=f"shape {array.shape}",
                 expected="[Tq, Tk] or [H, Tq, Tk] with H >= 1",
@@ -242,6 +247,7 @@ class ListedBlocks(AbstractArrayMask):
     def __post_init__(self):
         if self.chosen.ndim != 3 or self.chosen.dtype != bool or 0 in self.chosen.shape:
             raise LayoutError(
+                "chosen-type",
                 "`chosen` must be a boolean grid",
                 got=f"shape {self.chosen.shape}, dtype {self.chosen.dtype}",
                 expected="bool [heads, Nq, Nk], no axis empty",

@@ -110,6 +110,7 @@ class AbstractMask(abc.ABC):
             named = named | {"head": head}
         elif self.heads is not None:
             raise MaskError(
+                "head-missing",
                 "a mask with per-head rules needs `head`",
                 got=repr(self),
                 expected=f"head indices in 0..{self.heads - 1}",
@@ -131,7 +132,9 @@ class AbstractMask(abc.ABC):
 
     def _check_head(self, head: int) -> None:
         if self.heads is not None and not 0 <= head < self.heads:
-            raise MaskError("head index out of range", got=head, expected=f"0..{self.heads - 1}")
+            raise MaskError(
+                "head-range", "head index out of range", got=head, expected=f"0..{self.heads - 1}"
+            )
 
     def for_head(self, head: int) -> "AbstractMask":
         """Return the mask of one head, without a head axis; a mask without heads returns itself.
@@ -167,6 +170,7 @@ class AbstractMask(abc.ABC):
 
     def __bool__(self) -> NoReturn:
         raise MaskError(
+            "truth-value",
             "a mask has no truth value",
             got=f"bool({self!r})",
             fix="combine masks with & | ~ instead of `and`, `or`, `not`",
@@ -261,6 +265,7 @@ def store_int(mask: AbstractMask, *names: str, min_value: int, max_value: int = 
             number = None
         if number is None or not min_value <= number <= max_value:
             raise MaskError(
+                "parameter",
                 f"{type(mask).__name__} needs an integer `{name}` in its range",
                 got=f"{name}={value!r}",
                 expected=f"an integer in {min_value}..{max_value}",
@@ -312,6 +317,7 @@ def require_mask(mask: Any) -> None:
     shape = getattr(mask, "shape", None)
     received = type(mask).__name__ if shape is None else f"{mask.dtype} array {tuple(shape)}"
     raise MaskError(
+        "type",
         "`mask` has an unsupported type",
         got=received if shape is not None else f"{received} {mask!r}"[:80],
         expected="a mask of xsake.masks, such as Causal(), an array of booleans, or None",
@@ -324,7 +330,10 @@ def _as_positions(xp: ModuleType, values: Positions, name: str):
     array = xp.asarray(values)
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise ShapeError(
-            f"`{name}` must hold integers", got=f"dtype {array.dtype}", expected="an integer dtype"
+            "index-dtype",
+            f"`{name}` must hold integers",
+            got=f"dtype {array.dtype}",
+            expected="an integer dtype",
         )
     if jnp.issubdtype(array.dtype, jnp.unsignedinteger):
         # JAX without x64 cannot widen; positions fit int32 by contract.

@@ -36,7 +36,9 @@ def ascii_picture(
 def ascii_shape(width: int) -> tuple[int, int]:
     """Return the maximum lines and characters per line of a picture."""
     if width < 2:
-        raise ArgumentError("`width` is too small for a picture", got=width, expected=">= 2")
+        raise ArgumentError(
+            "draw-width", "`width` is too small for a picture", got=width, expected=">= 2"
+        )
     return width // 2, width
 
 
@@ -98,7 +100,10 @@ def _check_sizes(q_tokens: int, kv_tokens: int | None) -> int:
     kv_tokens = q_tokens if kv_tokens is None else kv_tokens
     if min(q_tokens, kv_tokens) < 1:
         raise ArgumentError(
-            "cannot draw zero tokens", got=f"{q_tokens=}, {kv_tokens=}", expected=">= 1"
+            "draw-tokens",
+            "cannot draw zero tokens",
+            got=f"{q_tokens=}, {kv_tokens=}",
+            expected=">= 1",
         )
     return kv_tokens
 
@@ -125,6 +130,7 @@ def draw_png(
     panels = _panels(mask, head)
     if len(panels) > MAX_PANELS:
         raise ArgumentError(
+            "draw-heads",
             "too many heads for one picture",
             got=len(panels),
             expected=f"at most {MAX_PANELS}",

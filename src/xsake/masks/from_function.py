@@ -38,7 +38,10 @@ class FromFunction(AbstractMask):
     def __post_init__(self) -> None:
         if not callable(self.function):
             raise MaskError(
-                "FromFunction needs a function", got=repr(self.function), expected="a callable"
+                "function",
+                "FromFunction needs a function",
+                got=repr(self.function),
+                expected="a callable",
             )
         if self.heads is not None:
             store_int(self, "heads", min_value=1)
@@ -56,6 +59,7 @@ class FromFunction(AbstractMask):
         allowed = xp.asarray(allowed)
         if allowed.dtype != bool:
             raise MaskError(
+                "function-dtype",
                 "the function of a FromFunction mask must return booleans",
                 got=f"dtype {allowed.dtype} from {self!r}",
                 expected="dtype bool",

@@ -26,6 +26,7 @@ def parse(text: str) -> AbstractMask:
     """
     if len(text) > MAX_CHARS:
         raise MaskError(
+            "expression-length",
             "the expression is too long",
             got=f"{len(text)} characters",
             expected=f"at most {MAX_CHARS}",
@@ -36,14 +37,17 @@ def parse(text: str) -> AbstractMask:
             warnings.simplefilter("ignore")  # SyntaxWarnings on literals
             tree = ast.parse(text.strip(), mode="eval")
     except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
-        raise _parse_error("invalid mask expression", text) from error
+        raise _parse_error("expression", "invalid mask expression", text) from error
     return _parse_node(tree.body, text, 0)
 
 
 def _parse_node(node: ast.expr, text: str, depth: int) -> AbstractMask:
     if depth > MAX_DEPTH:
         raise _parse_error(
-            "the expression is nested too deeply", text, f"at most {MAX_DEPTH} levels"
+            "expression-nesting",
+            "the expression is nested too deeply",
+            text,
+            f"at most {MAX_DEPTH} levels",
         )
     match node:
         case ast.BinOp(left=left, op=ast.BitAnd(), right=right):
@@ -55,7 +59,10 @@ def _parse_node(node: ast.expr, text: str, depth: int) -> AbstractMask:
         case ast.BoolOp() | ast.UnaryOp(op=ast.Not()):
             operators = "& for and, | for or, ~ for not"
             raise _parse_error(
-                "masks are combined by operators, not keywords", _source(node, text), operators
+                "keyword-operator",
+                "masks are combined by operators, not keywords",
+                _source(node, text),
+                operators,
             )
         case ast.Name(id=name):
             return _build_mask(name, (), {}, text)
@@ -63,9 +70,11 @@ def _parse_node(node: ast.expr, text: str, depth: int) -> AbstractMask:
             positional = tuple(_parse_number(argument, text) for argument in args)
             named = {str(keyword.arg): _parse_number(keyword.value, text) for keyword in keywords}
             if len(named) < len(keywords):
-                raise _parse_error("duplicate keyword argument", _source(node, text))
+                raise _parse_error(
+                    "duplicate-keyword", "duplicate keyword argument", _source(node, text)
+                )
             return _build_mask(name, positional, named, _source(node, text))
-    raise _parse_error("not a mask", _source(node, text))
+    raise _parse_error("not-a-mask", "not a mask", _source(node, text))
 
 
 def _build_mask(name: str, positional: tuple, named: dict, source: str) -> AbstractMask:
@@ -74,13 +83,15 @@ def _build_mask(name: str, positional: tuple, named: dict, source: str) -> Abstr
     mask_type = mask_types.get(name.lower())
     if mask_type is None:
         options = ", ".join(sorted(mask_types))
-        raise _parse_error("unknown mask name", name, f"one of {options}")
+        raise _parse_error("unknown-mask", "unknown mask name", name, f"one of {options}")
     signature = inspect.signature(mask_type)
     try:
         bound = signature.bind(*positional, **named)
     except TypeError as error:
         expected = f"{name}{tuple(signature.parameters)}".replace("'", "").replace(",)", ")")
-        raise _parse_error(f"invalid arguments of {name}: {error}", source, expected) from error
+        raise _parse_error(
+            "mask-arguments", f"invalid arguments of {name}: {error}", source, expected
+        ) from error
     bound.apply_defaults()
     return from_dict({"mask": mask_type.__name__, **bound.arguments})
 
@@ -92,13 +103,17 @@ def _parse_number(node: ast.expr, text: str) -> int | float | None:
             pass
         case ast.Constant(value=int() | float() | None as value):
             return value
-    raise _parse_error("not a number", _source(node, text), "a number >= 0, or None")
+    raise _parse_error(
+        "not-a-number", "not a number", _source(node, text), "a number >= 0, or None"
+    )
 
 
 def _source(node: ast.expr, text: str) -> str:
     return ast.get_source_segment(text.strip(), node) or text
 
 
-def _parse_error(what: str, got: str, expected: str = _GRAMMAR) -> MaskError:
+def _parse_error(slug: str, what: str, got: str, expected: str = _GRAMMAR) -> MaskError:
     got = got if len(got) <= 200 else f"{got[:200]}..."
-    return MaskError(what, got=got, expected=expected, fix="see xsake.masks for names and numbers")
+    return MaskError(
+        slug, what, got=got, expected=expected, fix="see xsake.masks for names and numbers"
+    )

@@ -347,6 +347,7 @@ def _store_keep(mask: "Random | BigBird") -> None:
     is_number = isinstance(keep, int | float | np.floating) and not isinstance(keep, bool)
     if not is_number or not 0 <= keep <= 1:
         raise MaskError(
+            "keep-fraction",
             f"{type(mask).__name__} needs a fraction for `keep`",
             got=f"{keep=}",
             expected="a number in 0..1",

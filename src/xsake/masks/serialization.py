@@ -36,7 +36,7 @@ def to_dict(mask: AbstractMask) -> dict[str, Any]:
 def _encode(mask: AbstractMask, depth: int) -> dict[str, Any]:
     mask_name = type(mask).__name__
     if depth > MAX_DEPTH:
-        raise MaskError("the mask is nested too deeply", expected=f"<= {MAX_DEPTH}")
+        raise MaskError("nesting", "the mask is nested too deeply", expected=f"<= {MAX_DEPTH}")
     if (mask_type := PARAMETRIC.get(mask_name)) is type(mask):
         names = [field.name for field in dataclasses.fields(mask_type)]
         return {"mask": mask_name} | {name: getattr(mask, name) for name in names}
@@ -54,6 +54,7 @@ def _encode(mask: AbstractMask, depth: int) -> dict[str, Any]:
             bits = base64.b64encode(np.packbits(mask.array).tobytes()).decode("ascii")
             return {"mask": mask_name, "shape": list(mask.array.shape), "bits": bits}
     raise MaskError(
+        "not-serializable",
         "this mask cannot be serialized",
         got=repr(mask),
         expected="masks of xsake.masks other than FromFunction",
@@ -64,7 +65,9 @@ def _encode(mask: AbstractMask, depth: int) -> dict[str, Any]:
 def _encode_runs(ids: np.ndarray) -> list[list[int]]:
     """Run-length encode ids as [id, repeats] pairs."""
     if ids.size > MAX_TOKENS:
-        raise MaskError("too many tokens to serialize", got=ids.size, expected=MAX_TOKENS)
+        raise MaskError(
+            "too-many-tokens", "too many tokens to serialize", got=ids.size, expected=MAX_TOKENS
+        )
     starts = np.flatnonzero(np.diff(ids, prepend=ids[:1] - 1)) if ids.size else np.zeros(0, int)
     repeats = np.diff(np.append(starts, ids.size))
     return np.stack([ids[starts], repeats], axis=1).tolist()
@@ -85,7 +88,11 @@ def from_dict(description: Mapping[str, Any]) -> AbstractMask:
 
 def _decode(description: Any, depth: int) -> AbstractMask:
     if depth > MAX_DEPTH:
-        raise MaskError("the description is nested too deeply", expected=f"<= {MAX_DEPTH}")
+        raise MaskError(
+            "description-nesting",
+            "the description is nested too deeply",
+            expected=f"<= {MAX_DEPTH}",
+        )
     if not isinstance(description, Mapping) or not isinstance(description.get("mask"), str):
         raise _format_error(description, "an object with a mask name under 'mask'")
     mask_name = description["mask"]
@@ -164,6 +171,7 @@ def _decode_explicit(shape: Any, bits: Any) -> Explicit:
 def _format_error(got: Any, expected: str) -> MaskError:
     text = repr(got)
     return MaskError(
+        "description",
         "invalid mask description",
         got=text if len(text) <= 200 else f"{text[:200]}...",
         expected=expected,

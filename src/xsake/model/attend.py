@@ -74,6 +74,7 @@ class LayoutAttention:
         assert isinstance(layer, int), "layers are unrolled for per-layer layouts"
         if layer >= len(self.layouts):
             raise ArgumentError(
+                "layer-layouts",
                 "the model has more layers than there are layouts",
                 got=f"{len(self.layouts)} layouts, layer {layer}",
                 expected="one layout, or one per layer",

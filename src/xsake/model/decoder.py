@@ -304,7 +304,7 @@ def _check_range(name: str, values, size: int, what: str) -> None:
     static = np.asarray(values) if is_known(values) else np.zeros(1, np.int32)
     if static.size and (static.min() < 0 or static.max() >= size):
         raise ArgumentError(
-            f"{name} are outside {what}", got=f"{static.min()} to {static.max()}",
+            "decoder-input", f"{name} are outside {what}", got=f"{static.min()} to {static.max()}",
             expected=f"0 to {size - 1}",
             fix="use the tokenizer of this model, and at most its context length",
         )  # fmt: skip

@@ -193,7 +193,7 @@ def _pad_prompts(prompts, model: Decoder, options: GenerationOptions) -> tuple[A
     lengths = np.asarray([len(prompt) for prompt in prompts], np.int32)
     if lengths.size == 0 or lengths.min() == 0:
         raise ArgumentError(
-            "empty prompt", got=f"prompts of {lengths.tolist()} tokens"[:200],
+            "empty-prompt", "empty prompt", got=f"prompts of {lengths.tolist()} tokens"[:200],
             expected="at least one prompt, and at least one token in each",
             fix="start an empty prompt with the BOS token of the model",
         )  # fmt: skip
@@ -201,6 +201,7 @@ def _pad_prompts(prompts, model: Decoder, options: GenerationOptions) -> tuple[A
     longest = int(lengths.max())
     if longest + options.max_new_tokens > context:
         raise ArgumentError(
+            "prompt-length",
             "prompt and new tokens exceed the context of the model",
             got=f"{longest} prompt tokens + max_new_tokens={options.max_new_tokens}",
             expected=f"at most {context} together",
@@ -211,7 +212,7 @@ def _pad_prompts(prompts, model: Decoder, options: GenerationOptions) -> tuple[A
         ids = np.asarray(prompt)
         if not np.issubdtype(ids.dtype, np.integer) or ids.min() < 0 or ids.max() >= vocab:
             raise ArgumentError(
-                f"prompt {row} has token ids outside the vocabulary",
+                "prompt-vocabulary", f"prompt {row} has token ids outside the vocabulary",
                 got=f"{ids.dtype} from {ids.min()} to {ids.max()}",
                 expected=f"integers from 0 to {vocab - 1}", fix="use the tokenizer of the model",
             )  # fmt: skip
@@ -222,6 +223,7 @@ def _pad_prompts(prompts, model: Decoder, options: GenerationOptions) -> tuple[A
 def _select_decode_attention(attend: AttentionFn, decode_attend: AttentionFn | None) -> AttentionFn:
     if decode_attend is None and isinstance(attend, LayoutAttention):
         raise ArgumentError(
+            "decode-layout",
             "a layout has a fixed length, so decoding needs another attention function",
             got="attend=LayoutAttention(...), decode_attend=None", expected="decode_attend",
             fix="decode_attend=DenseAttention(), or MaskedAttention(mask of the layout)",

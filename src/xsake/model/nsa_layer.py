@@ -38,6 +38,7 @@ class NativeSparseCall:
         """Compute attention for sequences that start at position 0."""
         if call.segment_ids is not None or call.q_positions is not None:
             raise UnsupportedError(
+                "native-sparse-position",
                 "native sparse attention in a model requires sequences from position 0",
                 got="positions or segment_ids", expected="neither",
                 fix="use one row per sequence; for packed ones: xsake.nsa.attention",

@@ -49,7 +49,7 @@ def check_range(name: str, value: Number | None, expected: str, is_valid: bool) 
     """Raise ArgumentError for an option out of its range."""
     if not is_valid:
         raise ArgumentError(
-            f"{name} is out of range", got=f"{name}={value}", expected=expected,
+            "sampling-range", f"{name} is out of range", got=f"{name}={value}", expected=expected,
             fix="use a number in that range; `None` disables a filter",
         )  # fmt: skip
 

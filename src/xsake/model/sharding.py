@@ -20,7 +20,7 @@ def check_rules(mesh: Mesh, rules: ShardingRules) -> None:
     for logical in rules:
         if logical not in LOGICAL_AXES:
             raise ArgumentError(
-                "a sharding rule has an unknown logical axis", got=repr(logical),
+                "rule-axis-name", "a sharding rule has an unknown logical axis", got=repr(logical),
                 expected="one of " + ", ".join(LOGICAL_AXES), fix="rename the rule",
             )  # fmt: skip
         check_mesh_axes(logical, rules, mesh)

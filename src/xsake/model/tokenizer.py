@@ -53,7 +53,9 @@ class Tokenizer:
             import tokenizers
         except ModuleNotFoundError as missing:
             raise MissingExtraError(
-                "tokenizer.json requires the package tokenizers", fix='pip install "xsake[model]"'
+                "tokenizers",
+                "tokenizer.json requires the package tokenizers",
+                fix='pip install "xsake[model]"',
             ) from missing
         folder = CheckpointFolder.open(directory)
         path = folder.file(TOKENIZER)
@@ -146,7 +148,8 @@ def _find_end_ids(folder: CheckpointFolder, inner: Any) -> tuple[int, ...]:
         listed = [] if value is None else value if isinstance(value, list) else [value]
         if not all(type(each) is int and 0 <= each < 2**31 for each in listed):
             raise CheckpointError(
-                f"{name} has an invalid eos_token_id", got=f"eos_token_id: {value!r}"[:200],
+                "eos-id", f"{name} has an invalid eos_token_id",
+                got=f"eos_token_id: {value!r}"[:200],
                 expected="a token id, a list of them, or null",
                 fix=f"correct eos_token_id in {name}",
             )  # fmt: skip
@@ -157,7 +160,7 @@ def _find_end_ids(folder: CheckpointFolder, inner: Any) -> tuple[int, ...]:
         token_id = inner.token_to_id(token) if isinstance(token, str) else None
         if token is not None and token_id is None:
             raise CheckpointError(
-                f"eos_token of {_TOKEN_FILE} is not in {TOKENIZER}",
+                "eos-token", f"eos_token of {_TOKEN_FILE} is not in {TOKENIZER}",
                 got=f"eos_token: {token!r}"[:200], expected="a token of the vocabulary, or null",
                 fix="take both files from the same version of the model",
             )  # fmt: skip

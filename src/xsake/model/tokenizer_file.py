@@ -66,7 +66,8 @@ def library_errors() -> Iterator[None]:
 def invalid_tokenizer(got: str) -> CheckpointError:
     """Return the error for an invalid tokenizer.json."""
     return CheckpointError(
-        f"invalid {TOKENIZER}", got=got[:300], expected="a file written by the package tokenizers",
+        "tokenizer", f"invalid {TOKENIZER}",
+        got=got[:300], expected="a file written by the package tokenizers",
         fix="copy or download the file again",
     )  # fmt: skip
 

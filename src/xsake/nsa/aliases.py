@@ -24,6 +24,7 @@ def native_sparse_attention(
     """Call `xsake.nsa.attention`; `blocks` is the earlier name of `config`."""
     if config is not None and blocks is not None:
         raise ArgumentError(
+            "blocks-and-config",
             "`blocks` and `config` are the same argument",
             got=f"config={config}, blocks={blocks}",
             expected="one of them",

@@ -189,6 +189,7 @@ def _validate(q: Any, k: Any, v: Any, gates: Gates, indices: Any, counts: Any) -
         check_arrays(q, key, value)
         if key.shape[1] != q.shape[1] or key.shape[2] != k[0].shape[2]:
             raise ShapeError(
+                "nsa-keys",
                 "every branch needs as many keys as queries, and the same kv heads",
                 got=f"q {q.shape}, keys of the branch {name!r} {key.shape}",
                 expected=f"[{q.shape[0]}, {q.shape[1]}, {k[0].shape[2]}, {q.shape[3]}]",
@@ -197,6 +198,7 @@ def _validate(q: Any, k: Any, v: Any, gates: Gates, indices: Any, counts: Any) -
     gates = Gates(*(None if gate is None else jnp.asarray(gate) for gate in gates))
     if all(gate is None for gate in gates):
         raise ArgumentError(
+            "no-branch",
             "all branches are disabled",
             got="Gates(None, None, None)",
             expected="at least one gate",
@@ -205,6 +207,7 @@ def _validate(q: Any, k: Any, v: Any, gates: Gates, indices: Any, counts: Any) -
     for name, gate in gates._asdict().items():
         if gate is not None and gate.shape != q.shape[:3]:
             raise ShapeError(
+                "nsa-gate",
                 f"the gate {name!r} has the wrong shape",
                 got=gate.shape,
                 expected=f"[B, T, Hq] {q.shape[:3]}",
@@ -216,6 +219,7 @@ def _validate(q: Any, k: Any, v: Any, gates: Gates, indices: Any, counts: Any) -
     if isinstance(counts, int | np.integer):
         if counts < 1:
             raise ArgumentError(
+                "block-counts",
                 "`block_counts` must be positive",
                 got=int(counts),
                 expected="1 or more, or an array [B, T, Hk]",
@@ -234,6 +238,7 @@ def _validate_integers(name: str, x: Any, k: Array, *rest: str) -> Array:
     fits = x.ndim == 3 + len(rest) and x.shape[:3] == shape and all(x.shape[3:])
     if not fits or not jnp.issubdtype(x.dtype, jnp.integer):
         raise ShapeError(
+            "nsa-operand",
             f"`{name}` has the wrong shape or dtype",
             got=f"{x.dtype} {x.shape}",
             expected=f"integers [{', '.join(('B', 'T', 'Hk', *rest))}], here {(*shape, *rest)}",
@@ -245,6 +250,7 @@ def _validate_integers(name: str, x: Any, k: Array, *rest: str) -> Array:
 def _pack(q: Array, cu_seqlens: Any, block: int, mesh: Mesh | None) -> PackedSequences:
     if mesh is not None:
         raise UnsupportedError(
+            "packed-mesh",
             "packed sequences are not supported on a mesh",
             got=f"cu_seqlens, and a mesh of {mesh.size} devices",
             expected="one of the two",
@@ -252,6 +258,7 @@ def _pack(q: Array, cu_seqlens: Any, block: int, mesh: Mesh | None) -> PackedSeq
         )
     if q.shape[0] != 1:
         raise ShapeError(
+            "packed-batch",
             "packed sequences need batch size 1",
             got=f"q {q.shape}",
             expected="q [1, T, Hq, D]",

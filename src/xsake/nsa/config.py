@@ -42,6 +42,7 @@ class Config:
         wrong = [f"{name}={sizes[name]}" for name in sizes if sizes[name] < (name != "first")]
         if wrong:
             raise ArgumentError(
+                "nsa-sizes",
                 "block sizes must be positive",
                 got=", ".join(wrong),
                 expected="1 or more; `first` may be 0",
@@ -49,6 +50,7 @@ class Config:
             )
         if self.length % self.stride or self.size % self.stride:
             raise ArgumentError(
+                "nsa-stride",
                 "the stride must divide `length` and `size`",
                 got=f"length={self.length}, stride={self.stride}, size={self.size}",
                 expected="a stride that divides both",
@@ -56,6 +58,7 @@ class Config:
             )
         if self.first + self.local > self.count:
             raise ArgumentError(
+                "nsa-forced",
                 "more forced blocks than selected blocks",
                 got=f"first={self.first} + local={self.local}, count={self.count}",
                 expected="first + local <= count",

@@ -52,6 +52,7 @@ def align_sequences(cu_seqlens: Int[Array, " S"], tokens: int, block: int) -> Pa
     """
     if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2:
         raise ShapeError(
+            "cu-seqlens",
             "invalid `cu_seqlens`",
             got=f"{cu_seqlens.dtype} {cu_seqlens.shape}",
             expected="integers [sequences + 1], non-decreasing from 0",

@@ -113,14 +113,19 @@ class GoodputRecorder(contextlib.AbstractContextManager):
             self._log.append(_GoodputLine(life="begins", wall=wall_clock()).to_json(), sync=True)
         except OSError as error:
             raise ArgumentError(
-                "cannot write goodput", got=f"{path}: {error.strerror}", expected="a writable file"
+                "goodput-unwritable",
+                "cannot write goodput",
+                got=f"{path}: {error.strerror}",
+                expected="a writable file",
             ) from error
 
     @contextlib.contextmanager
     def during(self, category: Category) -> Iterator[None]:
         """Attribute the time of the body to a category, such as "data" or "evaluation"."""
         if category not in get_args(Category):
-            raise ArgumentError("unknown category", got=category, expected=get_args(Category))
+            raise ArgumentError(
+                "goodput-category", "unknown category", got=category, expected=get_args(Category)
+            )
         self._settle()
         self._categories.append(category)
         try:
@@ -206,10 +211,15 @@ def read_goodput(path: Path) -> Goodput:
                 seconds[category] += spent
     except OSError as error:
         raise ArgumentError(
-            "cannot read goodput", got=f"{path}: {error.strerror}", expected="a goodput file"
+            "goodput-unreadable",
+            "cannot read goodput",
+            got=f"{path}: {error.strerror}",
+            expected="a goodput file",
         ) from error
     if not attempts:
-        raise ArgumentError("the file has no attempt", got=path, expected="a goodput file")
+        raise ArgumentError(
+            "goodput-empty", "the file has no attempt", got=path, expected="a goodput file"
+        )
     return Goodput(seconds, attempts, last_step, lost_steps, unreadable)
 
 

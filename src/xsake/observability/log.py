@@ -68,7 +68,9 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     try:
         text = path.read_bytes()
     except OSError as error:
-        raise ArgumentError("cannot read metrics", got=f"{path}: {error.strerror}") from error
+        raise ArgumentError(
+            "metrics-unreadable", "cannot read metrics", got=f"{path}: {error.strerror}"
+        ) from error
     current: list[dict[str, Any]] = []
     for line in filter(None, map(parse_line, text.split(b"\n"))):
         if line.get("event") == "began":

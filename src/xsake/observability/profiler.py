@@ -32,7 +32,9 @@ class StepRange:
         first, last = map(int, match.groups()) if match else (0, 0)
         if not first < last <= first + MAX_STEPS:
             expected = f"such as steps=10:15, at most {MAX_STEPS} steps"
-            raise ArgumentError("invalid range of steps", got=repr(text), expected=expected)
+            raise ArgumentError(
+                "profile-steps", "invalid range of steps", got=repr(text), expected=expected
+            )
         return cls(first, last)
 
 

@@ -179,7 +179,7 @@ class RunInfo:
 def make_trackers(names: Sequence[str], run: RunInfo) -> dict[str, TrackerFactory]:
     """Return the factories of some of `TRACKERS` for `AsyncTrackers`."""
     if unknown := [name for name in names if name not in TRACKERS]:
-        raise ArgumentError("unknown tracker", got=unknown, expected=TRACKERS)
+        raise ArgumentError("tracker", "unknown tracker", got=unknown, expected=TRACKERS)
     types: dict[str, Callable[[RunInfo], Tracker]] = {
         "wandb": _Wandb, "tensorboard": _TensorBoard, "trackio": _Trackio,
     }  # fmt: skip
@@ -191,7 +191,9 @@ def _load(module: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise MissingExtraError(
-            f"{module.partition('.')[0]} is not installed", fix="pip install 'xsake[trackers]'"
+            "tracker-package",
+            f"{module.partition('.')[0]} is not installed",
+            fix="pip install 'xsake[trackers]'",
         ) from error
 
 

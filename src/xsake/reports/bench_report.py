@@ -149,7 +149,7 @@ def draw_growth(fits: Sequence[Growth], rows: Sequence[BenchmarkRow], path: Path
 
 def _require(values: Iterable[object], got: str) -> None:
     if not values:
-        raise ArgumentError("Nothing to draw.", got=got)
+        raise ArgumentError("nothing-to-draw", "Nothing to draw.", got=got)
 
 
 def _open(path: Path, height: float, title: str, row: BenchmarkRow) -> Any:

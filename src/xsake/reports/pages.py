@@ -24,7 +24,7 @@ def _templates(extra: str) -> Any:
         import jinja2
     except ImportError as error:
         fix = f"pip install 'xsake[{extra}]'"
-        raise MissingExtraError("reports need Jinja2", fix=fix) from error
+        raise MissingExtraError("jinja2", "reports need Jinja2", fix=fix) from error
     templates = jinja2.Environment(
         loader=jinja2.PackageLoader("xsake.reports"), autoescape=True, trim_blocks=True,
         lstrip_blocks=True, undefined=jinja2.StrictUndefined,

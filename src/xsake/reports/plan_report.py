@@ -152,7 +152,9 @@ def read_comparisons(path: Path) -> tuple[RuleComparison, ...]:
         else:
             commit = _commit(document)
     if not groups:
-        raise ArgumentError("the file has no rows", got=path, expected="one line per measurement")
+        raise ArgumentError(
+            "report-rows", "the file has no rows", got=path, expected="one line per measurement"
+        )
     return tuple(
         RuleComparison(*size, _sort_rules(rules), commits[size])
         for size, rules in sorted(groups.items())
@@ -167,6 +169,7 @@ def _sort_rules(rules: dict[str, list[ComparisonRow]]) -> tuple[RuleCurve, ...]:
         for before, after in itertools.pairwise(rows):
             if before.budget == after.budget:
                 raise ArgumentError(
+                    "report-duplicate",
                     "duplicate row of a rule at one budget",
                     got=f"{name} at {after.budget:.1%}, context {after.context}",
                     expected="every measurement once",

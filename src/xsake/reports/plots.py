@@ -177,7 +177,7 @@ def _new_figure(
         from matplotlib.figure import Figure
     except ImportError as error:
         fix = f"pip install 'xsake[{extra}]'"
-        raise MissingExtraError("plots need matplotlib", fix=fix) from error
+        raise MissingExtraError("matplotlib", "plots need matplotlib", fix=fix) from error
     with matplotlib.rc_context(STYLE | (changes or {})):
         yield Figure(figsize=size, layout="constrained")
 

@@ -223,7 +223,9 @@ class Site(NamedTuple):
 def read_site(folder: Path, prefix: str) -> Site:
     """Load the static files of a folder; links and other types are skipped."""
     if not (folder / "index.html").is_file():
-        raise ArgumentError("the folder has no page", got=folder, expected="an index.html in it")
+        raise ArgumentError(
+            "no-page", "the folder has no page", got=folder, expected="an index.html in it"
+        )
     files: dict[str, tuple[bytes, str]] = {}
     scripts: dict[bytes, None] = {}
     left = _MAX_TOTAL_BYTES
@@ -236,7 +238,9 @@ def read_site(folder: Path, prefix: str) -> Site:
             content = read_regular(path, _MAX_FILE_BYTES)
             left -= len(content)
             if left < 0:
-                raise ArgumentError("the page is too large", got=folder, expected=_MAX_TOTAL_BYTES)
+                raise ArgumentError(
+                    "page-size", "the page is too large", got=folder, expected=_MAX_TOTAL_BYTES
+                )
             address = prefix + path.relative_to(folder).as_posix()
             files[address] = content, media_type
             if address.endswith("index.html"):

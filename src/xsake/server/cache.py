@@ -53,7 +53,7 @@ class IndexCache:
             self._lock = lock
             return slot
         raise ArgumentError(
-            "too many servers share a cache folder", got=folder,
+            "cache-servers", "too many servers share a cache folder", got=folder,
             expected=f"at most {_MAX_SERVERS} at once", fix="set --cache to another folder",
         )  # fmt: skip
 
@@ -87,7 +87,7 @@ def make_private_folder(folder: Path) -> Path:
     except OSError as error:
         problem = error.strerror or type(error).__name__
     raise ArgumentError(
-        "the cache folder is not usable", got=f"{folder}: {problem}",
+        "cache-folder", "the cache folder is not usable", got=f"{folder}: {problem}",
         expected="a writable folder of this user that is not world-writable",
         fix="set --cache to another folder",
     )  # fmt: skip

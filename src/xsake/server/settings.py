@@ -36,19 +36,20 @@ class ServerSettings:
     def __post_init__(self) -> None:
         if not is_loopback(self.host) and self.token is None:
             raise ArgumentError(
-                "access without a token is limited to loopback", got=f"host {self.host}",
+                "public-without-token", "access without a token is limited to loopback",
+                got=f"host {self.host}",
                 expected="a token, or a loopback address",
                 fix=f"set --token-file, or --host {LOOPBACK}",
             )  # fmt: skip
         if self.token is None and self.trusted_proxies:
             raise ArgumentError(
-                "a proxy without a token gives access to other machines",
+                "proxy-without-token", "a proxy without a token gives access to other machines",
                 got=f"trusted proxies {', '.join(self.trusted_proxies)}", expected="a token",
                 fix="use --token-file instead of --no-token",
             )  # fmt: skip
         if self.token is not None and not _TOKEN.fullmatch(self.token):
             raise ArgumentError(
-                "invalid token", got=f"{len(self.token)} characters",
+                "server-token", "invalid token", got=f"{len(self.token)} characters",
                 expected="at least 32 letters, digits, or one of . _ ~ -",
                 fix="create one: python -c 'import secrets; print(secrets.token_urlsafe(32))'",
             )  # fmt: skip
@@ -56,7 +57,7 @@ class ServerSettings:
             _parse_network(proxy)
         for folder in self.folders:
             if not folder.is_dir():
-                raise ArgumentError("the folder does not exist", got=folder)
+                raise ArgumentError("served-folder", "the folder does not exist", got=folder)
 
     @property
     def names(self) -> frozenset[str]:
@@ -81,7 +82,9 @@ def _parse_network(name: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network:
             raise ValueError("every address would be trusted")
     except ValueError as error:
         expected = "an address or a network of your proxies, such as 10.0.0.7 or 10.0.0.0/24"
-        raise ArgumentError(f"invalid proxy: {error}", got=name, expected=expected) from error
+        raise ArgumentError(
+            "proxy", f"invalid proxy: {error}", got=name, expected=expected
+        ) from error
     return network
 
 

@@ -76,7 +76,8 @@ class PlanRecipe(NamedTuple):
         """Make a plan for each budget; None for dense attention."""
         if profile.block != self.block:
             raise ArgumentError(
-                "the profile has another block size", got=f"{profile.block} tokens",
+                "profile-block", "the profile has another block size",
+                got=f"{profile.block} tokens",
                 expected=f"{self.block} tokens",
                 fix="set attention.block to that of the profile, or recalibrate",
             )  # fmt: skip
@@ -177,7 +178,7 @@ def make_attention(
         plans = (hads.SparsityPlan.load(section.plan),)
     else:
         raise ArgumentError(
-            "a plan needs a profile",
+            "plan-without-profile", "a plan needs a profile",
             got="neither attention.plan nor attention.profile, and no calibration",
             expected="a profile", fix="calibrate the initial weights with `calibrate_model`",
         )  # fmt: skip
@@ -259,7 +260,7 @@ def restore_attention(
     attention = make_attention(section, decoder, profile=profile, operator=operator, kv_order=order)
     if attention.record(step) != record:
         raise ArgumentError(
-            "the attention differs from that of the checkpoint",
+            "changed-attention", "the attention differs from that of the checkpoint",
             got=json.dumps(attention.record(step)), expected=json.dumps(record),
             fix="use the plan and the settings of the interrupted run, or start a new run",
         )  # fmt: skip
@@ -275,7 +276,7 @@ def quarantine_profile(folder: Path, digest: str) -> None:
 
 def _profile_path(folder: Path, digest: Any) -> Path:
     if not isinstance(digest, str) or not re.fullmatch("[0-9a-f]{64}", digest):
-        raise ArgumentError("invalid digest of a profile", got=repr(digest)[:80])
+        raise ArgumentError("profile-digest", "invalid digest of a profile", got=repr(digest)[:80])
     return folder / f"profile-{digest[:16]}.json"
 
 

@@ -137,7 +137,7 @@ def build(
         source = TokenizerFile.from_checkpoint(source, settings.end_token)
     elif settings.end_token is not None:
         what, got = "a new tokenizer has a fixed end token", f"--end-token {settings.end_token}"
-        raise ArgumentError(what, got=got, fix="remove --end-token")
+        raise ArgumentError("end-token-fixed", what, got=got, fix="remove --end-token")
     on_file = lambda name: on_progress(BuildProgress(f"reading {name}"))
     corpus = Corpus(texts, settings.validation, on_file, invalid=settings.invalid)
     recipe = _recipe(source, corpus, settings)
@@ -313,11 +313,13 @@ def _prepare_folder(folder: Path, recipe: str, *, overwrite: bool) -> DataIndex 
         got = f"{folder} has {ascii(min(names))[1:-1]}"
         what = "the folder is not empty and holds other files than a build"
         fix = "use another folder with -o, or --no-resume if it is a build without its index"
-        raise ArgumentError(what, got=got, expected="a new folder or an earlier build", fix=fix)
+        raise ArgumentError(
+            "foreign-files", what, got=got, expected="a new folder or an earlier build", fix=fix
+        )
     if existing not in (None, recipe) and not overwrite:
         got = f"{folder}: built from other texts, another tokenizer or other settings"
         fix = "use another folder with -o, or replace the build with --no-resume"
-        raise ArgumentError("the folder holds another build", got=got, fix=fix)
+        raise ArgumentError("other-build", "the folder holds another build", got=got, fix=fix)
     if overwrite:
         # The index first and the log last, so that a partial build is never taken for another.
         (folder / INDEX).unlink(missing_ok=True)
@@ -445,7 +447,7 @@ class TokenizerFile:
         if not (folder / TOKENIZER).exists():
             what, expected = "the tokenizer does not exist", f"a {TOKENIZER}, or a folder with one"
             fix = f"rename the file to {TOKENIZER}" if path.is_file() else ""
-            raise ArgumentError(what, got=path, expected=expected, fix=fix)
+            raise ArgumentError("no-tokenizer", what, got=path, expected=expected, fix=fix)
         end_token = _resolve_end_token(Tokenizer.load(folder), end_token)
         return cls((folder / TOKENIZER).read_bytes(), end_token)
 
@@ -530,7 +532,7 @@ def _import_tokenizers() -> ModuleType:
         import tokenizers
     except ModuleNotFoundError as missing:
         what, fix = "tokenization needs the package tokenizers", 'pip install "xsake[train]"'
-        raise MissingExtraError(what, fix=fix) from missing
+        raise MissingExtraError("build-tokenizers", what, fix=fix) from missing
     return tokenizers
 
 
@@ -545,12 +547,16 @@ def _resolve_end_token(tokenizer: Tokenizer, requested: str | None) -> str:
         return requested or END_TOKEN
     if requested is not None:
         what, expected = "the end token is not in the tokenizer", f"a token, such as {special}"
-        raise ArgumentError(what, got=repr(requested)[:120], expected=expected)
+        raise ArgumentError("unknown-end-token", what, got=repr(requested)[:120], expected=expected)
     expected = f"{END_TOKEN}, or an eos_token in {TOKENIZER_CONFIG}"
     got, fix = f"special tokens {special or 'none'}", "set it with --end-token"
-    raise ArgumentError("the tokenizer has no end token", got=got, expected=expected, fix=fix)
+    raise ArgumentError(
+        "no-end-token", "the tokenizer has no end token", got=got, expected=expected, fix=fix
+    )
 
 
 def _require_range(what: str, value: int | float, least: int, most: int | float) -> None:
     if not least <= value <= most:
-        raise ArgumentError(f"{what} is out of range", got=value, expected=f"{least} to {most:,}")
+        raise ArgumentError(
+            "build-range", f"{what} is out of range", got=value, expected=f"{least} to {most:,}"
+        )

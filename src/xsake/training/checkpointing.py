@@ -144,8 +144,8 @@ class CheckpointStore:
     ):
         if max_to_keep < 1 or verify not in ("full", "size", "off"):
             raise ArgumentError(
-                "invalid settings of a checkpoint store", got=f"{max_to_keep=}, {verify=}",
-                expected="max_to_keep >= 1 and verify one of full, size, off",
+                "store-settings", "invalid settings of a checkpoint store",
+                got=f"{max_to_keep=}, {verify=}", expected="at least 1; full, size or off",
                 fix="keep at least 3 steps: the newest may be damaged",
             )  # fmt: skip
         self._folder, self._max_to_keep = folder.absolute(), max_to_keep
@@ -176,6 +176,7 @@ class CheckpointStore:
         """
         if self._is_read_only or self._is_closed:
             raise ArgumentError(
+                "store-closed",
                 "the store does not accept saves",
                 got="a closed store" if self._is_closed else "a read-only store",
                 expected="an open store without is_read_only=True",
@@ -211,7 +212,7 @@ class CheckpointStore:
             failures, self._failures = self._failures, []
         if failures:
             raise CheckpointError(
-                "saving failed", got="; ".join(map(str, failures)),
+                "save", "saving failed", got="; ".join(map(str, failures)),
                 expected="every step committed, with its manifest",
                 fix="check whether the disk is full, broken or read-only; older steps are intact",
             ) from failures[0].error  # fmt: skip
@@ -248,6 +249,7 @@ class CheckpointStore:
         if names := [path.name for path in verify.list_quarantined_steps(self._folder)]:
             got += f"; quarantined: {', '.join(names)}"
         raise CheckpointError(
+            "nothing-restored",
             "no checkpoint can be restored" if step is None else f"step {step} cannot be restored",
             got=f"{self._folder}: {got}", expected="a committed, undamaged step",
             fix="nothing was deleted: copy a step back under its plain number, or start a new run "
@@ -377,7 +379,7 @@ class CheckpointStore:
 def _make_record(step: int, arrays: dict[str, Any], extra: dict[str, Any]) -> CheckpointRecord:
     if not 0 <= step <= verify.MAX_STEP:
         what, expected = "the number of a step is out of range", f"0 to {verify.MAX_STEP}"
-        raise ArgumentError(what, got=step, expected=expected)
+        raise ArgumentError("step-range", what, got=step, expected=expected)
     verify.check_extra(extra)
     sums = fingerprints(arrays)
     shardings = [array.sharding for array in arrays.values() if isinstance(array, jax.Array)]
@@ -579,14 +581,14 @@ def _with_sharding(name: str, leaf: Any) -> jax.ShapeDtypeStruct:
     """Return a leaf with a sharding: Orbax would default to that of the run that saved."""
     if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
         raise ArgumentError(
-            f"the leaf {name!r} has no shape and dtype", got=type(leaf).__name__,
+            "leaf-shape", f"the leaf {name!r} has no shape and dtype", got=type(leaf).__name__,
             expected="a jax.ShapeDtypeStruct with a sharding, or an array",
             fix="build `like` with jax.eval_shape and add shardings",
         )  # fmt: skip
     sharding = getattr(leaf, "sharding", None)
     if sharding is None and jax.process_count() > 1:
         raise CheckpointError(
-            f"the leaf {name!r} has no sharding", got="a run of several processes",
+            "leaf-sharding", f"the leaf {name!r} has no sharding", got="a run of several processes",
             expected="a jax.sharding.NamedSharding", fix="give every leaf of `like` a sharding",
         )  # fmt: skip
     sharding = sharding or SingleDeviceSharding(jax.local_devices()[0])

@@ -90,7 +90,10 @@ class TrainingConfig(Frozen):
             document = _parse_toml(data.decode("utf-8"))
         except (ValueError, RecursionError) as error:
             raise ArgumentError(
-                "the configuration is not TOML", got=f"{path}: {error}", expected="UTF-8 TOML"
+                "config-toml",
+                "the configuration is not TOML",
+                got=f"{path}: {error}",
+                expected="UTF-8 TOML",
             ) from error
         return cls.from_dict(document, overrides)
 
@@ -103,7 +106,8 @@ class TrainingConfig(Frozen):
         """Parse the output of `to_json`, also that of earlier versions, at most 1 MB."""
         if len(text) > MAX_BYTES:
             raise ArgumentError(
-                "the saved configuration is too large", got=f"{len(text):,} characters",
+                "config-size", "the saved configuration is too large",
+                got=f"{len(text):,} characters",
                 expected=f"at most {MAX_BYTES:,}",
             )  # fmt: skip
         try:
@@ -134,7 +138,7 @@ class TrainingConfig(Frozen):
         _check_blocks(self)
         require(
             self.data.folder != self.checkpoint.folder,
-            "data.folder and checkpoint.folder are the same",
+            "same-folder", "data.folder and checkpoint.folder are the same",
             got=self.data.folder, expected="two folders", fix="change checkpoint.folder",
         )  # fmt: skip
         return self
@@ -147,24 +151,27 @@ def _check_batch_and_mesh(config: TrainingConfig) -> None:
     decoder, data, mesh = config.model.decoder, config.data, config.mesh
     parts, shards = config.optimizer.grad_accum_steps, mesh.data * mesh.fsdp
     require(
-        data.batch % (parts * shards) == 0, "data.batch is not divisible",
+        data.batch % (parts * shards) == 0, "batch-parts", "data.batch is not divisible",
         got=f"data.batch={data.batch}, optimizer.grad_accum_steps={parts}, "
         f"mesh.data * mesh.fsdp = {shards}",
         expected=f"data.batch a multiple of {parts * shards}",
     )  # fmt: skip
     require(
-        data.context <= decoder.context, "sequences are longer than the model's context",
+        data.context <= decoder.context, "context-model",
+        "sequences are longer than the model's context",
         got=f"data.context={data.context}, model.decoder.context={decoder.context}",
         expected=f"at most {decoder.context} tokens",
         fix="lower data.context or raise model.decoder.context",
     )  # fmt: skip
     require(
-        data.context % mesh.context == 0, "data.context is not divisible by mesh.context",
+        data.context % mesh.context == 0, "context-shards",
+        "data.context is not divisible by mesh.context",
         got=f"data.context={data.context}, mesh.context={mesh.context}",
         expected=f"data.context a multiple of {mesh.context}",
     )  # fmt: skip
     require(
         decoder.kv_heads % mesh.tensor == 0,
+        "tensor-shards",
         "the number of kv heads is not divisible by mesh.tensor",
         got=f"{decoder.kv_heads} kv heads, mesh.tensor={mesh.tensor}",
         expected=f"mesh.tensor a divisor of {decoder.kv_heads}",
@@ -176,6 +183,7 @@ def _check_native_sparse(config: TrainingConfig) -> None:
     is_native = kind == "native_sparse"
     require(
         is_native == (sizes is not None),
+        "native-sparse-settings",
         "native sparse attention must be set for both attention and model, or neither",
         got=f"attention.kind={kind!r}, model.decoder.native_sparse "
         f"{'is missing' if is_native else 'is set'}",
@@ -184,7 +192,7 @@ def _check_native_sparse(config: TrainingConfig) -> None:
     )
     require(
         not is_native or config.mesh.context == 1,
-        "native sparse attention does not support context parallelism",
+        "native-sparse-mesh", "native sparse attention does not support context parallelism",
         got=f"mesh.context={config.mesh.context}", expected="mesh.context=1",
         fix="shard the batch (mesh.data, mesh.fsdp) and the heads (mesh.tensor)",
     )  # fmt: skip
@@ -193,19 +201,19 @@ def _check_native_sparse(config: TrainingConfig) -> None:
 def _check_steps(config: TrainingConfig) -> None:
     total, steps, warmup = config.total_steps, config.run.steps, config.optimizer.warmup_steps
     require(
-        warmup < total, "the warmup is as long as the schedule or longer",
+        warmup < total, "warmup-length", "the warmup is as long as the schedule or longer",
         got=f"optimizer.warmup_steps={warmup}, {total} steps in total",
         expected=f"fewer than {total} warmup steps",
     )  # fmt: skip
     require(
-        steps <= total, "the run is longer than its learning rate schedule",
+        steps <= total, "run-length", "the run is longer than its learning rate schedule",
         got=f"run.steps={steps}, optimizer.total_steps={total}",
         expected=f"at most {total} steps", fix="raise optimizer.total_steps, or leave it out",
     )  # fmt: skip
     if annealing := config.attention.annealing:
         end = annealing.start_step + annealing.steps
         require(
-            end <= steps, "the run ends before the annealing",
+            end <= steps, "annealing-length", "the run ends before the annealing",
             got=f"annealing until step {end}, run.steps={steps}",
             expected=f"annealing that ends by step {steps}",
             fix="lower attention.annealing.steps or its start_step",
@@ -219,7 +227,8 @@ def _check_blocks(config: TrainingConfig) -> None:
         return
     n = count_blocks(config.data.context, attention.block)
     require(
-        n > forced.blocks_per_row, "sequences are too short for block selection",
+        n > forced.blocks_per_row, "context-blocks-forced",
+        "sequences are too short for block selection",
         got=f"data.context={config.data.context}, {n} blocks of {attention.block}",
         expected=f"more than the {forced.blocks_per_row} forced blocks",
         fix="lower attention.block or raise data.context",
@@ -237,19 +246,20 @@ def _apply_override(document: dict[str, Any], text: str) -> dict[str, Any]:
     steps = path.split(".")
     require(
         equals and all(step.replace("_", "").isalnum() for step in steps),
-        "an override is not of the form setting=value", got=repr(text),
+        "override-form", "an override is not of the form setting=value", got=repr(text),
         expected="section.setting=value, such as optimizer.grad_accum_steps=4",
     )  # fmt: skip
     try:
         parsed = _parse_toml(f"value = {value}")
     except (ValueError, RecursionError) as error:
         raise ArgumentError(
-            f"the value of {path} is not TOML", got=value or "no value",
+            "config-override-value", f"the value of {path} is not TOML", got=value or "no value",
             expected='a TOML value: 3, 0.5, true, [1, 2], "text"',
             fix=f'quote strings: {path}="{value}"',
         ) from error  # fmt: skip
     require(
-        parsed.keys() == {"value"}, "an override has several values", got=repr(text),
+        parsed.keys() == {"value"}, "override-values", "an override has several values",
+        got=repr(text),
         expected="one value",
     )  # fmt: skip
     section, *rest = steps
@@ -268,7 +278,7 @@ def _parse_toml(text: str) -> dict[str, Any]:
 def _set_value(document: Any, steps: list[str], value: Any, path: str) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise ArgumentError(
-            "an override addresses a setting inside a plain value", got=path,
+            "config-override", "an override addresses a setting inside a plain value", got=path,
             expected="section.setting=value",
         )  # fmt: skip
     first, *rest = steps
@@ -313,7 +323,8 @@ def _rename_section(section: Any, values: Any) -> Any:
         return values
     for old in names.keys() & values.keys():
         require(
-            names[old] not in values, "a setting is given twice, by its old and its current name",
+            names[old] not in values, "setting-twice",
+            "a setting is given twice, by its old and its current name",
             got=f"{section}.{old} and {section}.{names[old]}",
             expected=f"{section}.{names[old]}", fix=f"remove {section}.{old}",
         )  # fmt: skip
@@ -343,11 +354,13 @@ def _describe(error: ValidationError) -> ArgumentError:
     if len(problems) == 1 and isinstance(cause, XsakeError):
         path = ".".join(map(str, problems[0]["loc"]))
         what = f"{path}: {cause.what}" if "." in path else cause.what
-        return ArgumentError(what, got=cause.got, expected=cause.expected, fix=cause.fix)
+        return ArgumentError(
+            cause.slug, what, got=cause.got, expected=cause.expected, fix=cause.fix
+        )
     lines = [_describe_one(problem) for problem in problems[:MAX_PROBLEMS]]
     if len(problems) > MAX_PROBLEMS:
         lines.append(f"and {len(problems) - MAX_PROBLEMS:,} more")
-    return ArgumentError("the configuration is not valid", got="\n".join(lines))
+    return ArgumentError("config", "the configuration is not valid", got="\n".join(lines))
 
 
 def _describe_one(problem: Any) -> str:

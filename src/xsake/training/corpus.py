@@ -73,7 +73,9 @@ class TextReader:
                     self._digest, self._num_bytes = hashlib.sha256(), 0
                 yield from read(file)
         except OSError as error:
-            raise ArgumentError("cannot read a text file", got=f"{self._path}: {error}") from error
+            raise ArgumentError(
+                "text-unreadable", "cannot read a text file", got=f"{self._path}: {error}"
+            ) from error
 
     def _read_plain(self, file: BinaryIO) -> Iterator[Part]:
         """Decode blocks of whole lines; the newlines around a separator are in no document.
@@ -117,7 +119,9 @@ class TextReader:
                 line = self._take(file.readline(CHUNK_BYTES))
             got = f"more than {MAX_LINE_BYTES:,} bytes"
             fix = "put the document into a .txt file, which has no limit"
-            fault = self._fault("a line is too long", number, got, "a document per line", fix)
+            fault = self._fault(
+                "line-length", "a line is too long", number, got, "a document per line", fix
+            )
             yield Part(number, "", fault)
 
     def _parse_line(self, number: int, line: bytes) -> Part:
@@ -129,26 +133,26 @@ class TextReader:
         except UnicodeDecodeError as error:
             fault = self._not_utf8(number, error, self._num_bytes - len(line) + error.start)
         except UnicodeEncodeError as error:
-            what, got = (
-                "a document has a lone surrogate",
-                f"U+{ord(error.object[error.start]):04X} alone",
-            )
+            got = f"U+{ord(error.object[error.start]):04X} alone"
             fix, expected = "correct the escapes in the line", "text that can be encoded as UTF-8"
-            fault = self._fault(what, number, got, expected, fix)
+            what = "a document has a lone surrogate"
+            fault = self._fault("surrogate", what, number, got, expected, fix)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             got, expected = line[:60].decode(errors="replace"), 'a JSON object with a "text"'
             fault = self._fault(
-                "a line is not a document", number, got, expected, "correct the line"
+                "line", "a line is not a document", number, got, expected, "correct the line"
             )
         return Part(number, "", fault)
 
     def _not_utf8(self, line: int, error: UnicodeDecodeError, offset: int) -> ArgumentError:
         got, fix = f"byte {error.object[error.start]:#04x} at {offset}", "convert it, as with iconv"
-        return self._fault("a text file is not UTF-8", line, got, "UTF-8", fix)
+        return self._fault("text-utf8", "a text file is not UTF-8", line, got, "UTF-8", fix)
 
-    def _fault(self, what: str, line: int, got: str, expected: str, fix: str) -> ArgumentError:
+    def _fault(
+        self, slug: str, what: str, line: int, got: str, expected: str, fix: str
+    ) -> ArgumentError:
         got = f"{self._path.name}, line {line}: {got}"
-        return ArgumentError(what, got=got, expected=expected, fix=fix + _SKIP)
+        return ArgumentError(slug, what, got=got, expected=expected, fix=fix + _SKIP)
 
     def _take(self, data: bytes) -> bytes:
         self._digest.update(data)
@@ -180,23 +184,27 @@ class Corpus:
         resolved = [path.resolve() for path in self._paths]
         if len(set(resolved)) < len(resolved):
             twice = next(path for path in resolved if resolved.count(path) > 1)
-            raise ArgumentError("a text file is given twice", got=twice, fix="name each file once")
+            raise ArgumentError(
+                "file-twice", "a text file is given twice", got=twice, fix="name each file once"
+            )
         seen: set[tuple[str, str]] = set()
         for path in self._paths:
             on_file(path.name)
             file = self._survey(path)
             if file.documents and (file.name, file.sha256) in seen:
                 what = "two files have the same name and the same text"
-                raise ArgumentError(what, got=file.name, fix="remove one of them")
+                raise ArgumentError("same-text", what, got=file.name, fix="remove one of them")
             seen.add((file.name, file.sha256))
             self.files.append(file)
         if not any(self.documents.values()):
             got, expected = ", ".join(map(str, paths)), "at least one document that is not blank"
-            raise ArgumentError("the texts have no documents", got=got, expected=expected)
+            raise ArgumentError(
+                "no-documents", "the texts have no documents", got=got, expected=expected
+            )
         if not self.documents["train"]:
             got = f"{self.documents['validation']} documents, all of them for validation"
             fix = "add texts, or use a smaller share with --validation"
-            raise ArgumentError("the train split is empty", got=got, fix=fix)
+            raise ArgumentError("no-train-documents", "the train split is empty", got=got, fix=fix)
 
     def read(self) -> Iterator[Piece]:
         """Yield every piece of every document, in order."""
@@ -253,7 +261,7 @@ class Corpus:
             if reader.identity(num_used) != expected:
                 fix = "repeat the command with --no-resume when the texts no longer change"
                 what = "a text file changed during the build"
-                raise ChangedTextError(what, got=expected.name, fix=fix)
+                raise ChangedTextError("changed-text", what, got=expected.name, fix=fix)
 
 
 class _Tee:

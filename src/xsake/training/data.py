@@ -138,11 +138,15 @@ def read_index(folder: Path) -> DataIndex:
     if not path.exists() and (folder / BUILD_LOG).exists():
         fix = "repeat the same `xsake data build` command; it resumes the build"
         got = f"{folder} has {BUILD_LOG} and no {INDEX}"
-        raise ArgumentError("the build of the data was interrupted", got=got, fix=fix)
+        raise ArgumentError(
+            "data-interrupted", "the build of the data was interrupted", got=got, fix=fix
+        )
     if not path.exists():
         got = folder if folder.is_dir() else f"{folder}, not a folder"
         fix, expected = "create it with `xsake data build`", f"a folder with {INDEX}"
-        raise ArgumentError("the folder has no data", got=got, expected=expected, fix=fix)
+        raise ArgumentError(
+            "no-data", "the folder has no data", got=got, expected=expected, fix=fix
+        )
     what = f"an index of tokens: {path}"
     data = _json.read(path, max_bytes=MAX_BYTES)
     document = _json.loads(data, what=what, max_bytes=MAX_BYTES, max_containers=MAX_CONTAINERS)
@@ -160,7 +164,7 @@ def require_tokenizer(folder: Path, index: DataIndex) -> None:
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     if digest != index.tokenizer.sha256:
         got, what = f"{path} with sha256 {digest}", "the tokenizer does not match the tokens"
-        raise ArgumentError(what, got=got, expected=expected, fix=REBUILD_FIX)
+        raise ArgumentError("data-tokenizer", what, got=got, expected=expected, fix=REBUILD_FIX)
 
 
 def shard_path(folder: Path, split: Split, number: int) -> Path:
@@ -181,6 +185,7 @@ def require_intact(path: Path, shard: Shard, itemsize: int, verify: Verify) -> N
         problem = None if digest.hexdigest() == shard.blake2b else "damaged"
     if problem is not None:
         raise ArgumentError(
+            "shard",
             f"a shard is {problem}",
             got=f"{path}: {problem}, {size:,} bytes",
             expected=f"{shard.tokens:,} tokens of {itemsize} bytes with the digest in {INDEX}",
@@ -247,11 +252,14 @@ class Windows:
         vocabulary: int | None = None,
     ):
         if context < 1:
-            raise ArgumentError("the context is not positive", got=context, expected="at least 1")
+            raise ArgumentError(
+                "context-size", "the context is not positive", got=context, expected="at least 1"
+            )
         self.index, self.context, self.split = read_index(folder), context, split
         self._folder, self._vocabulary = folder, self.index.tokenizer.vocabulary
         if vocabulary is not None and self._vocabulary > vocabulary:
             raise ArgumentError(
+                "data-vocabulary",
                 "the vocabulary of the data is larger than that of the model",
                 got=f"{self._vocabulary:,} tokens in {folder}",
                 expected=f"at most the model's vocabulary of {vocabulary:,}",
@@ -261,6 +269,7 @@ class Windows:
         self._count = (num_tokens - 1) // context
         if self._count < 1:
             raise ArgumentError(
+                "data-length",
                 "the data has less than one window",
                 got=f"{num_tokens:,} tokens in {split} of {folder}",
                 expected=f"more than the context of {context:,}",
@@ -301,6 +310,7 @@ class Windows:
         if is_outside.any():
             window = window_ids[is_outside.any(axis=1).argmax()]
             raise ArgumentError(
+                "data-token",
                 "the data has a token outside the vocabulary of its tokenizer",
                 got=f"window {window} of {self.split} in {self._folder}",
                 expected=f"ids below {self._vocabulary}",
@@ -328,7 +338,7 @@ class Windows:
             if _identity(os.fstat(file.fileno())) != self._identities[number]:
                 what, fix = "a shard was replaced while it was in use", "restart the run"
                 expected = "the file from when the folder was opened; other data in another folder"
-                raise ArgumentError(what, got=path, expected=expected, fix=fix)
+                raise ArgumentError("shard-replaced", what, got=path, expected=expected, fix=fix)
             return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), self._dtype)
 
 
@@ -447,12 +457,14 @@ class TokenLoader:
     ):
         if batch < 1 or processes < 1 or batch % processes:
             what = "the batch is not divisible by the number of processes"
-            raise ArgumentError(what, got=f"a batch of {batch} windows for {processes} processes")
+            raise ArgumentError(
+                "batch-processes", what, got=f"a batch of {batch} windows for {processes} processes"
+            )
         if not 0 <= process < processes:
             what, expected = "the process index is out of range", f"0 to {processes - 1}"
-            raise ArgumentError(what, got=process, expected=expected)
+            raise ArgumentError("process-index", what, got=process, expected=expected)
         if prefetch < 0:
-            raise ArgumentError("prefetch is negative", got=prefetch, expected=">= 0")
+            raise ArgumentError("prefetch", "prefetch is negative", got=prefetch, expected=">= 0")
         self.windows = Windows(
             folder, context=context, split=split, verify=verify, vocabulary=vocabulary
         )
@@ -497,13 +509,16 @@ class TokenLoader:
             value = getattr(restored, name)
             if name != "step" and value != expected:
                 raise ArgumentError(
+                    "loader-state",
                     f"the state is of other batches: {_LABELS.get(name, name)} differs",
                     got=f"{name} {value}",
                     expected=f"{name} {expected}",
                     fix="resume with the settings and the data of the interrupted run",
                 )
         if restored.step > MAX_POSITION // self._start.batch:
-            raise ArgumentError("the step of the loader is out of range", got=restored.step)
+            raise ArgumentError(
+                "loader-step", "the step of the loader is out of range", got=restored.step
+            )
         self._batches.set_state({"next_index": restored.step})
         self._step = restored.step
 
@@ -522,5 +537,5 @@ def _import_grain() -> ModuleType:
         import grain
     except ModuleNotFoundError as missing:
         what, fix = "the loader needs the package grain", 'pip install "xsake[train]"'
-        raise MissingExtraError(what, got=missing.name, fix=fix) from missing
+        raise MissingExtraError("grain", what, got=missing.name, fix=fix) from missing
     return grain

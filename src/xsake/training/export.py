@@ -49,7 +49,7 @@ def export_checkpoint(
     if jax.tree.leaves(rest):
         got = ", ".join(map(str, nnx.to_pure_dict(rest)))
         what = "the decoder has state other than parameters"
-        raise CheckpointError(what, got=got, expected="parameters only")
+        raise CheckpointError("decoder-state", what, got=got, expected="parameters only")
     restored = store.restore(state, step, part=part)
     model = nnx.merge(graph, restored.tree, rest)
     if (kv_order := restored.extra.get("kv_order")) is not None:

@@ -46,7 +46,7 @@ def leaves_by_name(tree: Any) -> dict[str, Any]:
         name = keystr(path, simple=True, separator="/")
         if not name.isprintable() or {"", ".", ".."} & set(name.split("/")):
             raise ArgumentError(
-                "a leaf has an unusable name", got=repr(name)[:200],
+                "leaf-name", "a leaf has an unusable name", got=repr(name)[:200],
                 expected="a tree of named parts, such as a dictionary or a dataclass",
                 fix="use printable characters, not '', '.' or '..'",
             )  # fmt: skip
@@ -55,7 +55,7 @@ def leaves_by_name(tree: Any) -> dict[str, Any]:
     clashes += [name for name in leaves if leaves.keys() & _parents(name)]
     if clashes:
         raise ArgumentError(
-            "two leaves of the tree have the same name", got=repr(clashes[0]),
+            "leaf-duplicate", "two leaves of the tree have the same name", got=repr(clashes[0]),
             expected="names that differ, without '/' in them", fix="rename one of the two",
         )  # fmt: skip
     return leaves
@@ -68,6 +68,7 @@ def named_arrays(tree: Any) -> dict[str, jax.Array | np.ndarray]:
         leaf = np.asarray(leaf) if isinstance(leaf, np.generic) else leaf
         if not (isinstance(leaf, jax.Array) or _is_jax_dtype(leaf)):
             raise ArgumentError(
+                "leaf-value",
                 f"the leaf {name!r} cannot be saved",
                 got=f"{type(leaf).__name__} of dtype {getattr(leaf, 'dtype', None)}",
                 expected="a jax.Array, or a NumPy array of a JAX dtype",
@@ -75,7 +76,9 @@ def named_arrays(tree: Any) -> dict[str, jax.Array | np.ndarray]:
             )
         leaves[name] = leaf
     if not leaves:
-        raise ArgumentError("the tree has no arrays to save", got="no leaves", expected="arrays")
+        raise ArgumentError(
+            "no-leaves", "the tree has no arrays to save", got="no leaves", expected="arrays"
+        )
     return leaves
 
 
@@ -110,6 +113,7 @@ def require_same_tree(saved: dict[str, Any], like: dict[str, Any], *, where: str
         ],
     }
     raise CheckpointError(
+        "other-tree",
         f"{where} has another tree than the requested one",
         got="; ".join(f"{what}: {_format_names(names)}" for what, names in parts.items() if names),
         expected="the same names, dtypes and shapes",
@@ -190,11 +194,6 @@ class ReplicaMismatch:
     copies: int  # number of replicas
     is_decided: bool  # whether more than half of them agree
 
-    @property
-    def processes(self) -> tuple[int, ...]:
-        """Processes that hold the suspects."""
-        return tuple(sorted({copy.process for copy in self.suspects}))
-
     def __str__(self) -> str:
         if self.is_decided:
             owners = ", ".join(map(str, self.suspects))
@@ -253,7 +252,8 @@ def bit_sums(leaves: Sequence[Array]) -> UInt32[Array, " leaves"]:
 def _to_array(name: str, leaf: Any) -> Any:
     if not isinstance(leaf, jax.Array | np.ndarray | np.generic):
         raise ArgumentError(
-            "the tree has a leaf that is not an array", got=f"{name}: {type(leaf).__name__}",
+            "leaf-type", "the tree has a leaf that is not an array",
+            got=f"{name}: {type(leaf).__name__}",
             expected="a tree of arrays",
         )  # fmt: skip
     if not isinstance(leaf, jax.Array):
@@ -270,7 +270,7 @@ def _find_mesh(name: str, leaf: Any) -> Mesh | None:
         return sharding.mesh
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
         what = "replicas can be located for a NamedSharding only"
-        raise UnsupportedError(what, got=f"{name}: {sharding}")
+        raise UnsupportedError("replica-sharding", what, got=f"{name}: {sharding}")
     return None
 
 

@@ -61,7 +61,9 @@ class RestartPolicy:
 
     def __post_init__(self) -> None:
         if min(value for value in vars(self).values() if value is not None) < 0:
-            raise ArgumentError("limits of restarts must not be negative", got=self)
+            raise ArgumentError(
+                "restart-limits", "limits of restarts must not be negative", got=self
+            )
 
     def wait_seconds(self, restart: int) -> float:
         """Return the wait before the n-th consecutive restart, half of it random."""
@@ -90,9 +92,11 @@ def launch(
     """
     if not command or processes < 1:
         got = f"{list(command)}, {processes=}"
-        raise ArgumentError("nothing to launch", got=got, expected="a command")
+        raise ArgumentError("no-command", "nothing to launch", got=got, expected="a command")
     if threading.current_thread() is not threading.main_thread():
-        raise UnsupportedError("signal handlers need the main thread", fix="call launch there")
+        raise UnsupportedError(
+            "launch-thread", "signal handlers need the main thread", fix="call launch there"
+        )
     launcher = _Launcher(list(command), processes, policy or RestartPolicy())
     names = (signal.SIGINT, signal.SIGTERM)
     before = {name: signal.signal(name, launcher.handle_signal) for name in names}
@@ -174,7 +178,7 @@ class _Launcher:
             )  # fmt: skip
         except OSError as error:
             what, got = "the command cannot be started", f"{self.command[0]}: {error.strerror}"
-            raise ArgumentError(what, got=got, expected="a program") from error
+            raise ArgumentError("command-start", what, got=got, expected="a program") from error
 
     @contextlib.contextmanager
     def _reaper(self, group: int) -> Iterator[None]:

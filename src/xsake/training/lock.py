@@ -122,6 +122,7 @@ class Lease:
             self._renew()
         if (taker := self._taker) is not None:
             raise LeaseLostError(
+                "lease-lost",
                 "another run has taken the folder of this run",
                 got=f"process {taker.pid} on {taker.host} holds {self._path} since {taker.utc}",
                 expected=f"the lock of this process, {self.holder.pid} on {self.holder.host}",
@@ -196,7 +197,9 @@ def run_lock(
         The lease; call `require` before writes that only the holder may do.
     """
     if not 0 < lease_seconds <= MAX_LEASE_SECONDS:
-        raise ArgumentError("invalid lease", got=lease_seconds, expected="above 0, at most 3600 s")
+        raise ArgumentError(
+            "lease", "invalid lease", got=lease_seconds, expected="above 0, at most 3600 s"
+        )
     folder.mkdir(parents=True, exist_ok=True)
     holder = LockHolder.current(lease_seconds)
     _take(folder / NAME, holder, report, is_forced=is_forced)
@@ -257,6 +260,7 @@ def _is_dead(path: Path, content: bytes) -> bool:
         return True
     if holder.lease_seconds is None:
         raise ArgumentError(
+            "folder-held-elsewhere",
             "a run on another host holds this folder, or died without releasing it",
             got=f"process {holder.pid} on {holder.host}, since {holder.utc}, with a lock of 0.1.0",
             expected="one run per folder",
@@ -306,6 +310,7 @@ def _held_error(holder: LockHolder | None, path: Path) -> ArgumentError:
     is_own = holder.pid == os.getpid() and holder.is_comparable
     host = "this host" if holder.is_comparable else holder.host
     return ArgumentError(
+        "folder-held",
         "this process already holds the folder" if is_own else "another run holds this folder",
         got=f"process {holder.pid} on {host}, since {holder.utc}", expected="one run per folder",
         fix="call run_lock once"
@@ -316,14 +321,15 @@ def _held_error(holder: LockHolder | None, path: Path) -> ArgumentError:
 
 def _unreadable_error(path: Path) -> ArgumentError:
     return ArgumentError(
-        "the lock file of the folder is not readable", got=path,
+        "lock-unreadable", "the lock file of the folder is not readable", got=path,
         expected="a lock file of `xsake train`", fix=f"if no run uses the folder, delete {path}",
     )  # fmt: skip
 
 
 def _taken_error(path: Path) -> ArgumentError:
     return ArgumentError(
-        "another run took this folder at the same time", got=path, expected="one run per folder",
+        "lock-race", "another run took this folder at the same time",
+        got=path, expected="one run per folder",
         fix="use another folder",
     )  # fmt: skip
 
@@ -358,7 +364,7 @@ def _create_or_raise(path: Path, current: LockHolder) -> None:
         raise _taken_error(path) from error
     except OSError as error:
         raise ArgumentError(
-            "the lock file cannot be created", got=f"{path}: {error.strerror}",
+            "lock-unwritable", "the lock file cannot be created", got=f"{path}: {error.strerror}",
             expected="a writable folder", fix="free disk space, or use another folder",
         ) from error  # fmt: skip
 

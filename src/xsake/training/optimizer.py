@@ -81,7 +81,8 @@ def make_decay_mask(section: OptimizerSection, names: Names) -> dict[str, bool]:
     for pattern in section.no_decay_paths:
         if not fnmatch.filter(names, pattern):
             raise ArgumentError(
-                "optimizer.no_decay_paths matches no parameter", got=repr(pattern),
+                "no-decay-paths", "optimizer.no_decay_paths matches no parameter",
+                got=repr(pattern),
                 expected="a path or a pattern of one of " + ", ".join(names),
             )  # fmt: skip
 

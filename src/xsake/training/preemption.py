@@ -45,10 +45,12 @@ class PreemptionHandler:
         on_signal: Callable[[str], None] = lambda name: None,
     ):
         if step_timeout_s is not None and not step_timeout_s > 0:
-            raise ArgumentError("step_timeout_s must be positive", got=step_timeout_s)
+            raise ArgumentError(
+                "step-timeout", "step_timeout_s must be positive", got=step_timeout_s
+            )
         if step_timeout_s is not None and stack_file is None:
             what, expected = "a step timeout needs a file for stacks", "a path"
-            raise ArgumentError(what, got="stack_file=None", expected=expected)
+            raise ArgumentError("stack-file", what, got="stack_file=None", expected=expected)
         self._step_timeout_s, self._path, self._is_fatal = step_timeout_s, stack_file, is_fatal
         self._on_signal, self._is_requested, self._num_interrupts = on_signal, threading.Event(), 0
         self._cleanup = contextlib.ExitStack()
@@ -58,7 +60,7 @@ class PreemptionHandler:
     def __enter__(self) -> "PreemptionHandler":
         if threading.current_thread() is not threading.main_thread():
             fix = "enter PreemptionHandler there"
-            raise UnsupportedError("signal handlers need the main thread", fix=fix)
+            raise UnsupportedError("signal-thread", "signal handlers need the main thread", fix=fix)
         with contextlib.ExitStack() as cleanup:
             if self._path is not None:
                 self._open_stack_file(self._path, cleanup)
@@ -103,7 +105,9 @@ class PreemptionHandler:
             self._file = cleanup.enter_context(path.open("a", encoding="utf-8"))
         except OSError as error:
             got = f"{path}: {error.strerror}"
-            raise ArgumentError("cannot write the file for stacks", got=got) from error
+            raise ArgumentError(
+                "stack-file-unwritable", "cannot write the file for stacks", got=got
+            ) from error
         faulthandler.register(signal.SIGUSR1, file=self._file, all_threads=True)
         cleanup.callback(faulthandler.unregister, signal.SIGUSR1)
         cleanup.callback(self._disarm, None)

@@ -113,7 +113,7 @@ def make_probe(
     """
     if not isinstance(target, ProbedAttention):
         raise ArgumentError(
-            "probes do not support this attention", got=type(target).__name__,
+            "probe-attention", "probes do not support this attention", got=type(target).__name__,
             expected="dense attention, or attention by a plan or by a mask",
             fix="set attention.probe_interval to 0",
         )  # fmt: skip

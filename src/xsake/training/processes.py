@@ -66,7 +66,9 @@ def start(*, heartbeat_seconds: int = 10) -> ProcessSpec:
         heartbeat_seconds: without a heartbeat for this long a process counts as dead, and all end.
     """
     if heartbeat_seconds < 1:
-        raise ArgumentError("heartbeat_seconds must be positive", got=heartbeat_seconds)
+        raise ArgumentError(
+            "heartbeat", "heartbeat_seconds must be positive", got=heartbeat_seconds
+        )
     spec = detect_process(os.environ)
     if spec.processes == 1:
         return spec
@@ -87,6 +89,7 @@ def start(*, heartbeat_seconds: int = 10) -> ProcessSpec:
         )
     except RuntimeError as error:
         raise RendezvousError(
+            "rendezvous",
             f"process {spec.process} of {spec.processes} cannot connect at {spec.coordinator}",
             got=str(error).partition("\n")[0][:300],
             expected="all processes started once, a free port, and no device used before",
@@ -114,6 +117,7 @@ def detect_process(variables: Mapping[str, str]) -> ProcessSpec:
         spec = ProcessSpec.model_validate({"processes": None, "process": None} | values)
     except ValidationError as error:
         raise ArgumentError(
+            "process-variables",
             "the processes of the run are not described by their variables",
             got=f"{describe_first(error)}; {values}",
             expected=f"{PROCESSES} from 1, {PROCESS} from 0, {COORDINATOR} such as 127.0.0.1:5000",
@@ -160,7 +164,7 @@ def gather(values: np.ndarray) -> np.ndarray:
     """Return the values of all processes along a new leading axis, at most 32 bits each."""
     if values.dtype.itemsize > 4:
         what = "values of 64 bits cannot be gathered without loss"
-        raise ArgumentError(what, got=values.dtype, expected="at most 32 bits each")
+        raise ArgumentError("gather-width", what, got=values.dtype, expected="at most 32 bits each")
     return np.asarray(multihost_utils.process_allgather(values))
 
 

@@ -135,6 +135,7 @@ def require_same_settings(before: TrainingConfig, config: TrainingConfig, source
     ]
     if changed:
         raise ArgumentError(
+            "changed-settings",
             "the folder belongs to a run with other settings",
             got=f"{config.checkpoint.folder}: different in {', '.join(changed)}",
             expected=f"the settings of {source}",
@@ -142,6 +143,7 @@ def require_same_settings(before: TrainingConfig, config: TrainingConfig, source
         )
     if before.total_steps != config.total_steps:
         raise ArgumentError(
+            "changed-schedule",
             "the learning rate of a resumed run would jump: its schedule ends at another step",
             got=f"run.steps={config.run.steps}, optimizer.total_steps="
             f"{config.optimizer.total_steps}: the schedule ends at step {config.total_steps}",
@@ -163,6 +165,7 @@ def require_saves(folder: Path, save_interval: int) -> None:
     # The first save is complete when the second one starts.
     if has_ended or (save_interval and last + 1 > 2 * save_interval):
         raise ArgumentError(
+            "lost-checkpoints",
             "the checkpoints of this run are missing",
             got=f"{steps} has none, and metrics.jsonl has steps up to {last}",
             expected="the checkpoints that the run has saved",
@@ -177,13 +180,13 @@ def require_consistent(step: int, extra: Mapping[str, Any], config: TrainingConf
     fix = f"move the folder of step {step} away to resume from the step before it"
     if not isinstance(data, dict) or not isinstance(extra.get("attention"), dict):
         raise CheckpointError(
-            f"{what} has no state of the data or the attention",
+            "no-run-state", f"{what} has no state of the data or the attention",
             got=f"a record with {', '.join(sorted(extra)) or 'no entries'}",
             expected="data and attention, as `xsake train` saves them", fix=fix,
         )  # fmt: skip
     if data.get("step") != step:
         raise CheckpointError(
-            f"{what} is inconsistent: its data is at another step",
+            "inconsistent-step", f"{what} is inconsistent: its data is at another step",
             got=f"data at step {data.get('step')}", expected=f"data at step {step}",
             fix=f"the record was edited: {fix}",
         )  # fmt: skip
@@ -236,6 +239,7 @@ def require_agreement(config: TrainingConfig) -> None:
         # This process runs the coordinator; its exit aborts the others before they log their error.
         time.sleep(_FLUSH_SECONDS)
     raise ArgumentError(
+        "process-settings",
         "the processes of this run do not have the same settings, data or code",
         got="\n".join([*lines[:_MAX_SHOWN], f"and {len(lines) - _MAX_SHOWN} more"][: len(lines)]),
         expected="equal values on every process; only data.folder may differ",

@@ -42,10 +42,10 @@ PRESETS: dict[str, DecoderConfig] = {
 """Decoder configurations by name: shapes of published models, without weights."""
 
 
-def require(is_valid: object, what: str, **parts: Any) -> None:
+def require(is_valid: object, slug: str, what: str, **parts: Any) -> None:
     """Raise an `ArgumentError` with these parts unless a condition holds."""
     if not is_valid:
-        raise ArgumentError(what, **parts)
+        raise ArgumentError(slug, what, **parts)
 
 
 class ModelSection(Frozen):
@@ -68,12 +68,12 @@ class ModelSection(Frozen):
             return given
         name, changes = given.get("preset"), given.get("decoder", {})
         require(
-            name is not None or changes, "the configuration has no model",
+            name is not None or changes, "no-model", "the configuration has no model",
             expected="model.preset, model.decoder, or a preset and the fields that differ",
             fix=f"set model.preset to one of {', '.join(PRESETS)}",
         )  # fmt: skip
         require(
-            name is None or name in tuple(PRESETS), "unknown preset", got=repr(name),
+            name is None or name in tuple(PRESETS), "preset", "unknown preset", got=repr(name),
             expected=", ".join(PRESETS),
         )  # fmt: skip
         if name is None or not isinstance(changes, dict):
@@ -166,7 +166,7 @@ class OptimizerSection(Frozen):
     def _check_axes(cls, axes: tuple[str, ...]) -> tuple[str, ...]:
         unknown = [axis for axis in axes if axis not in LOGICAL_AXES]
         require(
-            not unknown, "unknown logical axis", got=", ".join(map(repr, unknown)),
+            not unknown, "logical-axis", "unknown logical axis", got=", ".join(map(repr, unknown)),
             expected=", ".join(LOGICAL_AXES),
         )  # fmt: skip
         return axes
@@ -236,12 +236,13 @@ class AttentionSection(Frozen):
         self._reject_unused_settings()
         if self.kind == "mask":
             require(
-                self.mask, "attention.kind='mask' needs a mask",
+                self.mask, "no-mask", "attention.kind='mask' needs a mask",
                 expected="attention.mask, such as window(255, 0) | sinks(4)",
             )  # fmt: skip
             masks.parse(self.mask or "")
         require(
             self.kind != "plan" or (self.plan is None) != (self.budget is None),
+            "plan-or-budget",
             "attention.kind='plan' needs either a plan or a budget",
             got=f"attention.plan={self.plan}, attention.budget={self.budget}",
             expected="exactly one of the two",
@@ -249,7 +250,7 @@ class AttentionSection(Frozen):
         if self.annealing and self.budget:
             start = self.annealing.start_budget
             require(
-                start > self.budget, "annealing must decrease the budget",
+                start > self.budget, "annealing-budget", "annealing must decrease the budget",
                 got=f"start_budget={start}, budget={self.budget}",
                 expected="a start_budget above the budget",
             )  # fmt: skip
@@ -272,7 +273,8 @@ class AttentionSection(Frozen):
         unused = [x for x in fields if x not in used and getattr(self, x) != fields[x].default]
         suffix = " together with attention.plan" if self.plan and self.kind == "plan" else ""
         require(
-            not unused, f"attention.kind={self.kind!r} does not use all given settings",
+            not unused, "unused-settings",
+            f"attention.kind={self.kind!r} does not use all given settings",
             got=", ".join(f"attention.{name}" for name in unused) + suffix,
             expected="only " + ", ".join(name for name in fields if name in used),
             fix="remove the setting, or change attention.kind",

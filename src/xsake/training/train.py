@@ -70,14 +70,8 @@ class TooManySkippedUpdatesError(ArgumentError):
     """Too many consecutive updates were skipped."""
 
 
-class FinalSaveError(ArgumentError):
-    """The final state could not be saved."""
-
-    is_transient = True
-
-
-class ReplicaMismatchError(ArgumentError):
-    """Replicas of parameters differ; the newest checkpoint is older than the fault."""
+class RetryError(ArgumentError):
+    """The final save failed, or replicas differ: the same command resumes the run."""
 
     is_transient = True
 
@@ -319,6 +313,7 @@ def _finish_step(
             _write_skipped_steps(config, store, loader, list(skipped), values)
         logger.log_end("failed")
         raise TooManySkippedUpdatesError(
+            "too-many-skips",
             f"{skips} consecutive updates were skipped, the last at step {number}",
             got=f"loss {float(values.loss)}, gradient norm {float(values.gradient_norm)}",
             expected="finite numbers",
@@ -352,8 +347,9 @@ def _write_skipped_steps(
 def _require_equal_replicas(state: TrainState) -> None:
     mismatches = find_mismatches(state.parameters)
     if mismatches:
-        raise ReplicaMismatchError(
-            "replicas of the parameters differ", got="; ".join(map(str, mismatches[:4])),
+        raise RetryError(
+            "replicas", "replicas of the parameters differ",
+            got="; ".join(map(str, mismatches[:4])),
             expected="the same bits on every device",
             fix="resume from the newest checkpoint without the host that is named",
         )  # fmt: skip
@@ -409,8 +405,9 @@ def _end(
         except CheckpointError as error:
             if step not in store.steps():  # otherwise an earlier save failed
                 logger.log_end("failed")
-                raise FinalSaveError(
-                    "the final state could not be saved", got=str(error).splitlines()[0],
+                raise RetryError(
+                    "final-save", "the final state could not be saved",
+                    got=str(error).splitlines()[0],
                     fix="free disk space, then start the same command again",
                 ) from error  # fmt: skip
     logger.log_end(status)

@@ -68,7 +68,8 @@ class DamagedError(CheckpointError):
     ):
         self.reason, self.file = reason, file
         super().__init__(
-            f"a checkpoint is damaged ({reason}): {file}", got=got, expected=expected,
+            f"damaged-{reason}", f"a checkpoint is damaged ({reason}): {file}",
+            got=got, expected=expected,
             fix="restore an earlier step; `CheckpointStore.restore` does this automatically",
         )  # fmt: skip
 
@@ -83,6 +84,7 @@ def from_os_error(error: OSError, file: Path, folder: Path) -> CheckpointError:
     name = file.relative_to(folder).as_posix() if file != folder else folder.name
     if error.errno in _PROCESS_ERRORS:
         return CheckpointError(
+            "checkpoint-unreadable",
             "a checkpoint cannot be validated: this process cannot read it",
             got=f"{file}: {error.strerror}", expected="readable files",
             fix="give the process the permissions or resources; the step was not changed",
@@ -163,6 +165,7 @@ def unseal[Model: CheckpointRecord](model: type[Model], data: bytes) -> Model:
         raise _json.invalid_file(what, "the digest does not match the content")
     if document.get("format") != FORMAT:  # undamaged, of another version
         raise CheckpointError(
+            "checkpoint-format",
             "a checkpoint has a format that this version of XSAKE does not support",
             got=f"format {document.get('format')!r}, written by {document.get('versions')}"[:300],
             expected=f"format {FORMAT}",
@@ -184,7 +187,7 @@ def check_extra(extra: dict[str, Any]) -> None:
         is_same, problem = False, str(error)[:200]
     if not is_same:
         raise ArgumentError(
-            "`extra` is not plain JSON", got=problem,
+            "extra-json", "`extra` is not plain JSON", got=problem,
             expected="dictionaries with string keys, lists, strings, finite numbers, booleans",
             fix="convert tuples to lists and arrays to numbers before saving",
         )  # fmt: skip
@@ -197,7 +200,7 @@ def seal_record(record: CheckpointRecord) -> str:
         unseal(CheckpointRecord, text.encode())
     except ArgumentError as error:
         raise ArgumentError(
-            "the record exceeds the limits of a manifest", got=error.got,
+            "record-size", "the record exceeds the limits of a manifest", got=error.got,
             expected=f"at most {MAX_BYTES} bytes, {_json.MAX_KEYS} keys in an object of "
             f"`extra`, and {_json.MAX_DEPTH} levels",
             fix="save less in `extra`, or large values in the tree",

@@ -85,6 +85,7 @@ class MultiheadAttention(eqx.Module):
         kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         if num_heads % kv_heads:
             raise ShapeError(
+                "equinox-heads",
                 "query heads must be a multiple of kv heads",
                 got=f"{num_heads=}, {num_kv_heads=}",
                 expected=f"kv heads that divide {num_heads}",

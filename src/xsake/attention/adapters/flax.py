@@ -147,7 +147,7 @@ def _convert_arrays(query, key, bias, mask, attend: _AttentionFn) -> AttentionAr
 def _flat_logits(name: str, x, shape: tuple[int, ...]):
     """Reshape an array that broadcasts to [batch..., H, Tq, Tk] to 4 axes; sizes may be 1."""
     if x.ndim > len(shape):
-        raise ShapeError(f"the {name} has too many axes", got=x.shape, expected=shape)
+        raise ShapeError("flax-axes", f"the {name} has too many axes", got=x.shape, expected=shape)
     x = x.reshape((1,) * (len(shape) - x.ndim) + x.shape)
     if math.prod(x.shape[:-3]) > 1 and x.shape[:-3] != shape[:-3]:
         x = jnp.broadcast_to(x, (*shape[:-3], *x.shape[-3:]))
@@ -159,6 +159,7 @@ def _check_position(rule: AbstractMask | None, layout: BlockLayout | None, query
     is_decoding = query.shape[-3] == 1 < key.shape[-3]
     if is_decoding and (layout is not None or rule not in (None, Full())):
         raise UnsupportedError(
+            "flax-decode-position",
             "the position of a single query is unknown in cached decoding",
             got=f"{layout if rule is None else rule!r} with 1 query and {key.shape[-3]} keys",
             expected="attention_fn() without mask and layout",
@@ -168,6 +169,7 @@ def _check_position(rule: AbstractMask | None, layout: BlockLayout | None, query
 
 def _unsupported_error(what: str, got: str, expected: str) -> UnsupportedError:
     return UnsupportedError(
+        "flax-unsupported",
         f"xsake's attention_fn does not support {what}",
         got=got,
         expected=expected,

@@ -26,6 +26,7 @@ class Antidiagonal(Selector):
         """See `Selector.masses`."""
         if context.block % self.stride:
             raise ArgumentError(
+                "stride-block",
                 "the stride must divide the block",
                 got=f"stride {self.stride}, block {context.block}",
                 expected="a block that is a multiple of the stride",

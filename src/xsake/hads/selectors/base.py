@@ -77,12 +77,15 @@ def make_by_name(
 ) -> Any:
     """Build a dataclass of a registry; errors name what exists."""
     if name not in registry:
-        raise ArgumentError(f"unknown {what}", got=name, expected=", ".join(registry))
+        raise ArgumentError(
+            "unknown-name", f"unknown {what}", got=name, expected=", ".join(registry)
+        )
     try:
         return registry[name](**settings)
     except TypeError as error:
         fields = [field.name for field in dataclasses.fields(registry[name])]
         raise ArgumentError(
+            "unknown-settings",
             f"unknown settings of the {what} {name!r}",
             got=", ".join(settings) or "none",
             expected=", ".join(fields) or "none",

@@ -100,6 +100,7 @@ def canonicalize_args(
     check_heads(mask.heads, q, k)
     if block_kv < 1:
         raise ArgumentError(
+            "statistics-block",
             "block_kv must be positive",
             got=block_kv,
             expected="64, say",
@@ -112,6 +113,7 @@ def canonicalize_args(
 def _check_rule(placing: Placing | None, config: StatisticsConfig) -> None:
     if placing is not None and placing.parts[1] > 1 and config.mask.heads is not None:
         raise UnsupportedError(
+            "statistics-per-head-mask",
             "a mask that differs between heads cannot be split over devices",
             got=f"{config.mask!r}, heads over {placing.heads!r}",
             expected="one rule for all heads",

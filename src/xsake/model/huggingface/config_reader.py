@@ -96,7 +96,7 @@ class ConfigReader:
         """Return the error for an invalid key."""
         name = key if key.replace(".", "_").isidentifier() else repr(key)[:80]
         return CheckpointError(
-            f"config.json: {self.path}{name} is invalid or unsupported",
+            "config-key", f"config.json: {self.path}{name} is invalid or unsupported",
             got="nothing" if got is REQUIRED or got is None else reprlib.repr(got),
             expected=expected, fix=fix,
         )  # fmt: skip

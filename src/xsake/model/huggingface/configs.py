@@ -160,7 +160,8 @@ def _read_decoder(reader: ConfigReader, family: ModelFamily) -> DecoderConfig:
         )
     except ValidationError as wrong:
         raise CheckpointError(
-            "config.json describes an invalid model", got=describe_first(wrong)[:300],
+            "config-model", "config.json describes an invalid model",
+            got=describe_first(wrong)[:300],
             expected="consistent sizes and layer types",
             fix="use the original config.json of the checkpoint",
         ) from wrong  # fmt: skip
@@ -175,7 +176,7 @@ def _check_parameter_count(config: DecoderConfig) -> None:
     total = 2 * config.vocab_size * config.width + config.layers * layer
     if total > MAX_PARAMETERS:
         raise CheckpointError(
-            "config.json describes a model above the size limit",
+            "config-size", "config.json describes a model above the size limit",
             got=f"about {total:.1e} parameters: width={config.width}, layers={config.layers}, "
             f"mlp_width={config.mlp_width}, vocab_size={config.vocab_size}",
             expected=f"at most {MAX_PARAMETERS:.1e}",
@@ -374,7 +375,7 @@ def _canonical_fields(config: DecoderConfig) -> dict[str, Any]:
 
 def _unsupported_error(family: ModelFamily, got: str) -> CheckpointError:
     return CheckpointError(
-        f"the family {family.name!r} cannot represent this model", got=got,
+        "family-model", f"the family {family.name!r} cannot represent this model", got=got,
         expected=f"a model supported by {family.architecture}",
         fix="export it with the family it was loaded from, or change the model's config",
     )  # fmt: skip

@@ -70,7 +70,8 @@ def export(
     _check_target(target, overwrite)
     if family not in FAMILIES or max_shard_bytes < 1:
         raise ArgumentError(
-            "invalid family or max_shard_bytes", got=f"{family=}, {max_shard_bytes=}",
+            "export-arguments", "invalid family or max_shard_bytes",
+            got=f"{family=}, {max_shard_bytes=}",
             expected=f"a family of {', '.join(FAMILIES)}, and at least 1 byte per file",
             fix="use load(...).family of a loaded model",
         )  # fmt: skip
@@ -95,6 +96,7 @@ def _check_target(target: Path, overwrite: bool) -> None:
     if overwrite and is_checkpoint and not any(path.is_dir() for path in target.iterdir()):
         return
     raise CheckpointError(
+        "export-path",
         "the output path exists",
         got=f"{target.name!r}, {'a checkpoint' if is_checkpoint else 'not a plain checkpoint'}",
         expected="a new directory, or with overwrite=True a checkpoint without subdirectories",
@@ -106,7 +108,8 @@ def _dtype(state: Any) -> np.dtype:
     dtypes = {str(leaf.dtype) for leaf in jax.tree.leaves(state)}
     if len(dtypes) != 1 or not dtypes <= set(_DTYPES):
         raise CheckpointError(
-            "the parameters do not have one supported dtype", got=", ".join(sorted(dtypes)),
+            "export-dtype", "the parameters do not have one supported dtype",
+            got=", ".join(sorted(dtypes)),
             expected="one of " + ", ".join(_DTYPES), fix="create the model with one param_dtype",
         )  # fmt: skip
     return jnp.dtype(dtypes.pop())
@@ -117,6 +120,7 @@ def _find_tokenizer_files(directory: str | Path) -> list[Path]:
     files = [folder.file(name) for name in _TOKENIZER_FILES if folder.has(name)]
     if not files:
         raise CheckpointError(
+            "export-tokenizer",
             "tokenizer_from has no tokenizer",
             got=f"none of {', '.join(_TOKENIZER_FILES)} in the directory",
             expected="tokenizer.json at least",

@@ -83,7 +83,7 @@ class CheckpointFolder:
         if path.suffix in _PICKLES:
             raise _pickle_error(path.name)
         raise CheckpointError(
-            "the checkpoint directory does not exist", got=repr(str(directory)),
+            "no-directory", "the checkpoint directory does not exist", got=repr(str(directory)),
             expected=f"a directory with {CONFIG} and {WEIGHTS} or {INDEX}",
             fix="pass the directory, not a file in it or a model name of a hub",
         )  # fmt: skip
@@ -96,7 +96,7 @@ class CheckpointFolder:
         """Return the path of a regular file after validation."""
         if not _PLAIN_NAME.fullmatch(name):
             raise CheckpointError(
-                "invalid file name", got=repr(name)[:120],
+                "file-name", "invalid file name", got=repr(name)[:120],
                 expected="letters, digits, '.', '-' and '_'; no subdirectories",
                 fix="do not use this checkpoint unless you trust its source",
             )  # fmt: skip
@@ -106,24 +106,26 @@ class CheckpointFolder:
             mode = path.stat().st_mode if path.exists() else None
         except (OSError, RuntimeError) as broken:
             raise CheckpointError(
-                f"{name} is a broken link", got=str(broken)[:200], expected="a regular file",
+                "broken-link", f"{name} is a broken link",
+                got=str(broken)[:200], expected="a regular file",
                 fix=_REPLACE,
             ) from broken  # fmt: skip
         if path.is_symlink() and not resolved.is_relative_to(self.path):
             raise CheckpointError(
-                f"{name} is a link to a file outside of the checkpoint directory",
+                "outside-link", f"{name} is a link to a file outside of the checkpoint directory",
                 got=f"{name} -> {str(path.readlink())!r}", expected="files inside the directory",
                 fix="copy the directory with `cp -rL from to` and load the copy; the Hugging Face "
                 "cache consists of such links",
             )  # fmt: skip
         if mode is None:
             raise CheckpointError(
-                f"{name} is missing from the checkpoint", got=self._listing(), expected=name,
+                "missing-file", f"{name} is missing from the checkpoint",
+                got=self._listing(), expected=name,
                 fix="complete the download, with all files of the checkpoint in one directory",
             )  # fmt: skip
         if not stat.S_ISREG(mode):
             raise CheckpointError(
-                f"{name} is not a regular file", got=stat.filemode(mode),
+                "not-regular", f"{name} is not a regular file", got=stat.filemode(mode),
                 expected="a regular file", fix=_REPLACE,
             )  # fmt: skip
         return resolved
@@ -133,7 +135,8 @@ class CheckpointFolder:
         path = self.file(name)
         if (size := path.stat().st_size) > max_bytes:
             raise CheckpointError(
-                f"{name} is too large", got=f"{size} bytes", expected=f"at most {max_bytes}",
+                "file-size", f"{name} is too large",
+                got=f"{size} bytes", expected=f"at most {max_bytes}",
                 fix=_COPY_AGAIN,
             )  # fmt: skip
         return parse_object(path.read_bytes(), name, max_bytes=max_bytes)
@@ -143,7 +146,7 @@ class CheckpointFolder:
         """Yield all tensors by name; files stay open until the block ends."""
         if self.has(INDEX) and self.has(WEIGHTS):
             raise CheckpointError(
-                "the checkpoint has both a single file and an index",
+                "single-and-index", "the checkpoint has both a single file and an index",
                 got=f"both {WEIGHTS} and {INDEX}", expected="one of them",
                 fix=f"remove the stale one; {INDEX} belongs to the files it lists",
             )  # fmt: skip
@@ -157,7 +160,7 @@ class CheckpointFolder:
                 if pickles:
                     raise _pickle_error(", ".join(pickles[:5]))
                 raise CheckpointError(
-                    "the directory has no weights", got=self._listing(),
+                    "no-weights", "the directory has no weights", got=self._listing(),
                     expected=f"{WEIGHTS}, or {INDEX} and the files it lists",
                     fix=f"save the model as safetensors; a single file must be named {WEIGHTS}",
                 )  # fmt: skip
@@ -166,7 +169,8 @@ class CheckpointFolder:
         weight_map = self.json(INDEX, max_bytes=MAX_INDEX_BYTES).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise CheckpointError(
-                f"{INDEX} has no valid weight_map", got=f"a {type(weight_map).__name__}",
+                "weight-map", f"{INDEX} has no valid weight_map",
+                got=f"a {type(weight_map).__name__}",
                 expected="an object from tensor names to file names", fix=_COPY_AGAIN,
             )  # fmt: skip
         for name, file in weight_map.items():
@@ -174,7 +178,7 @@ class CheckpointFolder:
                 raise _pickle_error(f"{INDEX}: {name!r} is in {file!r}"[:300])
             if not (isinstance(file, str) and file.endswith(".safetensors")):
                 raise CheckpointError(
-                    f"{INDEX} has an entry that is not a safetensors file",
+                    "index-entry", f"{INDEX} has an entry that is not a safetensors file",
                     got=f"{name!r}: {file!r}"[:300],
                     expected="the name of a *.safetensors file of the directory",
                     fix="correct weight_map, or save the checkpoint again",
@@ -184,7 +188,7 @@ class CheckpointFolder:
             for tensor in self._open_file(file, stack):
                 if tensor.name in tensors:
                     raise CheckpointError(
-                        "a tensor is stored twice",
+                        "duplicate-tensor", "a tensor is stored twice",
                         got=f"{tensor.name} in {tensors[tensor.name].file} and in {file}",
                         expected="every tensor in one file",
                         fix="remove the files that belong to another version of the model",
@@ -195,7 +199,7 @@ class CheckpointFolder:
             name, file = min(weight_map.items() ^ stored)
             is_indexed = weight_map.get(name) == file
             raise CheckpointError(
-                f"{INDEX} and the files it lists disagree",
+                "index-files", f"{INDEX} and the files it lists disagree",
                 got=f"{name!r} is {'not in' if is_indexed else 'in'} {file}",
                 expected=f"{INDEX} has it {'there' if is_indexed else 'elsewhere or nowhere'}",
                 fix="use the index and all files of the same version of the model",
@@ -222,7 +226,8 @@ class CheckpointFolder:
         used = 0 if last is None else header[last]["data_offsets"][1]
         if used > size - 8 - length:
             raise CheckpointError(
-                f"{file} is truncated", got=f"{last} ends at byte {8 + length + used} of {size}",
+                "truncated", f"{file} is truncated",
+                got=f"{last} ends at byte {8 + length + used} of {size}",
                 expected="a file with the data of all tensors", fix=_COPY_AGAIN,
             )  # fmt: skip
         if used < size - 8 - length:  # before the file is mapped
@@ -259,14 +264,14 @@ def _check_entry(file: str, name: str, entry: Any) -> None:
 
 def _corrupt_error(file: str, got: str) -> CheckpointError:
     return CheckpointError(
-        f"{file} is not a valid safetensors file", got=got[:300],
+        "safetensors", f"{file} is not a valid safetensors file", got=got[:300],
         expected="a header and the data of all tensors", fix=_COPY_AGAIN,
     )  # fmt: skip
 
 
 def _pickle_error(got: str) -> CheckpointError:
     return CheckpointError(
-        "pickled weights are not supported, as loading a pickle executes code", got=got,
+        "pickle", "pickled weights are not supported, as loading a pickle executes code", got=got,
         expected=f"{WEIGHTS}, or {INDEX} and the files it lists",
         fix="convert it once, if you trust it: transformers' AutoModelForCausalLM.from_pretrained"
         "(directory).save_pretrained(other) writes safetensors",

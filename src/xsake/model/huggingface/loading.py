@@ -81,7 +81,7 @@ class LoadReport:
             listed.append(f"and {len(wrong) - MAX_LISTED} more")
         outcomes = dict.fromkeys(line.outcome for line in wrong)
         raise CheckpointError(
-            f"tensors of the checkpoint do not match its config.json: {len(wrong)} of "
+            "tensors", f"tensors of the checkpoint do not match its config.json: {len(wrong)} of "
             f"{len(self.lines)}", got="\n            ".join(listed),
             expected=f"exactly the tensors and shapes of this {self.family} model",
             fix="; ".join(_FIXES[outcome] for outcome in outcomes),
@@ -223,7 +223,7 @@ def _float_dtype(dtype) -> np.dtype:
         parsed = None
     if parsed is None or not jnp.issubdtype(parsed, jnp.floating):
         raise ArgumentError(
-            "the dtype is not floating point", got=repr(dtype),
+            "load-dtype", "the dtype is not floating point", got=repr(dtype),
             expected="float32, bfloat16 or another floating-point dtype",
             fix='use jnp.float32 or "float32"',
         )  # fmt: skip
@@ -234,7 +234,8 @@ def _resolve_rules(rules: ShardingRules | None, mesh: Mesh | None) -> ShardingRu
     if mesh is None:
         if rules:
             raise ArgumentError(
-                "sharding rules require a mesh", got="mesh=None", expected="a jax.sharding.Mesh",
+                "rules-mesh", "sharding rules require a mesh",
+                got="mesh=None", expected="a jax.sharding.Mesh",
                 fix="pass a mesh",
             )  # fmt: skip
         return {}
@@ -292,6 +293,7 @@ def _check_tied(head: StoredTensor, embedding: StoredTensor) -> None:
     if is_same_type and head.read().tobytes() == embedding.read().tobytes():
         return
     raise CheckpointError(
+        "tied-embeddings",
         f"{head.name} differs from {embedding.name}, but tie_word_embeddings is true",
         got=f"{head.dtype} {list(head.shape)} and {embedding.dtype} {list(embedding.shape)}",
         expected="the same values, or tie_word_embeddings: false",
@@ -312,11 +314,12 @@ def _read_param(mapping: ParamMapping, tensors: list[StoredTensor], dtype: np.dt
         count = int((~np.isfinite(part)).sum())
         if count:
             raise CheckpointError(
-                f"{tensor.name} in {tensor.file} has non-finite values",
+                "non-finite", f"{tensor.name} in {tensor.file} has non-finite values",
                 got=f"{count} of {part.size} are NaN or infinite", expected="finite weights",
                 fix="use an earlier checkpoint, or copy the file again",
             )  # fmt: skip
         raise CheckpointError(
+            "overflow",
             f"{tensor.name} overflows {dtype}",
             got=f"{tensor.dtype} values up to {float(np.abs(part).max()):g}",
             expected=f"values up to {float(jnp.finfo(dtype).max):g}",

@@ -88,7 +88,9 @@ def map_params(family: ModelFamily, state: Any) -> list[ParamMapping]:
     specs = {spec.parameter: spec for spec in family.tensors}
     for name in params.keys() - specs.keys():
         raise CheckpointError(
-            f"checkpoints of the family {family.name!r} do not support a parameter", got=name,
+            "family-parameter",
+            f"checkpoints of the family {family.name!r} do not support a parameter",
+            got=name,
             expected="one of " + ", ".join(specs),
             fix="export the model with the family it was loaded from",
         )  # fmt: skip
