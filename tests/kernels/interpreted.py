@@ -15,7 +15,7 @@ from xsake.kernels.block_sparse.types import BlockSparseConfig, BlockSparseInput
 from xsake.kernels.dispatch import BackendSpec
 from xsake.layout import BlockLayout
 from xsake.masks import Causal
-from xsake.testing.case_table import BY_NAME, CASES
+from xsake.testing.case_table import BY_NAME
 from xsake.testing.cases import ConformanceCase
 
 # Two cores, memory that holds NaN until it is written, copies that really take turns, and every
@@ -27,35 +27,6 @@ CHECKED = pltpu.InterpretParams(
     num_cores_or_threads=2,
     random_seed=3,
 )
-
-
-# Cases of the conformance table that interpreters need not run, and the case that has the same
-# steps of a kernel: every case has a scale, sinks are added outside of kernels, a resized layout is
-# a layout, and other masks are other formulas, which test_mask_program.py has.
-COVERED = {
-    "causal": "ragged_grid_traced",
-    "causal_by_mask_argument": "head_dim_64_longer_bfloat16",
-    "full_odd_length": "more_keys_than_queries",
-    "no_mask_at_all": "more_keys_than_queries",
-    "random_cells": "every_structure",
-    "window_256_0": "window_100_100",
-    "window_0_256": "window_100_100",
-    "head_dim_80": "head_dim_96_values_40",
-    "head_dim_64_longer": "head_dim_64_longer_bfloat16",
-    "rows_of_many_full_blocks": "head_dim_64_longer_bfloat16",
-    "explicit_scale": "decode_one_query",
-    "group_heads_differ": "group_heads_differ_bfloat16",
-    "ragged_grid": "ragged_grid_traced",
-    "split_64_to_32_16": "window_100_100",
-    "merged_64_to_128": "merged_grid_with_holes",
-    "empty_layout_with_sinks": "empty_layout",
-    "sinks": "group_heads_differ_bfloat16",
-    "two_sinks_per_head": "group_heads_differ_bfloat16",
-    "late_queries": "positions_per_batch",
-    "explicit_with_empty_rows_and_columns_bfloat16": "explicit_with_empty_rows_and_columns",
-}
-INTERPRETED = [case for case in CASES if case.name not in COVERED]
-assert COVERED.keys() <= BY_NAME.keys() and {*COVERED.values()} <= {x.name for x in INTERPRETED}
 
 
 def _ragged(case: ConformanceCase) -> BlockLayout:

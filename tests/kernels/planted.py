@@ -59,10 +59,10 @@ def sizes(tokens: int, **more):
     return {"q_tokens": tokens, "kv_tokens": tokens, "q_heads": 4, "kv_heads": 2, **dims, **more}
 
 
-def some_pairs(tokens: int) -> Explicit:
-    """A third of all pairs; three queries have none."""
+def some_pairs(tokens: int, empty_rows: tuple[int, ...] = ()) -> Explicit:
+    """A third of all pairs."""
     table = np.random.default_rng(0).random((tokens, tokens)) < 0.3
-    table[[0, 7, 20]] = False
+    table[list(empty_rows)] = False
     return Explicit(table)
 
 

@@ -12,9 +12,9 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 import xsake
+from tests.kernels.covered_cases import NEEDED
 from tests.kernels.interpreted import (
     CHECKED,
-    INTERPRETED,
     SMALL_TRACED_GRID,
     assert_declines_tables,
     case_inputs,
@@ -61,7 +61,7 @@ OWN_CASES = [
         kv_tokens=300, head_dim=64, value_dim=64, dtype="bfloat16",
     ),
 ]  # fmt: skip
-SERVED = [case for case in INTERPRETED if case.name not in DECLINED]
+SERVED = [case for case in NEEDED if case.name not in DECLINED]
 
 
 @pytest.fixture(autouse=True)

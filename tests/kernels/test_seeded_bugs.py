@@ -32,7 +32,9 @@ def every_block(case):
 
 DETECTORS = {
     "plain": ConformanceCase("plain", WINDOWS, block=(16, 8), **SIZES),
-    "gaps": ConformanceCase("gaps", some_pairs(45), block=(8, 16), bias=(False, True), **SIZES),
+    "gaps": ConformanceCase(
+        "gaps", some_pairs(45, (0, 7, 20)), block=(8, 16), bias=(False, True), **SIZES
+    ),
     "capped": ConformanceCase("capped", Causal(), block=(16, 16), **CAPPED, **SIZES),
     "packed": ConformanceCase("packed", Full(), block=(16, 16), batch=2, segments=PADDED, **SIZES),
     "late": ConformanceCase(

@@ -30,17 +30,17 @@ from xsake.layout.numbering import RaggedGrid
 from xsake.masks import Causal, PerHead, Window
 from xsake.testing.cases import ConformanceCase
 
-SIZES = sizes(29)
-WINDOWS = PerHead([Causal() & Window(left=left, right=0) for left in (2, 7, 13, 22)])
-SEGMENTS = (((12, 11), (12, 11)), ((29,), (29,)))
+SIZES = sizes(45)
+WINDOWS = PerHead([Causal() & Window(left=left, right=0) for left in (2, 11, 24, 40)])
+SEGMENTS = (((20, 18), (20, 18)), ((45,), (45,)))
 
 
 def _holes(case: ConformanceCase) -> BlockLayout:
     """Rows of every length, none included: the last row of each head has no block."""
-    grid = np.random.default_rng(2).random((case.q_heads, 4, 4)) < 0.6
+    grid = np.random.default_rng(2).random((case.q_heads, 6, 6)) < 0.6
     grid[:, -1] = False
     return BlockLayout.from_block_mask(
-        grid, q_tokens=29, kv_tokens=29, block_q=8, block_kv=8, mask=Causal()
+        grid, q_tokens=45, kv_tokens=45, block_q=8, block_kv=8, mask=Causal()
     )
 
 
@@ -48,7 +48,7 @@ CASES = {
     "windows": ConformanceCase("windows", WINDOWS, block=(8, 8), **SIZES),
     "rounded": ConformanceCase("rounded", WINDOWS, block=(8, 8), dtype="bfloat16", **SIZES),
     "holes": ConformanceCase("holes", Causal(), layout=_holes, **SIZES),
-    "table": ConformanceCase("table", some_pairs(29), block=(8, 8), **SIZES),
+    "table": ConformanceCase("table", some_pairs(45), block=(8, 8), **SIZES),
     "shared": ConformanceCase("shared", Causal(), block=(8, 8), batch=2, **SIZES),
     "packed": ConformanceCase(
         "packed", Causal(), block=(8, 8), batch=2, segments=SEGMENTS, **SIZES
@@ -143,7 +143,7 @@ BUGS = [
 @pytest.mark.parametrize(("interpreter", "launches"), [("plain", 1), ("strict", 1), ("strict", 2)])
 def test_the_right_kernels_are_not_accused(interpreter, launches, monkeypatch):
     if launches == 2:
-        monkeypatch.setattr(schedule, "MAX_ENTRIES", 50)
+        monkeypatch.setattr(schedule, "MAX_ENTRIES", 100)
     for case in CASES if interpreter == "plain" else ("windows", "holes"):
         assert noticed(CASES[case], interpreter) == []
 
@@ -153,6 +153,6 @@ def test_the_right_kernels_are_not_accused(interpreter, launches, monkeypatch):
 )
 def test_planted_bug_is_noticed(bug, monkeypatch):
     if bug.launches == 2:
-        monkeypatch.setattr(schedule, "MAX_ENTRIES", 50)
+        monkeypatch.setattr(schedule, "MAX_ENTRIES", 100)
     plant(monkeypatch, bug)
     assert noticed(CASES[bug.case], bug.interpreter), "the bug went unnoticed"

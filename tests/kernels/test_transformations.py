@@ -13,19 +13,12 @@ from tests.kernels.compiled import compiled
 from tests.lanes import each_implementation, slow
 from xsake.layout import BlockLayout
 from xsake.masks import Causal
+from xsake.testing.case_table import BY_NAME
 from xsake.testing.cases import ConformanceCase
 from xsake.testing.conformance import bind, call, with_gradients
 
-
-def ragged(case):
-    """Blocks by chance; those of the last head are few."""
-    grid = np.random.default_rng(2).random((2, 3, 3)) < np.array([0.9, 0.4])[:, None, None]
-    tokens = {"q_tokens": case.q_tokens, "kv_tokens": case.kv_tokens}
-    return BlockLayout.from_block_mask(grid, **tokens, block_q=16, block_kv=16, mask=Causal())
-
-
 CASE = ConformanceCase(
-    "transformed", Causal(), layout=ragged, q_tokens=45, kv_tokens=45, q_heads=2, kv_heads=1,
+    "transformed", Causal(), block=(16, 16), q_tokens=45, kv_tokens=45, q_heads=2, kv_heads=1,
     head_dim=16, value_dim=16, sinks=0,
 )  # fmt: skip
 
@@ -118,9 +111,10 @@ def test_export_round_trip_keeps_values_and_gradients(implementation):
 @each_implementation
 @pytest.mark.parametrize("unused", [37, slow(0)])
 def test_traced_layout_gives_the_bits_of_the_static_one(implementation, unused):
-    layout, inputs = CASE.schedule, CASE.inputs()
-    traced = dataclasses.replace(CASE, layout=lambda _: layout.traced(layout.items + unused))
-    first, second = (call(compiled(case, implementation), inputs) for case in (CASE, traced))
+    static = BY_NAME["ragged_grid"]
+    layout, inputs = static.schedule, static.inputs()
+    traced = dataclasses.replace(static, layout=lambda _: layout.traced(layout.items + unused))
+    first, second = (call(compiled(case, implementation), inputs) for case in (static, traced))
     for name in first:
         assert first[name].tobytes() == second[name].tobytes(), name
 
