@@ -7,8 +7,6 @@ import hypothesis
 import jax
 import pytest
 
-from tests.nightly import NIGHTLY
-
 # XLA's pool has a thread per core, and the interpreters of Pallas hold one for every thread of a
 # kernel that waits for another: with two cores, three warp groups wait forever. A larger pool,
 # then; the processes that tests start have a user's.
@@ -30,13 +28,6 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 LIMITS = {"kernels": 2400, "training": 1200}
 OTHER_LIMIT = 600
 SECONDS: collections.Counter[str] = collections.Counter()
-
-
-@pytest.hookimpl(tryfirst=True)  # before `-m` deselects
-def pytest_collection_modifyitems(items):
-    for item in items:
-        if item.nodeid.startswith(NIGHTLY):
-            item.add_marker(pytest.mark.slow)
 
 
 def pytest_addoption(parser):

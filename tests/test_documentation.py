@@ -14,15 +14,18 @@ import pytest
 from benchmarks.faults import page as faults
 from benchmarks.pages import comparisons, headline
 from benchmarks.pages.marked_page import filled
+from tests.lanes import slow
 from tests.markdown_code import code_blocks
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = sorted(page for page in (ROOT / "docs").glob("*.md") if code_blocks(page, "pycon"))
+LONG = {"flax_tutorial", "hads", "native_sparse", "quick_start"}
 SOURCE = ROOT / "src"
 WITH_EXAMPLES = sorted(path for path in SOURCE.rglob("*.py") if ">>> " in path.read_text())
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
+@pytest.mark.slow  # quicker: the clean install runs it too
 def test_readme_quick_start_runs_in_a_fresh_interpreter(tmp_path):
     code = "\n".join(code_blocks(ROOT / "README.md", "python"))
     command = [sys.executable, "-W", "error", "-c", code]
@@ -65,6 +68,7 @@ def test_the_table_of_faults_is_that_of_the_results():
     assert filled(text, {"faults": faults.table()}) == text, "run python -m benchmarks.faults.page"
 
 
+@pytest.mark.slow  # quicker: tests/cli evaluates and generates
 @pytest.mark.timeout(1200)  # ten commands, each a new process that compiles
 def test_the_path_of_a_new_model_owner_can_be_walked(tmp_path):
     page = ROOT / "docs" / "models.md"
@@ -88,7 +92,11 @@ def _run(examples: doctest.DocTest) -> None:
     assert result.failed == 0, "".join(report)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page",
+    [slow(page) if page.stem in LONG else page for page in PAGES],
+    ids=lambda page: page.stem,
+)
 def test_pages_show_what_their_code_prints(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     code = "\n\n".join(code_blocks(page, "pycon"))

@@ -11,7 +11,6 @@ import tomllib
 
 import xsake
 import xsake.errors
-from tests.nightly import NIGHTLY
 
 ROOT = pathlib.Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "src").rglob("*.py"))
@@ -86,12 +85,6 @@ def test_every_condition_has_its_own_error_slug():
                 faults.append(f"{path.relative_to(ROOT)}:{node.lineno}: {error.code}.{slug}")
             slugs.add((error.code, slug))
     assert not faults, "\n".join(faults)
-
-
-def test_tests_of_the_nightly_lane_exist():
-    for name in NIGHTLY:
-        path, test, *_ = name.split("::")
-        assert f"def {test.split('[')[0]}(" in (ROOT / path).read_text(), name
 
 
 def test_the_source_tree_page_is_current():

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import xsake
+from tests.lanes import slow
 from xsake.layout import BlockLayout
 from xsake.masks import Causal, Full, Window
 
@@ -56,7 +57,8 @@ def attend_masked_layout():
 
 
 @pytest.mark.parametrize(
-    "attend_all", [attend_masks, attend_lengths, attend_layouts, attend_masked_layout]
+    "attend_all",
+    [attend_masks, slow(attend_lengths), slow(attend_layouts), slow(attend_masked_layout)],
 )
 def test_many_rules_in_turn_compile_once_each(attend_all, compilations):
     attend_all()

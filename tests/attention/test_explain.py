@@ -9,6 +9,7 @@ import pytest
 
 import xsake
 from tests.attention.dense import draw
+from tests.lanes import slow
 from xsake.kernels.block_sparse.xla import kernels as xla
 from xsake.kernels.row_loop import loop_rows
 from xsake.layout import BlockLayout
@@ -53,8 +54,8 @@ def test_the_backward_pass_is_two_elsewhere_and_under_a_bias(where):
     assert told.backward_flops == d_q.flops + d_kv.flops
 
 
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("biased", [False, slow(True)])
+@pytest.mark.parametrize("traced", [False, slow(True)])
 def test_the_predicted_blocks_are_those_the_passes_really_compute(traced, biased, monkeypatch):
     """Every step of every loop reports how many blocks it computed."""
     counts = []

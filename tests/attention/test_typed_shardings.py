@@ -102,6 +102,7 @@ print("all right")
 """, "all right")  # fmt: skip
 
 
+@pytest.mark.slow  # quicker: arrays that are split over explicit axes
 def test_attention_inside_shard_map_with_its_checks():
     run_on_eight_devices(ARRAYS + MANUAL + """
 inside = on_mesh(attend, spec, spec, spec, P(), P("b"), P("a"))
@@ -127,6 +128,7 @@ print("all right")
 """, "all right")  # fmt: skip
 
 
+@pytest.mark.slow  # quicker: arrays that are split over explicit axes
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
 def test_kernels_lower_inside_shard_map_with_its_checks(platform):
     run_on_eight_devices(ARRAYS + MANUAL + f"""

@@ -8,6 +8,7 @@ from jax.experimental import checkify
 
 import xsake
 from tests.attention.dense import attend, draw
+from tests.lanes import slow
 from xsake.errors import ArgumentError, LayoutError, MaskError, ShapeError, UnsupportedError
 from xsake.kernels.block_sparse import reference
 from xsake.layout import BlockLayout
@@ -189,7 +190,7 @@ def test_numpy_and_jax_inputs_give_the_same():
     )
 
 
-@pytest.mark.parametrize("layout_heads", [1, 2, 4])
+@pytest.mark.parametrize("layout_heads", [1, 4, slow(2)])
 def test_masks_of_kv_heads_and_of_query_heads(layout_heads):
     rules = [Causal(), Window(3, 3), Full(), Causal() & Window(5, 0)][:layout_heads]
     mask = PerHead(rules) if layout_heads > 1 else rules[0]
@@ -201,7 +202,7 @@ def test_masks_of_kv_heads_and_of_query_heads(layout_heads):
         np.testing.assert_allclose(xsake.attention(Q, K, V, **arguments), expected, atol=2e-6)
 
 
-@pytest.mark.parametrize(("traced", "with_mask"), [(False, False), (True, True)])
+@pytest.mark.parametrize(("traced", "with_mask"), [(True, True), slow(False, False)])
 def test_segments_narrow_a_layout_of_every_batch_element(traced, with_mask):
     rng = np.random.default_rng(0)
     grid = rng.random((2, 2, 3, 3)) < 0.6
@@ -259,7 +260,7 @@ def test_an_empty_layout_may_be_pruned():
     assert not out.any() and (lse == -np.inf).all()
 
 
-@pytest.mark.parametrize("shape", [(1, 4), (2, 1)])
+@pytest.mark.parametrize("shape", [(2, 1), slow((1, 4))])
 def test_bias_broadcasts_over_batch_and_heads_with_its_gradient(shape):
     bias = np.random.default_rng(1).normal(size=(*shape, 24, 24)).astype(np.float32)
     run = lambda bias, name: xsake.attention(Q, K, V, mask=Causal(), bias=bias, implementation=name)

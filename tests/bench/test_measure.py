@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.lanes import gate
 from xsake.benchmarking import HEADS, model_shape
 from xsake.benchmarking.measure import DENSE, PRODUCT, BenchSettings, measure
 from xsake.benchmarking.workloads import (
@@ -20,7 +21,7 @@ from xsake.layout.synthetic import causal_grid, ragged_grid
 SMALL = BenchSettings("gemma-3-1b", tokens=(96,), budgets=(0.6,), block=16, rounds=2)
 
 
-@pytest.mark.parametrize("kind", ["attention", "backward"])
+@pytest.mark.parametrize("kind", gate(["attention"], ["attention", "backward"]))
 def test_every_side_has_a_row_that_was_checked_and_compared(kind):
     rows = {row.side: row for row in measure(kind, SMALL)}
     assert list(rows) == [DENSE, "xsake, 60%", "jax.nn"]
@@ -40,6 +41,7 @@ def test_a_new_token_sees_the_whole_cache():
     assert (row.shape.q_tokens, row.shape.kv_tokens, row.is_correct) == (1, 80, True)
 
 
+@pytest.mark.slow  # quicker: rows of the forward pass
 def test_memory_is_the_compilers_and_nothing_is_run():
     rows = measure("memory", SMALL)
     assert all(row.temp_bytes and row.seconds is None and row.is_correct is None for row in rows)

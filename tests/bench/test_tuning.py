@@ -55,6 +55,7 @@ def test_the_field_has_no_sizes_beyond_the_call_or_the_caches():
     assert all(x.rows * x.blocks * 128**2 <= 2**23 for x in candidates(128, 128, 10**6))
 
 
+@pytest.mark.slow  # quicker: tables of tile sizes are read, pinned and written
 def test_a_search_confirms_its_winner_or_has_none(monkeypatch):
     from xsake.benchmarking import tuning
 

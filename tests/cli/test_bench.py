@@ -44,6 +44,7 @@ def test_rows_are_kept_shown_as_a_page_and_compared(invoke, rows, tmp_path):
     assert worse.exit_code == 1 and "slower" in worse.output
 
 
+@pytest.mark.slow  # quicker: rows of the command
 def test_a_trace_has_one_call_of_each_side(invoke, tmp_path):
     words = "backward --shape gemma-3-1b --tokens 48 --densities 60% --block 16 --repeats 1 --trace"
     shown = invoke(*words.split(), str(tmp_path))

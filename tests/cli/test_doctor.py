@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import xsake
+from tests.lanes import slow
 from xsake.cli import doctor
 from xsake.errors import UnsupportedError
 from xsake.kernels.block_sparse import api, reference
@@ -183,10 +184,10 @@ def test_what_is_right_passes_and_the_report_says_with_what(kernels):
     ("oddity", "code", "verdict", "words", "shown"),
     [
         ("wrong", 1, "failed", "max error", "wrong tiny_bfloat16: out: max error"),
-        ("nan", 1, "failed", "non-finite", "nan tiny_bfloat16: "),
-        ("breaks", 1, "failed", "and a long story", "RuntimeError: the compiler [gave up]"),
-        ("declines", 0, "declined", "it has no [bfloat16]",
-         "declines declined 1: it has no [bfloat16] (tiny_bfloat16)"),
+        slow("nan", 1, "failed", "non-finite", "nan tiny_bfloat16: "),
+        slow("breaks", 1, "failed", "and a long story", "RuntimeError: the compiler [gave up]"),
+        slow("declines", 0, "declined", "it has no [bfloat16]",
+             "declines declined 1: it has no [bfloat16] (tiny_bfloat16)"),
     ],
 )  # fmt: skip
 def test_failures_and_declined_cases_have_reasons_and_the_run_goes_on(

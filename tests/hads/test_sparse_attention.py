@@ -7,6 +7,7 @@ from flax import nnx
 
 import xsake
 from tests.hads.sample import model as identity
+from tests.lanes import slow
 from xsake import hads
 from xsake.hads.error_bounds import audit
 from xsake.masks import Causal
@@ -40,7 +41,7 @@ def planned(profile, policy="kl", budget=0.5, **options):
     return hads.PlanAttention(plan, **options)
 
 
-@pytest.mark.parametrize("policy", ["kl", "static", "original"])
+@pytest.mark.parametrize("policy", ["static", "original", slow("kl")])
 def test_a_layer_computes_the_blocks_that_were_chosen(profile, policy):
     attend = planned(profile, policy)
     keys = jax.random.split(jax.random.key(2), 3)
@@ -77,12 +78,14 @@ def test_a_bounded_plan_drops_no_more_than_it_promises(model, tokens, profile):
     assert np.isfinite(np.asarray(model.hidden(tokens, attend=attend))).all()
 
 
+@pytest.mark.slow  # quicker: a part of the budget
 def test_a_whole_budget_is_dense_attention(model, tokens, profile):
     dense = model(tokens)
     found = model(tokens, attend=planned(profile, "uniform", 1.0))
     assert np.abs(np.asarray(dense - found)).max() < 1e-4
 
 
+@pytest.mark.slow  # quicker: training/test_attention.py
 def test_new_inputs_compile_nothing(model, tokens, profile):
     graph, weights = nnx.split(model)
     attend = planned(profile)
@@ -109,6 +112,7 @@ def test_decoding_after_a_planned_prefill_is_dense(model, tokens, profile):
     assert (np.asarray(hidden) == np.asarray(dense)).all()
 
 
+@pytest.mark.slow  # quicker: training/test_attention.py
 def test_gradients_flow_through_planned_attention(model, tokens, profile):
     attend = planned(profile)
     loss = lambda model: model.hidden(tokens, attend=attend).sum()

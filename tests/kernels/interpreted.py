@@ -13,7 +13,10 @@ from xsake.kernels.block_sparse.mosaic_gpu import ampere
 from xsake.kernels.block_sparse.mosaic_tpu import kernels as mosaic_tpu
 from xsake.kernels.block_sparse.types import BlockSparseConfig, BlockSparseInputs
 from xsake.kernels.dispatch import BackendSpec
+from xsake.layout import BlockLayout
+from xsake.masks import Causal
 from xsake.testing.case_table import BY_NAME
+from xsake.testing.cases import ConformanceCase
 
 # Two cores, memory that holds NaN until it is written, copies that really take turns, and every
 # access checked: against its neighbours' and against the ends of the array.
@@ -23,6 +26,21 @@ CHECKED = pltpu.InterpretParams(
     uninitialized_memory="nan",
     num_cores_or_threads=2,
     random_seed=3,
+)
+
+
+def _ragged(case: ConformanceCase) -> BlockLayout:
+    """Blocks by chance, more in each further head; none in the first."""
+    density = np.linspace(0.0, 0.9, case.q_heads)[:, None, None]
+    grid = np.random.default_rng(3).random((case.q_heads, 3, 3)) < density
+    tokens = {"q_tokens": case.q_tokens, "kv_tokens": case.kv_tokens}
+    layout = BlockLayout.from_block_mask(grid, **tokens, block_q=16, block_kv=16, mask=case.mask)
+    return layout.traced(capacity=40)
+
+
+# The case of every change: lists of every length that are known at run time only.
+SMALL_TRACED_GRID = ConformanceCase(
+    "small_traced_grid", Causal(), layout=_ragged, q_tokens=45, kv_tokens=45, q_heads=4, kv_heads=2
 )
 
 

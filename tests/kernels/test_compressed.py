@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tests.kernels.error_budget import failures
+from tests.lanes import slow
 from xsake.kernels.compressed import compressed_attention, reference
 from xsake.kernels.compressed import xla as pooled_xla
 from xsake.kernels.compressed.summaries import (
@@ -19,9 +20,7 @@ from xsake.kernels.compressed.types import BlockSelection, CompressedConfig, Com
 
 # The reference is compared with float64 at every commit too, through the whole of native sparse
 # attention; apart from that it belongs to the nightly lane.
-each_implementation = pytest.mark.parametrize(
-    "implementation", ["xla", pytest.param("reference", marks=pytest.mark.slow)]
-)
+each_implementation = pytest.mark.parametrize("implementation", ["xla", slow("reference")])
 LENGTH, STRIDE, BLOCK = 8, 4, 16
 
 
@@ -58,9 +57,7 @@ CASES = {
 
 
 @each_implementation
-@pytest.mark.parametrize(
-    "name", [*list(CASES)[1:], pytest.param("group_1", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("name", [*list(CASES)[1:], slow("group_1")])
 def test_outputs_and_gradients_are_within_the_error_budget(name, implementation):
     sizes, more = CASES[name]
     arrays = drawn(*sizes, **more)
@@ -151,6 +148,7 @@ def test_the_group_chooses_by_the_sum_of_its_heads(implementation):
         assert np.asarray(blocks[0, t, h]).tolist() == wanted + [-1] * (4 - len(wanted))
 
 
+@pytest.mark.slow  # quicker: outputs and gradients of one chunk
 def test_backends_and_spans_agree_on_many_chunks(monkeypatch):
     arrays = tuple(map(jnp.asarray, drawn(200, 6, 2, batch=2)))
     right = reference.forward(CompressedInputs(*arrays), asking(200), "cpu")

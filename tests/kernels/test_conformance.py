@@ -4,37 +4,43 @@ import numpy as np
 import pytest
 
 import xsake
-from tests.lanes import RUNNABLE, gate
+from tests.kernels.covered_cases import COVERED
+from tests.lanes import RUNNABLE, slow
 from xsake.testing.case_table import CASES
 from xsake.testing.conformance import check_case, failures
 
-EVERY_TIME = [
-    "causal_by_mask_argument",
+# For the gate: what the backends share, and what only those with lists of blocks have.
+SHARED = [
     "explicit_with_empty_rows_and_columns",
-    "every_structure",
-    "window_100_100",
-    "more_queries_than_keys",
-    "one_token",
     "decode_one_query",
-    "single_visible_key",
-    "head_dim_192_values_128",
-    "rows_of_many_full_blocks",
-    "layout_per_kv_head",
-    "ragged_grid_traced",
-    "indices_and_counts_per_batch",
-    "merged_grid_with_holes",
     "empty_layout_with_sinks",
-    "everything",
-    "everything_bfloat16",
-    "head_dim_64_longer_float16",
-    "layout_with_positions",
     "cross_segments",
     "positions_per_batch",
 ]
+OF_LISTS = [
+    "causal_by_mask_argument",  # .ci/jax_range names it
+    "one_token",
+    "ragged_grid_traced",
+    "indices_and_counts_per_batch",
+    "everything_bfloat16",
+    "layout_with_positions",
+]
+QUICK = {"reference": [*SHARED, "everything"]}
 
 
-@pytest.mark.parametrize("implementation", RUNNABLE)
-@pytest.mark.parametrize("case", gate(EVERY_TIME, CASES), ids=lambda case: case.name)
+def rows():
+    """(case, implementation); the reference has only the cases that no other covers."""
+    for case in CASES:
+        for name in RUNNABLE:
+            if case.name in QUICK.get(name, SHARED + OF_LISTS):
+                yield case, name
+            elif name != "reference" or case.name not in COVERED:
+                yield slow(case, name)
+
+
+@pytest.mark.parametrize(
+    ("case", "implementation"), list(rows()), ids=lambda value: getattr(value, "name", value)
+)
 def test_result_is_within_the_error_budget(case, implementation):
     assert failures(check_case(xsake.attention, case, implementation)) == []
 

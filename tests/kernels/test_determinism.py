@@ -11,38 +11,37 @@ import numpy as np
 import pytest
 
 import xsake
+from tests.kernels.compiled import compiled
 from tests.lanes import RUNNABLE, each_implementation, gate
 from xsake.layout import BlockLayout
 from xsake.masks import Causal, Full
 from xsake.testing.case_table import BY_NAME
 from xsake.testing.cases import ConformanceCase
 from xsake.testing.conformance import (
-    bind,
     call,
     compare,
     failures,
     reference_results,
     run_case,
-    with_gradients,
 )
 
 CASE = dataclasses.replace(BY_NAME["group_heads_differ"], name="deterministic", sinks=0)
 
 
+def results(implementation, inputs):
+    """Out, lse and all gradients of one jitted call, as bytes."""
+    got = call(compiled(CASE, implementation), inputs)
+    return {name: got[name].tobytes() for name in sorted(got)}
+
+
 def fingerprint(implementation):
-    """sha256 of out, lse and all gradients of one jitted call."""
-    got = run_case(xsake.attention, CASE, implementation, CASE.inputs())
-    return hashlib.sha256(b"".join(got[name].tobytes() for name in sorted(got))).hexdigest()
+    return hashlib.sha256(b"".join(results(implementation, CASE.inputs()).values())).hexdigest()
 
 
 @each_implementation
 def test_five_calls_give_the_same_bits(implementation):
-    run = jax.jit(with_gradients(bind(xsake.attention, CASE, implementation)))
-    inputs = CASE.inputs()
-    first = call(run, inputs)
-    for _ in range(4):
-        again = call(run, inputs)
-        assert all(first[name].tobytes() == again[name].tobytes() for name in first)
+    first = results(implementation, CASE.inputs())
+    assert all(results(implementation, CASE.inputs()) == first for _ in range(4))
 
 
 @pytest.mark.slow  # two more processes
@@ -61,8 +60,7 @@ def test_another_process_gives_the_same_bits():
 
 @each_implementation
 def test_batch_neighbours_do_not_matter(implementation):
-    run = jax.jit(with_gradients(bind(xsake.attention, CASE, implementation)))
-    inputs = CASE.inputs()
+    run, inputs = compiled(CASE, implementation), CASE.inputs()
     swap = lambda array: array[::-1].copy()
     swapped = dataclasses.replace(
         inputs,
@@ -75,6 +73,7 @@ def test_batch_neighbours_do_not_matter(implementation):
         assert straight[name].tobytes() == swap(other[name]).tobytes(), name
 
 
+@pytest.mark.slow  # quicker: the same bits in five calls and next to other batch elements
 @pytest.mark.parametrize("implementation", gate(["xla"], [x for x in RUNNABLE if x != "reference"]))
 def test_the_size_of_the_batch_does_not_matter(implementation):
     """Alone or one of two whose lists differ: sums over rows have an order of their own too.

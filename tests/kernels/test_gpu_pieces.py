@@ -17,6 +17,7 @@ from xsake.masks import Causal
 ROWS = st.lists(st.tuples(st.integers(0, 40), st.floats(0, 1)), min_size=1, max_size=12)
 
 
+@pytest.mark.slow  # quicker: tests/kernels/test_mosaic_gpu.py: a traced grid, forward and backward
 @settings(max_examples=20)  # every size of the traced list is compiled again
 @given(ROWS, st.integers(1, 9), st.integers(0, 5))
 def test_pieces_hold_every_item_once_and_none_is_too_long(rows, length, spare):
@@ -56,6 +57,7 @@ def test_sums_go_to_the_blocks_that_the_kernel_numbers(list_batch, list_heads):
             np.testing.assert_allclose(sums[batch, block, :, head], expected, rtol=1e-6)
 
 
+@pytest.mark.slow  # quicker: tests/kernels/test_mosaic_gpu.py: a traced grid, forward and backward
 @pytest.mark.parametrize(
     ("backend", "is_traced"), [pytest.param(hopper, False, marks=pytest.mark.slow), (ampere, True)]
 )

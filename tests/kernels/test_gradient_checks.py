@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 import xsake
-from tests.lanes import each_in_float64
+from tests.kernels.compiled import compiled
+from tests.lanes import each_in_float64, slow
 from xsake.masks import Causal, PerHead, Window
 from xsake.testing import dense, oracle
 from xsake.testing.cases import ConformanceCase
-from xsake.testing.conformance import bind, call, run_case, with_gradients
+from xsake.testing.conformance import bind, call, with_gradients
 
 SMALL = ConformanceCase(
     "small", PerHead([Causal(), Causal() & Window(left=3, right=0)]), block=(4, 8), q_tokens=13,
@@ -35,9 +36,8 @@ def double_precision():
 
 @each_in_float64
 def test_check_grads_in_float64(implementation, double_precision):
-    inputs = SMALL.inputs()
     attend = jax.jit(bind(xsake.attention, SMALL, implementation))
-    operands = {name: jnp.asarray(value) for name, value in inputs.operands.items()}
+    operands = {name: jnp.asarray(value) for name, value in SMALL.inputs().operands.items()}
     assert all(value.dtype == jnp.float64 for value in attend(operands, {}))
     jax.test_util.check_grads(
         lambda given: attend(given, {}), (operands,), order=1, modes=("rev",), atol=1e-7, rtol=1e-7
@@ -46,35 +46,29 @@ def test_check_grads_in_float64(implementation, double_precision):
 
 @each_in_float64
 def test_directional_differences_at_head_dim_64(implementation, double_precision):
-    inputs = WIDE.inputs()
-    attend = jax.jit(bind(xsake.attention, WIDE, implementation))
-    got = run_case(xsake.attention, WIDE, implementation, inputs)
+    inputs, run = WIDE.inputs(), compiled(WIDE, implementation)
+    got = call(run, inputs)
 
     def loss(operands):
-        out, lse = attend(operands, {})
-        return float(
-            (np.asarray(out) * inputs.d_out).sum() + (np.asarray(lse) * inputs.d_lse).sum()
-        )
+        results = call(run, inputs.replace(**operands))
+        return float((results["out"] * inputs.d_out).sum() + (results["lse"] * inputs.d_lse).sum())
 
     rng, step = np.random.default_rng(1), 1e-6
     for name, operand in inputs.operands.items():
         for _ in range(3):
             direction = rng.standard_normal(operand.shape)
-            up, down = (
-                loss({**inputs.operands, name: operand + sign * step * direction})
-                for sign in (1, -1)
-            )
+            up, down = (loss({name: operand + sign * step * direction}) for sign in (1, -1))
             slope = float((got[f"d_{name}"] * direction).sum())
             assert slope == pytest.approx((up - down) / (2 * step), rel=1e-6, abs=1e-7), name
 
 
 @each_in_float64
-@pytest.mark.parametrize("case", [SMALL, WIDE], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [WIDE, slow(SMALL)], ids=lambda case: case.name)
 def test_custom_gradients_equal_autodiff_of_the_dense_formula(
     case, implementation, double_precision
 ):
     inputs = case.inputs()
-    got = run_case(xsake.attention, case, implementation, inputs)
+    got = call(compiled(case, implementation), inputs)
     formula = functools.partial(
         dense.attend, allowed=jnp.asarray(case.allowed), softcap=case.softcap
     )

@@ -143,10 +143,3 @@ def test_captured_mass_grows_with_the_layout(implementation, grid, extra, seed):
     _, more = attend(implementation)(grid | extra, *x)
     _, both = attend(implementation)(grid & extra, *x)
     assert np.all(both <= less + 2e-6) and np.all(less <= more + 2e-6)
-
-
-@given(grid=grids)
-def test_layout_json_round_trip_is_byte_equal(grid):
-    layout = BlockLayout.from_block_mask(grid, block_q=BLOCK, block_kv=BLOCK)
-    text = layout.to_json()
-    assert BlockLayout.from_json(text).to_json() == text

@@ -237,6 +237,7 @@ with jax.set_mesh(mesh):
 """
 
 
+@pytest.mark.slow  # quicker: inside jit
 def test_splitting_works_inside_shard_map():
     environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
     command = [sys.executable, "-c", SHARDED]

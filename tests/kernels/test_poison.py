@@ -2,24 +2,23 @@
 
 import dataclasses
 
-import jax
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-import xsake
+from tests.kernels.compiled import compiled
 from tests.kernels.interpreted import on_gpu, on_tpu, register
-from tests.lanes import RUNNABLE, each_implementation
+from tests.lanes import RUNNABLE, each_implementation, slow
 from xsake.kernels.block_sparse import api
 from xsake.kernels.block_sparse.mosaic_tpu import schedule
 from xsake.layout import BlockLayout
-from xsake.masks import Causal, PerHead, Sinks, Window
+from xsake.masks import Causal, PerHead, Window
 from xsake.testing.case_table import BY_NAME
 from xsake.testing.cases import ConformanceCase
-from xsake.testing.conformance import bind, call, with_gradients
+from xsake.testing.conformance import call
 
 
-def filled(array, where, value):
+def fill(array, where, value):
     return np.where(where, np.asarray(value, array.dtype), array)
 
 
@@ -30,9 +29,11 @@ def unseen(case):
     return keys, np.moveaxis(~case.allowed.any(-1), 1, 2)[..., None]
 
 
-def assert_same_bits(clean, dirty, names=None):
-    for name in names or clean:
-        assert clean[name].tobytes() == dirty[name].tobytes(), name
+def assert_same_bits(clean, dirty, where=None):
+    """`where`: the elements of each array that are compared; all of all arrays without it."""
+    for name in clean if where is None else where:
+        at = ... if where is None else where[name]
+        assert clean[name][at].tobytes() == dirty[name][at].tobytes(), name
 
 
 LOCAL = ConformanceCase(
@@ -42,139 +43,102 @@ LOCAL = ConformanceCase(
 )  # fmt: skip
 SUBJECTS = [
     BY_NAME["explicit_with_empty_rows_and_columns"],
+    BY_NAME["packed_segments"],
     dataclasses.replace(
         BY_NAME["indices_and_counts_per_batch"], name="lists_with_bias", bias=(True, True)
     ),
-    BY_NAME["packed_segments"],
     BY_NAME["group_heads_differ_bfloat16"],
     dataclasses.replace(BY_NAME["ragged_grid_traced"], name="traced_far_window", mask=Causal()),
 ]
 
 
 @each_implementation
-@pytest.mark.parametrize("case", SUBJECTS, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [SUBJECTS[0], *map(slow, SUBJECTS[1:])], ids=lambda x: x.name)
 def test_excluded_positions_never_change_a_bit(case, implementation):
-    run = jax.jit(with_gradients(bind(xsake.attention, case, implementation)))
-    inputs = case.inputs()
+    run, inputs = compiled(case, implementation), case.inputs()
     clean = call(run, inputs)
     keys, queries = unseen(case)
     for poison in (np.nan, np.inf, -np.inf):
-        x = dict(inputs.operands)
-        x["k"], x["v"] = filled(x["k"], keys, poison), filled(x["v"], keys, poison)
-        x["q"] = filled(x["q"], queries, poison)
+        x = inputs.operands
+        changed = {"k": fill(x["k"], keys, poison), "v": fill(x["v"], keys, poison)}
+        changed["q"] = fill(x["q"], queries, poison)
         if "bias" in x:
-            x["bias"] = filled(x["bias"], ~case.allowed, poison)
-        dirty = call(run, dataclasses.replace(inputs, operands=x))
+            changed["bias"] = fill(x["bias"], ~case.allowed, poison)
+        dirty = call(run, inputs.replace(**changed))
         assert all(np.isfinite(value).all() for name, value in dirty.items() if name != "lse")
         assert_same_bits(clean, dirty)
 
 
 @each_implementation
 def test_rows_whose_list_lacks_a_block_do_not_read_it(implementation):
-    case = BY_NAME["ragged_grid"]
-    run = jax.jit(with_gradients(bind(xsake.attention, case, implementation)))
-    inputs = case.inputs()
-    clean = call(run, inputs)
-    x = dict(inputs.operands)
-    block = np.zeros((1, case.kv_tokens, 1, 1), bool)
-    block[:, 32:48] = True
-    x["k"], x["v"] = filled(x["k"], block, np.nan), filled(x["v"], block, np.nan)
-    dirty = call(run, dataclasses.replace(inputs, operands=x))
-    listed = np.repeat(case.schedule.to_block_mask()[:, :, :, 2], 16, axis=2)[:, :, : case.q_tokens]
-    spared = np.moveaxis(~listed, 1, 2)  # [B, Tq, Hq]
+    run, inputs = compiled(LOCAL, implementation), LOCAL.inputs()
+    block = (np.arange(LOCAL.kv_tokens) // 16 == 2)[None, :, None, None]
+    bad = {name: fill(inputs.operands[name], block, np.nan) for name in "kv"}
+    listed = np.repeat(LOCAL.schedule.to_block_mask()[:, :, :, 2], 16, axis=2)[..., :77]
+    spared = np.repeat(np.moveaxis(~listed, 1, 2), LOCAL.batch, axis=0)  # [B, Tq, Hq]
     assert spared.any() and not spared.all()
-    for name in ("out", "lse", "d_q"):
-        assert clean[name][spared].tobytes() == dirty[name][spared].tobytes(), name
+    clean, dirty = call(run, inputs), call(run, inputs.replace(**bad))
+    assert_same_bits(clean, dirty, dict.fromkeys(("out", "lse", "d_q"), spared))
 
 
 @each_implementation
 def test_cotangents_of_empty_rows_do_not_leak(implementation):
     case = BY_NAME["explicit_with_empty_rows_and_columns"]
-    run = jax.jit(with_gradients(bind(xsake.attention, case, implementation)))
-    inputs = case.inputs()
-    clean = call(run, inputs)
+    run, inputs = compiled(case, implementation), case.inputs()
     _, empty = unseen(case)
     poisoned = dataclasses.replace(
         inputs,
-        d_out=filled(inputs.d_out, empty, np.nan),
-        d_lse=filled(inputs.d_lse, empty[..., 0], np.nan),
+        d_out=fill(inputs.d_out, empty, np.nan),
+        d_lse=fill(inputs.d_lse, empty[..., 0], np.nan),
     )
-    assert_same_bits(clean, call(run, poisoned))
+    assert_same_bits(call(run, inputs), call(run, poisoned))
 
 
-def shares_a_row(case, rows, heads):
-    """[B, Tk, Hk]: keys that one of the queries `rows` [B, Hq, Tq] also sees."""
+def spared_by(case, rows):
+    """By array, what does not depend on the queries `rows` [B, Hq, Tq] or on keys they share."""
     touched = (case.allowed & rows[..., None]).any(2)
-    return np.moveaxis(touched.reshape(case.batch, heads, -1, touched.shape[-1]).any(2), 1, 2)
+    touched = touched.reshape(case.batch, case.kv_heads, -1, case.kv_tokens).any(2)
+    queries, keys = np.moveaxis(~rows, 1, 2), np.moveaxis(~touched, 1, 2)
+    assert keys.any()
+    return dict.fromkeys(("out", "lse", "d_q"), queries) | dict.fromkeys(("d_k", "d_v"), keys)
 
 
 @each_implementation
 @pytest.mark.parametrize("operand", ["k", "v"])
 def test_a_poisoned_key_reaches_only_the_queries_that_see_it(operand, implementation):
     """Pair by pair, inside partial blocks too; and who sees it is told so, not shielded."""
-    case = LOCAL
-    run = jax.jit(with_gradients(bind(xsake.attention, case, implementation)))
-    inputs = case.inputs()
-    clean = call(run, inputs)
+    run, inputs = compiled(LOCAL, implementation), LOCAL.inputs()
     bad = inputs.operands[operand].copy()
     bad[0, 37, 0] = np.nan
-    dirty = call(run, inputs.replace(**{operand: bad}))
-    seen = case.allowed[:, :, :, 37].copy()
-    seen[1:], seen[:, case.q_heads // case.kv_heads :] = False, False
-    rows = np.moveaxis(seen, 1, 2)
+    clean, dirty = call(run, inputs), call(run, inputs.replace(**{operand: bad}))
+    rows = LOCAL.allowed[:, :, :, 37].copy()
+    rows[1:], rows[:, LOCAL.q_heads // LOCAL.kv_heads :] = False, False
     for name in ("out", "d_q"):
-        assert np.isnan(dirty[name][rows]).all(-1).all(), name
-    for name in ("out", "lse", "d_q"):
-        assert clean[name][~rows].tobytes() == dirty[name][~rows].tobytes(), name
-    spared = ~shares_a_row(case, seen, case.kv_heads)
-    for name in ("d_k", "d_v"):
-        assert clean[name][spared].tobytes() == dirty[name][spared].tobytes(), name
+        assert np.isnan(dirty[name][np.moveaxis(rows, 1, 2)]).all(-1).all(), name
+    assert_same_bits(clean, dirty, spared_by(LOCAL, rows))
 
 
 @each_implementation
 @pytest.mark.parametrize("operand", ["q", "d_out"])
 def test_a_poisoned_query_reaches_only_the_keys_it_sees(operand, implementation):
-    case = LOCAL
-    run = jax.jit(with_gradients(bind(xsake.attention, case, implementation)))
-    inputs = case.inputs()
-    clean = call(run, inputs)
+    run, inputs = compiled(LOCAL, implementation), LOCAL.inputs()
     bad = (inputs.d_out if operand == "d_out" else inputs.operands["q"]).copy()
     bad[0, 40, 1] = np.inf
-    if operand == "d_out":
-        dirty = call(run, dataclasses.replace(inputs, d_out=bad))
-    else:
-        dirty = call(run, inputs.replace(q=bad))
-    row = np.zeros(case.allowed.shape[:3], bool)
-    row[0, 1, 40] = True
-    spoiled = np.moveaxis(row, 1, 2)
-    for name in ("out", "lse", "d_q"):
-        assert clean[name][~spoiled].tobytes() == dirty[name][~spoiled].tobytes(), name
-    assert not np.isfinite(dirty["d_q"][spoiled]).any()
-    spared = ~shares_a_row(case, row, case.kv_heads)
-    assert spared.any()
-    for name in ("d_k", "d_v"):
-        assert clean[name][spared].tobytes() == dirty[name][spared].tobytes(), name
-
-
-@each_implementation
-def test_the_tail_of_the_last_block_is_never_read(implementation):
-    """The mask ends inside the last listed kv block, and what follows is poison."""
-    short = ConformanceCase("short", layout=_first_keys(70), q_tokens=70, kv_tokens=96)
-    inputs = short.inputs()
-    run = jax.jit(with_gradients(bind(xsake.attention, short, implementation)))
-    clean = call(run, inputs)
-    x = dict(inputs.operands)
-    tail = (np.arange(96) >= 70)[None, :, None, None]
-    x["k"], x["v"] = filled(x["k"], tail, np.nan), filled(x["v"], tail, np.inf)
-    assert_same_bits(clean, call(run, dataclasses.replace(inputs, operands=x)))
+    poisoned = (
+        dataclasses.replace(inputs, d_out=bad) if operand == "d_out" else inputs.replace(q=bad)
+    )
+    clean, dirty = call(run, inputs), call(run, poisoned)
+    rows = np.zeros(LOCAL.allowed.shape[:3], bool)
+    rows[0, 1, 40] = True
+    assert not np.isfinite(dirty["d_q"][np.moveaxis(rows, 1, 2)]).any()
+    assert_same_bits(clean, dirty, spared_by(LOCAL, rows))
 
 
 def _first_block(case):
+    """Three of four query blocks list the first kv block, and nothing else."""
     grid = np.zeros((4, 4), bool)
     grid[:3, 0] = True
-    return BlockLayout.from_block_mask(
-        grid, q_tokens=case.q_tokens, kv_tokens=case.kv_tokens, block_q=16, block_kv=16
-    )
+    return BlockLayout.from_block_mask(grid, block_q=16, block_kv=16)
 
 
 # Keys that only the padding of the last query block would see, and rows that wait while others of
@@ -207,39 +171,21 @@ def interpreters(monkeypatch):
 
 
 EVERYWHERE = [*RUNNABLE, "tpu_interpreted", "gpu_interpreted"]
-ALONE = [("softcap", "tpu_interpreted"), ("softcap", "gpu_interpreted")]
-PAIRS = [(name, where) for name in PADDING for where in EVERYWHERE]
+QUICK = [("positions", "xla"), ("softcap_and_padding_segments", "xla")]
 
 
 @pytest.mark.parametrize(
     ("name", "implementation"),
-    [
-        pair
-        if pair[1] in RUNNABLE or pair in ALONE
-        else pytest.param(*pair, marks=pytest.mark.slow)
-        for pair in PAIRS
-    ],
+    QUICK + [slow(name, x) for name in PADDING for x in EVERYWHERE if (name, x) not in QUICK],
 )
 def test_what_does_not_exist_never_reaches_a_gradient(name, implementation, interpreters):
     dtype = "bfloat16" if implementation == "gpu_interpreted" else "float32"
     case = dataclasses.replace(PADDING[name], dtype=dtype)
-    inputs = case.inputs()
-    run = jax.jit(with_gradients(bind(xsake.attention, case, implementation)))
-    clean = call(run, inputs)
+    run, inputs = compiled(case, implementation), case.inputs()
     keys, queries = unseen(case)
     assert keys.any() or queries.any()
-    x = dict(inputs.operands)
-    x["k"], x["q"] = filled(x["k"], keys, np.nan), filled(x["q"], queries, np.nan)
-    dirty = call(run, dataclasses.replace(inputs, operands=x))
-    assert_same_bits(clean, dirty)
+    x = inputs.operands
+    bad = {"k": fill(x["k"], keys, np.nan), "q": fill(x["q"], queries, np.nan)}
+    dirty = call(run, inputs.replace(**bad))
+    assert_same_bits(call(run, inputs), dirty)
     assert not dirty["d_k"][np.broadcast_to(keys, dirty["d_k"].shape)].any()
-
-
-def _first_keys(count):
-    def build(case):
-        rule = Sinks(count=count)
-        return BlockLayout.from_mask(
-            rule, q_tokens=case.q_tokens, kv_tokens=case.kv_tokens, block_q=32, block_kv=32
-        )
-
-    return build

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tests.kernels.error_budget import failures
+from tests.lanes import gate, slow
 from xsake.errors import ArgumentError
 from xsake.kernels.selected import selected_attention, xla
 from xsake.kernels.selected.chunking import SelectedTuning, chunk_sizes, max_tiles, route_queries
@@ -14,10 +15,7 @@ from xsake.kernels.selected.xla import CPU
 
 # The reference is compared with float64 at every commit too, through the whole of native sparse
 # attention; apart from that it belongs to the nightly lane.
-each_implementation = pytest.mark.parametrize(
-    "implementation", ["xla", pytest.param("reference", marks=pytest.mark.slow)]
-)
-slow = lambda *names: [pytest.param(name, marks=pytest.mark.slow) for name in names]
+each_implementation = pytest.mark.parametrize("implementation", ["xla", slow("reference")])
 
 
 def drawn(tokens, q_heads, kv_heads, *, block, slots, batch=1, dim=8, dtype=np.float32, seed=0):
@@ -53,7 +51,9 @@ CASES = {
 
 
 @each_implementation
-@pytest.mark.parametrize("name", [*list(CASES)[1:-1], *slow("group_1", "one_token")])
+@pytest.mark.parametrize(
+    "name", gate(["group_3", "group_4_narrow", "more_slots_than_blocks"], CASES)
+)
 def test_outputs_and_gradients_are_within_the_error_budget(name, implementation):
     (tokens, q_heads, kv_heads), more = CASES[name]
     arrays, blocks = drawn(tokens, q_heads, kv_heads, **more)
@@ -92,6 +92,7 @@ def test_float64_is_computed_in_float64(implementation):
         assert failures(call, arrays, pairs, 0.4, "float64") == []
 
 
+@pytest.mark.slow  # quicker: outputs, gradients, vmap, jit
 def test_chunks_and_tiles_change_nothing(monkeypatch):
     arrays, blocks = drawn(75, 6, 2, block=8, slots=4, batch=2)
     operands = SelectedInputs(*map(jnp.asarray, (*arrays, blocks)))
@@ -161,11 +162,11 @@ def test_what_is_not_selected_changes_no_bit(implementation):
 
 @each_implementation
 def test_the_future_changes_no_bit_of_the_past(implementation):
-    (q, k, v), blocks = drawn(80, 6, 2, block=8, slots=3)
+    (q, k, v), blocks = drawn(64, 6, 2, block=8, slots=3)
     problem, past = SelectedConfig(8, 0.4), 43
     call = lambda *x: selected_attention(SelectedInputs(*x), problem, implementation=implementation)
     before = call(q, k, v, blocks)
-    (q2, k2, v2), blocks2 = drawn(80, 6, 2, block=8, slots=3, seed=9)
+    (q2, k2, v2), blocks2 = drawn(64, 6, 2, block=8, slots=3, seed=9)
     parts = zip((q, k, v, blocks), (q2, np.full_like(k, np.nan), v2, blocks2), strict=True)
     after = call(*(np.concatenate([x[:, :past], y[:, past:]], axis=1) for x, y in parts))
     for x, y in zip(before, after, strict=True):
@@ -174,7 +175,7 @@ def test_the_future_changes_no_bit_of_the_past(implementation):
 
 @each_implementation
 def test_a_query_without_blocks_gets_zeros_and_gives_none(implementation):
-    (q, k, v), blocks = drawn(20, 2, 1, block=8, slots=2)
+    (q, k, v), blocks = drawn(64, 6, 2, block=8, slots=3)
     blocks[:, 5] = -1
     out, lse, d_q, *_ = _with_gradients(q, k, v, blocks, SelectedConfig(8, 0.4), implementation)
     assert (out[:, 5] == 0).all() and (lse[:, 5] == -np.inf).all() and (d_q[:, 5] == 0).all()

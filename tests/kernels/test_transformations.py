@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 import xsake
-from tests.lanes import each_implementation
+from tests.kernels.compiled import compiled
+from tests.lanes import each_implementation, slow
 from xsake.layout import BlockLayout
 from xsake.masks import Causal
 from xsake.testing.case_table import BY_NAME
 from xsake.testing.cases import ConformanceCase
-from xsake.testing.conformance import bind, call, run_case, with_gradients
+from xsake.testing.conformance import bind, call, with_gradients
 
 CASE = ConformanceCase(
     "transformed", Causal(), block=(16, 16), q_tokens=45, kv_tokens=45, q_heads=2, kv_heads=1,
@@ -30,15 +31,17 @@ def loss_of(case, implementation):
     return loss
 
 
+@pytest.mark.slow  # quicker: tests/attention, which calls outside of jit
 @each_implementation
 def test_jit_equals_eager(implementation):
     inputs = CASE.inputs()
     run = with_gradients(bind(xsake.attention, CASE, implementation))
-    eager, jitted = call(run, inputs), call(jax.jit(run), inputs)
+    eager, jitted = call(run, inputs), call(compiled(CASE, implementation), inputs)
     for name in eager:
         np.testing.assert_allclose(eager[name], jitted[name], rtol=1e-5, atol=1e-6, err_msg=name)
 
 
+@pytest.mark.slow  # quicker: vmap over every operand, jit, export
 @each_implementation
 def test_remat_gives_the_same_gradients(implementation):
     operands, loss = CASE.inputs().operands, loss_of(CASE, implementation)
@@ -48,21 +51,23 @@ def test_remat_gives_the_same_gradients(implementation):
         np.testing.assert_allclose(plain[name], remat[name], rtol=1e-6, atol=1e-6, err_msg=name)
 
 
+def arguments(seed=0):
+    inputs = CASE.inputs(seed)
+    return inputs.operands, inputs.integers, inputs.d_out, inputs.d_lse
+
+
 @each_implementation
 def test_vmap_equals_a_loop(implementation):
-    draws = [CASE.inputs(seed).operands for seed in range(3)]
-    stacked = {name: np.stack([draw[name] for draw in draws]) for name in draws[0]}
-    gradient = jax.value_and_grad(loss_of(CASE, implementation))
-    together = jax.jit(jax.vmap(gradient))(stacked)
+    draws = [arguments(seed) for seed in range(3)]
+    stacked = jax.tree.map(lambda *each: np.stack(each), *draws)
+    together = jax.jit(jax.vmap(with_gradients(bind(xsake.attention, CASE, implementation))))
     for i, draw in enumerate(draws):
-        alone = jax.jit(gradient)(draw)
-        np.testing.assert_allclose(together[0][i], alone[0], rtol=1e-5)
-        for name in draw:
-            np.testing.assert_allclose(
-                together[1][name][i], alone[1][name], rtol=1e-5, atol=1e-5, err_msg=name
-            )
+        for name, alone in compiled(CASE, implementation)(*draw).items():
+            one = together(*stacked)[name][i]
+            np.testing.assert_allclose(one, alone, rtol=1e-5, atol=1e-5, err_msg=name)
 
 
+@pytest.mark.slow  # quicker: vmap over every operand, jit, export
 @each_implementation
 def test_vmap_over_some_operands_only(implementation):
     operands = CASE.inputs().operands
@@ -73,6 +78,7 @@ def test_vmap_over_some_operands_only(implementation):
         np.testing.assert_allclose(together[i], attend(queries[i]), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow  # quicker: vmap over every operand, jit, export
 @each_implementation
 def test_vmap_over_traced_layouts(implementation):
     rng = np.random.default_rng(0)
@@ -92,27 +98,23 @@ def test_vmap_over_traced_layouts(implementation):
 
 @each_implementation
 def test_export_round_trip_keeps_values_and_gradients(implementation):
-    inputs = CASE.inputs()
-    run = jax.jit(with_gradients(bind(xsake.attention, CASE, implementation)))
-    arguments = inputs.operands, inputs.integers, inputs.d_out, inputs.d_lse
-    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), arguments)
+    run = compiled(CASE, implementation)
+    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), arguments())
     targets = "xsake_cpu_forward", "xsake_cpu_backward"
     checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in targets]
     stored = jax.export.export(run, platforms=["cpu"], disabled_checks=checks)(*shapes).serialize()
-    again = jax.export.deserialize(stored).call(*arguments)
-    for name, value in call(run, inputs).items():
-        np.testing.assert_array_equal(np.asarray(again[name]), value, err_msg=name)
+    again = jax.export.deserialize(stored).call(*arguments())
+    for name, value in run(*arguments()).items():
+        np.testing.assert_array_equal(again[name], value, err_msg=name)
 
 
 @each_implementation
-@pytest.mark.parametrize("unused", [pytest.param(0, marks=pytest.mark.slow), 37])
+@pytest.mark.parametrize("unused", [37, slow(0)])
 def test_traced_layout_gives_the_bits_of_the_static_one(implementation, unused):
     static = BY_NAME["ragged_grid"]
-    layout = static.schedule
-    inputs = static.inputs()
-    first = run_case(xsake.attention, static, implementation, inputs)
+    layout, inputs = static.schedule, static.inputs()
     traced = dataclasses.replace(static, layout=lambda _: layout.traced(layout.items + unused))
-    second = run_case(xsake.attention, traced, implementation, inputs)
+    first, second = (call(compiled(case, implementation), inputs) for case in (static, traced))
     for name in first:
         assert first[name].tobytes() == second[name].tobytes(), name
 

@@ -3,15 +3,15 @@
 import numpy as np
 from hypothesis import strategies as st
 
+from tests.masks import examples
 from xsake import masks
+from xsake.testing import expand
 
 
 def pairs_of_mask(mask, heads, q_tokens, kv_tokens):
     """bool [heads, Tq, Tk]: what the mask allows, pair by pair."""
     q, kv = np.arange(q_tokens)[:, None], np.arange(kv_tokens)[None, :]
-    if mask.heads is None:
-        return np.broadcast_to(np.asarray(mask.allows(q, kv)), (heads, q_tokens, kv_tokens))
-    return np.stack([np.asarray(mask.for_head(h).allows(q, kv)) for h in range(heads)])
+    return np.stack([expand.pairs(mask, q, kv, h) for h in range(heads)])
 
 
 def pairs_of_layout(layout):
@@ -53,30 +53,7 @@ def cut(array, layout):
             yield i, j, array[q, kv]
 
 
-_small = st.integers(0, 20)
-_leaves = st.one_of(
-    st.just(masks.Full()),
-    st.just(masks.Causal()),
-    st.builds(masks.Window, _small, _small),
-    st.builds(masks.Chunked, st.integers(1, 20)),
-    st.builds(masks.Sinks, _small),
-    st.builds(masks.Strided, st.integers(2, 12), st.integers(1, 2)),
-    st.builds(masks.Random, st.sampled_from([0.2, 0.7]), seed=_small, cell=st.integers(3, 9)),
-    st.builds(lambda ids: masks.Segments(np.array(ids)), st.lists(st.integers(-1, 2), min_size=1)),
-    st.builds(
-        lambda seed: masks.Explicit(np.random.default_rng(seed).random((40, 40)) < 0.1), _small
-    ),
-    st.builds(lambda m: masks.FromFunction(lambda q, kv: (q * 7 + kv) % m == 0), st.just(11)),
-)
-headless_masks = st.recursive(
-    _leaves,
-    lambda part: st.one_of(
-        st.builds(lambda a, b: a & b, part, part),
-        st.builds(lambda a, b: a | b, part, part),
-        st.builds(lambda a: ~a, part),
-    ),
-    max_leaves=3,
-)
+headless_masks = examples.composites() | st.sampled_from(examples.TABLES + examples.COMBINATIONS)
 any_masks = st.one_of(
     headless_masks, st.lists(headless_masks, min_size=2, max_size=3).map(masks.PerHead)
 )
@@ -99,5 +76,5 @@ def block_grids(draw, batches=(1, 2), heads=(1, 2, 4)):
     )
     shape = draw(st.sampled_from(batches)), draw(st.sampled_from(heads)), *blocks
     density = draw(st.sampled_from([0.0, 0.3, 0.9, 1.0]))
-    chosen = np.random.default_rng(draw(_small)).random(shape) < density
+    chosen = np.random.default_rng(draw(st.integers(0, 20))).random(shape) < density
     return chosen, sizes

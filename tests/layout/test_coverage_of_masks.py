@@ -99,18 +99,6 @@ def test_traced_choices_mean_the_same_as_static_ones(mask):
         assert not traced.is_static
         assert traced.capacity == chosen.size
         np.testing.assert_array_equal(pairs_of_layout(traced), pairs_of_layout(static))
-
-
-def test_traced_choices_work_inside_jit_and_cost_no_second_compilation():
-    @jax.jit
-    def build(chosen):
-        return BlockLayout.from_block_mask(chosen, block_q=8, block_kv=8, mask=Causal())
-
-    rng = np.random.default_rng(0)
-    for _ in range(3):
-        chosen = rng.random((2, 4, 4)) < 0.5
-        static = BlockLayout.from_block_mask(chosen, block_q=8, block_kv=8, mask=Causal())
-        traced = build(chosen).validate()
         assert listed_items(traced) == listed_items(static)
     assert build._cache_size() == 1
 

@@ -18,7 +18,7 @@ from tests.layout.expansion import (
 )
 from xsake.errors import LayoutError
 from xsake.layout import BlockLayout, capacity_bucket
-from xsake.masks import Causal, Coverage, Full, PerHead, Segments, Window
+from xsake.masks import Causal, Coverage, Full, PerHead, Window
 
 # While tests run, beartype checks lists by random samples, also when strategies build masks.
 pytestmark = pytest.mark.filterwarnings("ignore:Do not use the `random` module inside strategies")
@@ -153,27 +153,6 @@ def test_codes_per_batch_element_split_a_shared_list(xp):
     assert listed_items(refined) == expected
     again = xp.asarray(np.full((3, refined.capacity), Coverage.ALL, np.int8))
     assert listed_items(refined.refine(again)) == expected
-
-
-def test_codes_from_run_time_segments_equal_the_static_mask():
-    ids = np.array([[0] * 10 + [1] * 22, [0] * 25 + [1] * 7])
-    layout = causal()
-
-    @jax.jit
-    def split(ids):
-        q = jnp.arange(4).repeat(np.array([1, 2, 3, 4]), total_repeat_length=10)
-        kv = jnp.asarray(layout.kv_block)
-        low, high = ids.reshape(2, 4, 8).min(-1), ids.reshape(2, 4, 8).max(-1)
-        none = (high[:, kv] < low[:, q]) | (low[:, kv] > high[:, q])
-        same = (low[:, kv] == high[:, q]) & (high[:, kv] == low[:, q])
-        codes = jnp.where(none, 0, jnp.where(same, 2, 1)).astype(jnp.int8)
-        return layout.refine(codes)
-
-    found = split(ids)
-    for b in range(2):
-        static = layout.with_mask(Segments(ids[b]))
-        mine = [item for item in listed_items(found) if item[0] == b]
-        assert [item[1:] for item in mine] == [item[1:] for item in listed_items(static)]
 
 
 def test_codes_of_another_size_are_refused():

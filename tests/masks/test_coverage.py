@@ -21,7 +21,6 @@ from xsake.masks import (
     Sinks,
     Strided,
     Window,
-    coverage,
 )
 
 LAST = examples.TOKENS + 3
@@ -121,14 +120,6 @@ def test_common_masks_are_never_unknown(mask):
     assert not (mask.coverage(*_rectangles()) == Coverage.UNKNOWN).any()
 
 
-def test_tables_for_numpy_and_formulas_for_jax_agree():
-    left, right = np.meshgrid(np.arange(4, dtype=np.int8), np.arange(4, dtype=np.int8))
-    for rule in (coverage.intersect, coverage.unite):
-        in_jax = rule(jnp, jnp.asarray(left), jnp.asarray(right))
-        np.testing.assert_array_equal(rule(np, left, right), in_jax)
-        np.testing.assert_array_equal(rule(np, left, right), rule(np, right, left))
-
-
 def test_codes_combine_as_promised():
     # Rectangle of queries 4..7 and keys 4..7.
     none, some, every = Sinks(4), Causal(), Full()
@@ -145,15 +136,6 @@ def test_codes_combine_as_promised():
     assert code(~none) == Coverage.ALL and code(~every) == Coverage.NONE
     assert code(~some) == Coverage.SOME and code(~unknown) == Coverage.UNKNOWN
     assert code(Explicit(np.ones((9, 9), bool))) == Coverage.UNKNOWN
-
-
-def test_heads_that_differ_in_numbers_are_one_evaluation():
-    alike = PerHead([Causal(), Window(3, 0), Causal() & Window(9, None), Full()])
-    assert len(alike._families) == 1
-    deep = [Causal() & (Window(n, 0) | Sinks(n)) & ~Chunked(n) for n in range(1, 17)]
-    assert len(PerHead(deep)._families) == 1
-    mixed = PerHead([Causal(), Sinks(1), Full(), Sinks(2), Causal() & Sinks(2)])
-    assert len(mixed._families) == 3
 
 
 def test_a_traced_head_of_sixteen_alike_costs_as_little_as_one():

@@ -1,4 +1,4 @@
-"""`allows` against the pair-by-pair definitions, in NumPy, in JAX and under jit."""
+"""`allows` against the definitions in `xsake.testing.expand`, in NumPy, in JAX and under jit."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from tests.masks import examples, pairwise
+from tests.masks import examples
 from xsake.errors import MaskError, ShapeError
 from xsake.masks import (
     BigBird,
@@ -22,14 +22,14 @@ from xsake.masks import (
     Strided,
     Window,
 )
+from xsake.testing import expand
 
 Q = np.arange(examples.TOKENS, dtype=np.int32)[:, None]
 KV = np.arange(examples.TOKENS + 3, dtype=np.int32)[None, :]
 
 
 def _expected(mask):
-    tables = [pairwise.table(mask, Q.size, KV.size, head) for head in range(mask.heads or 1)]
-    return np.stack(tables)
+    return np.stack([expand.pairs(mask, Q, KV, head) for head in range(mask.heads or 1)])
 
 
 def _heads(mask):
@@ -118,12 +118,8 @@ def test_int32_positions_never_overflow(mask):
     largest = 2**31 - 1
     ends = np.array([0, 1, 5, 2**30 - 1, 2**30, 2**30 + 1, largest - 2**30, largest - 3, largest])
     ends = np.unique(ends).astype(np.int32)
-    # Python's ints have no limit, so the definitions are right at any size.
     heads = range(mask.heads or 1)
-    expected = [
-        [[pairwise.allowed(mask, int(q), int(kv), head) for kv in ends] for q in ends]
-        for head in heads
-    ]
+    expected = np.stack([expand.pairs(mask, ends[:, None], ends, head) for head in heads])
 
     @jax.jit
     def in_jax(q, kv, head):

@@ -55,6 +55,7 @@ def test_a_mask_as_attention_is_the_same_as_the_mask_in_the_model():
     assert largest(logits(decoder(windowed(9)), attend=wide) - own) < 1e-5
 
 
+@pytest.mark.slow  # quicker: layers of one kind
 def test_one_layout_for_all_layers_is_scanned_and_one_each_is_unrolled():
     sizes = {"q_tokens": 50, "block_q": 16, "block_kv": 16}
     layouts = [
@@ -89,6 +90,7 @@ def test_any_function_can_be_the_attention():
     assert largest(logits(model, attend=plain) - logits(model, attend=DenseAttention())) < 1e-5
 
 
+@pytest.mark.slow  # quicker: layers of one kind
 def test_layers_of_two_kinds_scan_like_they_unroll():
     kinds = (LayerKind(window=6, rope=Rope(base=100.0)), LayerKind(rope=Rope()))
     config = CONFIG.model_copy(update={"kinds": kinds, "kind_of_layer": (0, 1, 0)})
@@ -124,6 +126,7 @@ def loss_and_gradients(model):
     return nnx.jit(nnx.value_and_grad(loss))(model)
 
 
+@pytest.mark.slow  # quicker: layers of one kind
 def test_rematerialised_layers_give_the_same_gradients():
     kept = loss_and_gradients(decoder())
     again = loss_and_gradients(decoder(remat=True))

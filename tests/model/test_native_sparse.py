@@ -59,6 +59,7 @@ def test_several_tokens_at_once_are_as_one_after_the_other(model):
     assert longer.lengths.tolist() == [16, 16]
 
 
+@pytest.mark.slow  # quicker: reading at once equals reading token by token
 def test_later_tokens_change_no_earlier_bit(model):
     other = TOKENS.copy()
     other[:, 25:] = 7
@@ -66,6 +67,7 @@ def test_later_tokens_change_no_earlier_bit(model):
     np.testing.assert_array_equal(before[:, :25], after[:, :25])
 
 
+@pytest.mark.slow  # quicker: reading at once equals reading token by token
 def test_every_parameter_learns(model):
     graph, weights = nnx.split(model)
 

@@ -157,6 +157,7 @@ def test_counts_per_token_keep_the_best_blocks():
     np.testing.assert_array_equal(run(block_counts=counts), right)
 
 
+@pytest.mark.slow  # quicker: the definition in float64
 def test_packed_sequences_are_as_if_each_were_alone():
     q, k, v, gates = drawn(64)
     cuts = [0, 21, 21, 47, 60]  # one of them is empty, and four tokens belong to none
@@ -252,6 +253,7 @@ def test_lists_of_another_shape_are_refused():
     assert jax.eval_shape(lambda: run(own, block_counts=np.int64(1))).shape == q.shape
 
 
+@pytest.mark.slow  # quicker: the definition in float64
 def test_every_first_block_is_forced_however_many():
     tokens, first = 256, 110
     q = 3 * jax.random.normal(jax.random.key(0), (1, tokens, 1, 8))

@@ -25,6 +25,7 @@ class Bad:
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.slow  # quicker: trackers that hang or raise, without a run
 def test_bad_trackers_lose_no_step_and_a_probe_and_a_trace_are_made(tmp_path, monkeypatch, caplog):
     release = threading.Event()
 

@@ -80,6 +80,7 @@ def test_odd_settings_of_a_run_are_shown_as_far_as_they_can_be(server):
     assert config["huge"] is None and config["a"] == 1
 
 
+@pytest.mark.slow  # quicker: small documents
 def test_large_documents_are_refused_at_once_and_the_largest_have_a_bound(tmp_path):
     folder = tmp_path / "work"
     folder.mkdir()
@@ -99,6 +100,7 @@ def test_large_documents_are_refused_at_once_and_the_largest_have_a_bound(tmp_pa
 NUM_RUNS = 1000
 
 
+@pytest.mark.slow  # quicker: what is beyond a limit is said
 def test_a_thousand_runs_are_all_shown_and_no_file_stays_open(tmp_path):
     text = "".join(json.dumps({"step": i, **values(i)}) + "\n" for i in range(20))
     for number in range(NUM_RUNS):

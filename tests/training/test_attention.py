@@ -88,6 +88,7 @@ def test_a_section_becomes_dense_attention_or_a_mask():
     assert (found.budget(3), make_attention(AttentionSection(), DECODER).budget(3)) == (None, 1.0)
 
 
+@pytest.mark.slow  # quicker: gradients of chosen blocks
 def test_choices_are_made_row_by_row_in_training(attention):
     assert AttentionSection().scope is hads.BudgetScope.ROW
     planned = attention.attends[-1].planned
@@ -146,6 +147,7 @@ def test_gradients_flow_through_chosen_blocks_and_not_through_the_choice(attenti
         np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow  # quicker: gradients of chosen blocks
 def test_a_model_trains_by_a_plan_without_compiling_again(definition, first, attention):
     attend = attention.attends[-1]
     step = make_step(RUN, definition, build_optimizer(RUN, definition), attend)
@@ -219,6 +221,7 @@ def test_a_probe_measures_the_entropy_of_all_attention_and_the_blocks_that_were_
     assert (np.asarray(whole.mass_recall) == 1).all() and (np.asarray(whole.kl) == 0).all()
 
 
+@pytest.mark.slow  # quicker: gradients of chosen blocks
 def test_what_a_probe_tells_has_the_names_of_metrics(definition, first, attention, profile):
     probes = Probes(RUN, DeviceSetup.from_config(RUN))
     found = probes.run(99, attention, first, TOKENS)
@@ -257,6 +260,7 @@ def test_promises_move_with_the_heads(attention, profile):
     assert expected_kl(attention.plans[-1], attention, 2 * profile.context) is None
 
 
+@pytest.mark.slow  # quicker: gradients of chosen blocks
 def test_other_weights_make_another_plan(definition, first, attention):
     far = jax.tree.map(lambda x: 4 * x, first.parameters)
     attend = attention.attends[-1]

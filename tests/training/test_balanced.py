@@ -81,6 +81,7 @@ def work_of_shards(attention, model) -> np.ndarray:
     return np.asarray(found).reshape(DECODER.layers, len(TOKENS), SHARDS, -1).sum((1, 3)) / 2
 
 
+@pytest.mark.slow  # quicker: a reordered plan asks for the same blocks
 def test_another_order_is_the_same_function_with_equal_work(
     definition, first, profile, attention, placement
 ):

@@ -20,6 +20,7 @@ NATIVE = (
 TOKENS = (np.arange(49)[None] * np.arange(1, 9)[:, None] % 90).astype(np.int32)
 
 
+@pytest.mark.slow  # quicker: tests/model: it reads at once as token by token
 def test_it_learns_through_the_trainer():
     run = config(*NATIVE, "model.decoder.layers=1")
     attention = make_attention(run.attention, run.model.decoder)

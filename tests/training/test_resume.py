@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from benchmarks.faults.runs import prepare
+from xsake.observability import read_metrics
 from xsake.training import verify
 
 pytestmark = pytest.mark.timeout(600)
@@ -47,6 +48,45 @@ def test_a_new_run_refuses_tokens_that_were_changed(ground, changed):
     assert not ground.run("new").steps
 
 
+@pytest.mark.slow  # quicker: a new run refuses changed tokens; a checkpoint of 0.1.0 is resumed
+def test_a_resumed_run_refuses_tokens_that_were_changed(done, changed):
+    run = done.copy("tokens")
+    assert "train-00000.bin: damaged" in resume(run, changed)
+    assert run.last_step == 19
+    # The same index elsewhere is the same data, and it may be read unchecked if that is asked for.
+    resume(run, changed, 'data.verify="size"', code=0)
+
+
+def test_lines_of_steps_do_not_list_their_windows(done):
+    lines = read_metrics(done.folder / "metrics.jsonl")
+    assert len(lines) == 20 and not any("windows" in line for line in lines)
+    assert len(done.windows) == 20 and len(done.windows[0]) == 12
+
+
+@pytest.mark.slow  # quicker: a new run refuses changed tokens; a checkpoint of 0.1.0 is resumed
+def test_a_schedule_does_not_move_when_a_run_is_resumed_with_more_steps(ground):
+    toml = ground.settings.read_text()
+    run = ground.run("schedule")
+    ground.settings.write_text(toml.replace("total_steps = 200\n", ""))
+    try:
+        run.different("run.steps=12").train()
+        text = resume(run)
+        assert "learning rate of a resumed run would jump" in text
+        assert "run.steps=30" in text and "schedule that ends at step 12" in text
+        # The same schedule by its explicit name is no change.
+        run.different("run.steps=12", "optimizer.total_steps=12").train()
+    finally:
+        ground.settings.write_text(toml)
+
+
+def test_settings_are_compared_with_the_checkpoint_when_config_json_is_gone(done):
+    run = done.copy("config")
+    (run.folder / "config.json").unlink()
+    text = resume(run, "optimizer.peak_learning_rate=5e-3")
+    assert "different in optimizer.peak_learning_rate" in text
+    assert "the settings of the checkpoint of step 20" in text
+
+
 def test_a_run_whose_checkpoints_are_gone_does_not_start_anew(done):
     run = done.copy("unmounted")
     shutil.rmtree(run.saves)
@@ -75,6 +115,13 @@ def test_a_place_in_the_data_of_another_step_is_refused(done):
     assert "data at step 7" in text
 
 
+def test_a_checkpoint_without_a_place_in_the_data_is_refused(done):
+    run = done.copy("dataless")
+    reseal(run, data=None)
+    text = resume(run)
+    assert "XSK-601.no-run-state: the checkpoint of step 20 has no state of the data" in text
+
+
 def test_a_checkpoint_of_0_1_0_is_resumed(done):
     run = done.copy("older")
     reseal(run, config=None)
@@ -82,6 +129,7 @@ def test_a_checkpoint_of_0_1_0_is_resumed(done):
     assert run.steps[-1] == 30
 
 
+@pytest.mark.slow  # quicker: a new run refuses changed tokens; a checkpoint of 0.1.0 is resumed
 def test_a_complete_run_ends_well_without_its_goodput_file(ground, monkeypatch):
     from xsake.observability import goodput
 
@@ -96,6 +144,7 @@ def test_a_complete_run_ends_well_without_its_goodput_file(ground, monkeypatch):
     assert "Cannot report goodput" in text
 
 
+@pytest.mark.slow  # quicker: a new run refuses changed tokens; a checkpoint of 0.1.0 is resumed
 def test_a_run_whose_folder_was_taken_stops_and_writes_no_more(ground, monkeypatch):
     from xsake.training import lock
     from xsake.training import train as training

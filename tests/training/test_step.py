@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tests import processes
+from tests.lanes import slow
 from tests.training.test_config import config
 from xsake import BlockSparseAttention
 from xsake.model import Decoder, DecoderConfig, DenseAttention
@@ -91,7 +92,7 @@ def test_runs_give_the_same_bits_with_and_without_a_stop(step, state):
     assert digest(trained(step, init_state(config(*SHORT, "run.seed=1")), 4)[0]) != found
 
 
-@pytest.mark.parametrize("padded", [0, 20])
+@pytest.mark.parametrize("padded", [20, slow(0)])
 def test_microbatches_are_one_large_batch(step, in_parts, state, padded):
     tokens = np.array(TOKENS)
     tokens[0, 33 - padded :] = -1  # one microbatch has fewer tokens than the others
@@ -107,6 +108,7 @@ def test_microbatches_are_one_large_batch(step, in_parts, state, padded):
     assert int(four.optimizer[1].count) == 1
 
 
+@pytest.mark.slow  # quicker: the other numbers of microbatches and chunks
 def test_bfloat16_keeps_float32_weights_and_stays_finite(step, state):
     run = config(*SHORT, 'model.compute_dtype="bfloat16"', "model.remat=true")
     low = compiled(run)
@@ -120,7 +122,7 @@ def test_bfloat16_keeps_float32_weights_and_stays_finite(step, state):
     assert np.abs(losses[0] - expected[0]) < 0.02 and np.abs(losses - expected).max() < 0.2
 
 
-@pytest.mark.parametrize("at_once", [1, 5, 16, 32, 100])
+@pytest.mark.parametrize("at_once", [5, 32, slow(1), slow(16), slow(100)])
 def test_chunks_of_positions_change_no_loss(at_once):
     model = Decoder(DecoderConfig.tiny(layers=1, logit_softcap=5.0), rngs=nnx.Rngs(0))
     hidden = jax.random.normal(jax.random.key(1), (2, 32, 48))

@@ -1,7 +1,4 @@
-"""Expand masks and layouts to one bool per (query, key) pair, independently of `xsake.masks`.
-
-Only `Random` and `FromFunction` are evaluated by the mask itself: they are defined by their code.
-"""
+"""Expand masks and layouts to one bool per (query, key) pair, independently of `xsake.masks`."""
 
 import dataclasses
 
@@ -11,10 +8,6 @@ from jaxtyping import Bool
 from xsake import masks
 from xsake.layout import BlockLayout
 from xsake.masks import AbstractMask
-
-
-def _call_mask(mask: AbstractMask, q: np.ndarray, k: np.ndarray) -> np.ndarray:
-    return np.asarray(mask.allows(q, k))
 
 
 def _window(m, q, k):
@@ -28,15 +21,31 @@ def _longformer(m, q, k):
 
 
 def _segments(m, q, k):
-    q_ids = np.asarray(m.q_ids)
-    kv_ids = q_ids if m.kv_ids is None else np.asarray(m.kv_ids)
-    grid = np.array([[a == b and a >= 0 for b in kv_ids] for a in q_ids])
-    return _table(grid, q, k)
+    q_ids, kv_ids = np.asarray(m.q_ids)[:, None], np.asarray(m.kv_ids)[None, :]
+    return _table((q_ids == kv_ids) & (q_ids >= 0), q, k)
 
 
 def _table(table, q, k):
-    inside = (q < table.shape[0]) & (k < table.shape[1])
-    return inside & table[np.minimum(q, table.shape[0] - 1), np.minimum(k, table.shape[1] - 1)]
+    """Positions past the end of the table are in its padding, which is False."""
+    rows, columns = table.shape
+    return np.pad(table, ((0, 1), (0, 1)))[np.minimum(q, rows), np.minimum(k, columns)]
+
+
+def _scramble(x):
+    x = (x ^ x >> 16) * np.uint64(0x85EBCA6B) & _WORD
+    x = (x ^ x >> 13) * np.uint64(0xC2B2AE35) & _WORD
+    return x ^ x >> 16
+
+
+_WORD, _GOLDEN = np.uint64(2**32 - 1), np.uint64(0x9E3779B9)
+
+
+def _random(m, q, k):
+    q_cell, kv_cell = (np.floor_divide(x, m.cell).astype(np.uint64) for x in (q, k))
+    state = _scramble(np.uint64(m.seed) + _GOLDEN & _WORD)
+    state = _scramble(state + q_cell * _GOLDEN & _WORD)
+    state = _scramble((state ^ _GOLDEN) + kv_cell * _GOLDEN & _WORD)
+    return state >> np.uint64(2) < round(m.keep * 2**30)
 
 
 # Rules by mask name: (mask, query position, key position) -> bool.
@@ -48,22 +57,18 @@ _RULES = {
     "Sinks": lambda m, q, k: (q >= 0) & (k < m.count),
     "Strided": lambda m, q, k: (q >= 0) & (np.remainder(k, m.stride) < m.width),
     "Longformer": _longformer,
-    "BigBird": lambda m, q, k: (
-        _longformer(m, q, k) | _call_mask(masks.Random(m.keep, m.seed, m.cell), q, k)
-    ),
+    "BigBird": lambda m, q, k: _longformer(m, q, k) | _random(m, q, k),
     "Segments": _segments,
-    "Explicit": lambda m, q, k: _table(np.asarray(m.array), q, k),
-    "Random": _call_mask,
-    "FromFunction": _call_mask,
+    "Random": _random,
 }
 
 
 def pairs(mask: AbstractMask | None, q: np.ndarray, k: np.ndarray, head: int = 0) -> np.ndarray:
     """Evaluate `mask` on positions `q` x `k` (broadcast) for one head."""
     q, k = np.asarray(q, np.int64), np.asarray(k, np.int64)
+    shape, name = np.broadcast_shapes(q.shape, k.shape), type(mask).__name__
     if mask is None:
-        return np.ones(np.broadcast_shapes(q.shape, k.shape), bool)
-    name = type(mask).__name__
+        return np.ones(shape, bool)
     if isinstance(mask, masks.PerHead):
         return pairs(mask.members[head], q, k)
     if isinstance(mask, masks.And):
@@ -72,10 +77,14 @@ def pairs(mask: AbstractMask | None, q: np.ndarray, k: np.ndarray, head: int = 0
         return np.any([pairs(part, q, k, head) for part in mask.parts], axis=0)
     if isinstance(mask, masks.Not):
         return np.logical_not(pairs(mask.part, q, k, head))
-    if name in _RULES and mask.heads is None:
-        return np.broadcast_to(_RULES[name](mask, q, k), np.broadcast_shapes(q.shape, k.shape))
-    heads = None if mask.heads is None else np.full((1,) * max(q.ndim, k.ndim), head)
-    return np.asarray(mask.allows(q, k, heads))
+    if isinstance(mask, masks.Explicit):
+        return _table(mask.array if mask.heads is None else mask.array[head], q, k)
+    if isinstance(mask, masks.FromFunction):
+        arguments = (q, k) if mask.heads is None else (q, k, head)
+        return np.broadcast_to(np.asarray(mask.function(*arguments)), shape)
+    if name in _RULES:
+        return np.broadcast_to(_RULES[name](mask, q, k), shape)
+    return np.asarray(mask.allows(q, k, None if mask.heads is None else head))
 
 
 @dataclasses.dataclass(frozen=True)
