@@ -60,11 +60,11 @@ def arguments(seed=0):
 def test_vmap_equals_a_loop(implementation):
     draws = [arguments(seed) for seed in range(3)]
     stacked = jax.tree.map(lambda *each: np.stack(each), *draws)
-    together = jax.jit(jax.vmap(with_gradients(bind(xsake.attention, CASE, implementation))))
+    run = with_gradients(bind(xsake.attention, CASE, implementation))
+    together = jax.jit(jax.vmap(run))(*stacked)
     for i, draw in enumerate(draws):
         for name, alone in compiled(CASE, implementation)(*draw).items():
-            one = together(*stacked)[name][i]
-            np.testing.assert_allclose(one, alone, rtol=1e-5, atol=1e-5, err_msg=name)
+            np.testing.assert_allclose(together[name][i], alone, rtol=1e-5, atol=1e-5, err_msg=name)
 
 
 @pytest.mark.slow  # quicker: vmap over every operand, jit, export
