@@ -8,10 +8,6 @@ from typing import Any
 
 import pytest
 
-from xsake.kernels.block_sparse.api import OP
-
-RUNNABLE = [name for name, declined in OP.implementations().items() if declined is None]
-
 
 def slow(*row: Any) -> Any:
     """A row of a parametrization for the nightly lane."""
@@ -28,11 +24,3 @@ def gate(names: Collection[Any], rows: Iterable[Any]) -> list[Any]:
     unknown = [name for name in names if name not in known]
     assert not unknown, f"no such rows: {unknown}"
     return [row if name in names else slow(row) for name, row in zip(known, rows, strict=True)]
-
-
-# What backends share is tested on one of them every time; conformance always runs them all.
-each_implementation = pytest.mark.parametrize("implementation", gate(["xla"], RUNNABLE))
-# The native kernels have no float64.
-each_in_float64 = pytest.mark.parametrize(
-    "implementation", gate(["xla"], [name for name in RUNNABLE if name != "native_cpu"])
-)

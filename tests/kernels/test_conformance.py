@@ -5,7 +5,8 @@ import pytest
 
 import xsake
 from tests.kernels.covered_cases import COVERED
-from tests.lanes import RUNNABLE, slow
+from tests.kernels.implementations import RUNNABLE
+from tests.lanes import slow
 from xsake.testing.case_table import CASES
 from xsake.testing.conformance import check_case, failures
 

@@ -12,7 +12,8 @@ import pytest
 
 import xsake
 from tests.kernels.compiled import compiled
-from tests.lanes import RUNNABLE, each_implementation, gate
+from tests.kernels.implementations import RUNNABLE, each_implementation
+from tests.lanes import gate
 from xsake.layout import BlockLayout
 from xsake.masks import Causal, Full
 from xsake.testing.case_table import BY_NAME

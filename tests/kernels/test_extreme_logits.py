@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from tests.kernels.compiled import compiled
-from tests.lanes import each_implementation, slow
+from tests.kernels.implementations import each_implementation
+from tests.lanes import slow
 from xsake.masks import Causal
 from xsake.testing.budget import non_finite
 from xsake.testing.cases import ConformanceCase

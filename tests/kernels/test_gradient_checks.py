@@ -11,7 +11,8 @@ import pytest
 
 import xsake
 from tests.kernels.compiled import compiled
-from tests.lanes import each_in_float64, slow
+from tests.kernels.implementations import each_in_float64
+from tests.lanes import slow
 from xsake.masks import Causal, PerHead, Window
 from xsake.testing import dense, oracle
 from xsake.testing.cases import ConformanceCase

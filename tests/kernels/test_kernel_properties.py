@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import xsake
-from tests.lanes import each_implementation
+from tests.kernels.implementations import each_implementation
 from xsake.layout import BlockLayout
 from xsake.testing import strategies
 from xsake.testing.conformance import check_case, failures

@@ -7,8 +7,9 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from tests.kernels.compiled import compiled
+from tests.kernels.implementations import RUNNABLE, each_implementation
 from tests.kernels.interpreted import on_gpu, on_tpu, register
-from tests.lanes import RUNNABLE, each_implementation, slow
+from tests.lanes import slow
 from xsake.kernels.block_sparse import api
 from xsake.kernels.block_sparse.mosaic_tpu import schedule
 from xsake.layout import BlockLayout

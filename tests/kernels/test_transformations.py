@@ -10,7 +10,8 @@ import pytest
 
 import xsake
 from tests.kernels.compiled import compiled
-from tests.lanes import each_implementation, slow
+from tests.kernels.implementations import each_implementation
+from tests.lanes import slow
 from xsake.layout import BlockLayout
 from xsake.masks import Causal
 from xsake.testing.case_table import BY_NAME

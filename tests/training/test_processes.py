@@ -197,7 +197,7 @@ def compare():
     tell(
         count=jax.process_count(), is_primary=processes.is_primary(),
         gathered=processes.gather(np.float32([rank, 7])).tolist(),
-        found=[[each.leaf, each.processes, each.is_decided, str(each)] for each in found],
+        found=[[x.leaf, [s.process for s in x.suspects], x.is_decided, str(x)] for x in found],
         slow=rounds[-1].flagged,
     )
     if rank == 1:
