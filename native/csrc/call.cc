@@ -110,7 +110,7 @@ std::string parse_program(const int32_t* words, int64_t count, int64_t num_table
   if (count < 4 || words[0] < 0 || count != 4 + 10 * static_cast<int64_t>(words[0]))
     return number("length of the mask program", count, "4 + 10 * steps");
   for (int64_t i = 0; i < words[0]; i++) {
-    const int32_t* at = words + 4 + 10 * i;
+    const int32_t* at = words + 4 + int64_t{10} * i;
     if (at[0] < 0 || at[0] >= static_cast<int32_t>(Op::count_))
       return number("operation of the mask program", at[0], "a known code");
     ProgramStep step{static_cast<Op>(at[0]), {}, Axis::query};
