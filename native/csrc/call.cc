@@ -1,5 +1,7 @@
 #include "call.h"
 
+#include <iterator>
+
 namespace xsake_cpu {
 namespace {
 
@@ -134,6 +136,36 @@ std::string parse_program(const int32_t* words, int64_t count, int64_t num_table
   call->program = {call->steps.data(), words[0], answer, axis};
   call->problem.program = &call->program;
   return "";
+}
+
+std::string check_selected(int64_t num_indices, Call* call) {
+  // Every block may hold keys after the position of a query.
+  static constexpr uint8_t is_partial = 1;
+  static constexpr int32_t causal[] = {1, 4, 0, 0, static_cast<int32_t>(Op::ge), 1, 0, 1,
+                                       1, 1, 1, 0, 0, 0};
+  Problem& p = call->problem;
+  p.layout_batch = p.batch;
+  p.layout_heads = p.program_heads = 1;
+  if (std::string error = check_sizes(p); !error.empty()) return error;
+  const int64_t queries = p.batch * p.q_tokens;
+  if (p.num_slots < 0 || num_indices != queries * p.kv_heads * p.num_slots)
+    return number("length of blocks", num_indices, "B * Tq * Hk * slots");
+  p.block_q = selected_chunk(p.group());
+  p.q_blocks = (p.q_tokens + p.block_q - 1) / p.block_q;
+  p.kv_blocks = (p.kv_tokens + p.block_kv - 1) / p.block_kv;
+  p.is_partial = &is_partial;
+  p.listed_heads = p.kv_heads;
+  call->is_listed.assign(static_cast<size_t>(p.batch * p.kv_heads * p.kv_blocks), 0);
+  p.is_listed = call->is_listed.data();
+  for (int64_t i = 0; i < num_indices; i++) {
+    const int32_t block = p.selected[i];
+    if (block >= p.kv_blocks) return number("blocks", block, "an index of a kv block");
+    const int64_t head = i / p.num_slots % p.kv_heads;
+    const int64_t b = i / p.num_slots / p.kv_heads / p.q_tokens;
+    if (block >= 0)
+      call->is_listed[static_cast<size_t>((b * p.kv_heads + head) * p.kv_blocks + block)] = 1;
+  }
+  return parse_program(causal, std::size(causal), 0, call);
 }
 
 }  // namespace xsake_cpu

@@ -6,6 +6,8 @@ from typing import Any
 
 import jax
 
+DTYPES = ("float32", "bfloat16", "float16")  # of arrays; sums are float32
+
 
 @functools.cache
 def load() -> Any:
