@@ -117,7 +117,7 @@ std::string parse_program(const int32_t* words, int64_t count, int64_t num_table
       return number("operation of the mask program", at[0], "a known code");
     ProgramStep step{static_cast<Op>(at[0]), {}, Axis::query};
     bool is_known = false;
-    for (int t = 0; t < 3; t++) {
+    for (int64_t t = 0; t < 3; t++) {
       step.terms[t] = {TermKind::none, 0, TermType::int32};
       if (t >= arity(step.op)) continue;
       if (!read_term(at + 1 + 3 * t, i, num_tables, &step.terms[t]))

@@ -341,6 +341,28 @@ ffi::Future attend_handler(ffi::ThreadPool pool, XS_INPUTS, AnyResult o, FloatsR
   return attend(pool, is_decode, XS_PACK_INPUTS, o, lse, workspace, XS_PACK_ATTRIBUTES);
 }
 
+// Statistics read no values: v is k, and its workspace is that of a forward call with v_dim 0.
+ffi::Future statistics_handler(ffi::ThreadPool pool, XS_INPUTS, FloatsResult lse,
+                               FloatsResult entropy, FloatsResult block_lse, AnyResult workspace,
+                               XS_ATTRIBUTES) {
+  auto call = std::make_unique<Call>();
+  Problem& p = call->problem;
+  if (std::string error = read_call(XS_PACK_INPUTS, XS_PACK_ATTRIBUTES, call.get());
+      !error.empty())
+    return fail(error);
+  p.v_dim = 0;
+  if (!has_shape(lse->dimensions(), {p.batch, p.q_tokens, p.q_heads}) ||
+      !has_shape(entropy->dimensions(), {p.batch, p.q_tokens, p.q_heads}) ||
+      !has_shape(block_lse->dimensions(), {p.batch, p.q_tokens, p.q_heads, p.kv_blocks}))
+    return fail("results: expected lse and entropy [B, Tq, Hq], block_lse [B, Tq, Hq, Nk]");
+  p.lse = lse->typed_data(), p.entropy = entropy->typed_data();
+  p.block_lse = block_lse->typed_data();
+  const JobSizes sizes = forward_sizes(sizes_of(p));
+  if (std::string error = read_workspace(*workspace, sizes, call.get()); !error.empty())
+    return fail(error);
+  return start(pool, statistics_job(std::move(call)));
+}
+
 ffi::Future backward_handler(ffi::ThreadPool pool, XS_INPUTS, ffi::AnyBuffer o, Floats lse,
                              ffi::AnyBuffer do_, Floats dlse, AnyResult dq, AnyResult dk,
                              AnyResult dv, FloatsResult dbias, AnyResult workspace, XS_ATTRIBUTES) {
@@ -417,6 +439,17 @@ XSAKE_EXPORT XLA_FFI_Error* xsake_cpu_backward(XLA_FFI_CallFrame* frame) {
                                                    .Ret<Floats>()
                                                    .Ret<ffi::AnyBuffer>())
                                    .To(backward_handler)
+                                   .release();
+  return handler->Call(frame);
+}
+
+XSAKE_EXPORT XLA_FFI_Error* xsake_cpu_statistics(XLA_FFI_CallFrame* frame) {
+  static auto* const handler = bind_attributes(bind_inputs(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>())
+                                                   .Ret<Floats>()
+                                                   .Ret<Floats>()
+                                                   .Ret<Floats>()
+                                                   .Ret<ffi::AnyBuffer>())
+                                   .To(statistics_handler)
                                    .release();
   return handler->Call(frame);
 }

@@ -123,17 +123,26 @@ class TileSoftmax {
 
   void flush() {
     if (!num_pieces_) return;
+    find_scores();
+    update_max(x_.softmax, tile_.padded);
+    update_sums(x_.softmax, x_.mask, pieces_, num_pieces_, (int)tile_.padded);
+    for (int j = 0; j < num_pieces_; j++) add_values(pieces_[j], j == 0);
+    clear_pieces();
+  }
+
+  void clear_pieces() {
+    num_pieces_ = 0;
+    columns_ = 0;
+  }
+
+  // Scores of all pieces in base 2, and the maximum of each row.
+  void find_scores() {
     clear_max(x_.softmax, tile_.padded);
     for (int j = 0; j < num_pieces_; j++) {
       has_general_scores(p_) ? scores<true>(pieces_[j]) : scores<false>(pieces_[j]);
       if (has_general_scores(p_))
         finish_scores(p_, pieces_[j], x_.rows, x_.mask, x_.softmax, tile_.b, tile_.count);
     }
-    update_max(x_.softmax, tile_.padded);
-    update_sums(x_.softmax, x_.mask, pieces_, num_pieces_, (int)tile_.padded);
-    for (int j = 0; j < num_pieces_; j++) add_values(pieces_[j], j == 0);
-    num_pieces_ = 0;
-    columns_ = 0;
   }
 
   // A panel of K stays in L1 while the strips of the tile pass over it.

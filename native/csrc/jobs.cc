@@ -81,6 +81,18 @@ std::shared_ptr<Job> backward_job(std::unique_ptr<Call> call) {
   return job;
 }
 
+std::shared_ptr<Job> statistics_job(std::unique_ptr<Call> call) {
+  const Problem& p = call->problem;
+  const int64_t slot = forward_sizes(sizes_of(p)).slot;
+  auto job = std::make_shared<Job>(std::move(call), slot);
+  job->add_phase(p.batch * p.kv_heads * p.kv_blocks,
+                 [&p](int64_t item, char*) { kernels().statistics_pack(p, item); });
+  job->add_phase(
+      p.batch * p.q_heads * p.q_blocks * p.tiles_per_block(),
+      [&p](int64_t item, char* scratch) { kernels().statistics_tile(p, item, scratch); });
+  return job;
+}
+
 std::shared_ptr<Job> selected_job(std::unique_ptr<Call> call) {
   const Problem& p = call->problem;
   const int64_t slot = selected_sizes(sizes_of(p)).slot;

@@ -114,6 +114,7 @@ struct Problem {
   // Results of forward and decode, residuals of backward.
   void* o;
   float* lse;
+  float *entropy, *block_lse;  // of statistics
   // Backward.
   const void* do_;
   const float* dlse;
@@ -188,6 +189,8 @@ struct KernelTable {
   void (*selected_chunk)(const Problem&, int64_t item, char* scratch);
   void (*selected_range)(const Problem&, int64_t item, char* scratch);
   void (*selected_merge)(const Problem&, int64_t item);
+  void (*statistics_pack)(const Problem&, int64_t item);
+  void (*statistics_tile)(const Problem&, int64_t item, char* scratch);
   void (*exp2)(const float* x, float* y, int64_t n);
   void (*tanh)(const float* x, float* y, int64_t n);
   void (*product)(const float* a, const float* b, float* c, int64_t m, int64_t n, int64_t k);

@@ -16,7 +16,8 @@ from xsake.masks import Causal, Explicit, Full, PerHead, Random, Sinks, Window
 from xsake.testing.budget import check_error
 from xsake.testing.cases import ConformanceCase
 
-each_implementation = pytest.mark.parametrize("implementation", [spec.name for spec in OP.backends])
+NAMES = [name for name, reason in OP.implementations().items() if reason is None]
+each_implementation = pytest.mark.parametrize("implementation", NAMES)
 
 LOCAL = Causal() & (Window(left=20, right=0) | Sinks(count=3))
 HOLES = np.random.default_rng(7).random((90, 75)) < 0.3
@@ -86,6 +87,8 @@ def log_sum(s):
 
 
 def run(case, block, inputs, implementation, **changed):
+    if implementation == "native_cpu" and isinstance(case.rule, Explicit):
+        pytest.skip("it evaluates no table of pairs")
     x = {"q": inputs.operands["q"], "k": inputs.operands["k"], **inputs.integers, **changed}
     found = block_statistics(
         **x,
@@ -248,7 +251,7 @@ def test_a_block_far_below_its_row_keeps_its_digits(implementation):
     np.testing.assert_allclose(found.mass()[0, 0, 0], [1, 0, 0, 0], atol=2e-3)
 
 
-@each_implementation
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
 def test_float64_is_computed_in_float64(implementation):
     with jax.enable_x64(True):
         case, block = ConformanceCase("wide", LOCAL, dtype="float64", head_dim=8, softcap=4.0), 16

@@ -1,5 +1,5 @@
 """Native CPU kernels of XSAKE as XLA FFI handlers: forward, backward, decode, selected
-attention.
+attention, statistics.
 
 The library is loaded by ctypes and contains no Python code. It was built with the FFI headers of
 the oldest supported jaxlib; `handlers` checks that the running jaxlib accepts them.
@@ -33,6 +33,7 @@ _TARGETS = (
     "xsake_cpu_decode",
     "xsake_cpu_selected",
     "xsake_cpu_selected_backward",
+    "xsake_cpu_statistics",
 )
 
 # Codes of mask_program.h.
@@ -78,7 +79,7 @@ def _library() -> ctypes.CDLL:
         path = str(pathlib.Path(__file__).with_name("libxsake_cpu.so"))
     library = ctypes.CDLL(path)
     library.xsake_cpu_isa.restype = ctypes.c_char_p
-    for target in _TARGETS:
+    for target in _TARGETS[:-1]:  # the workspace of statistics is that of a forward call
         workspace = getattr(library, f"{target}_workspace")
         workspace.restype, workspace.argtypes = ctypes.c_int64, [ctypes.c_int64] * 10
     return library

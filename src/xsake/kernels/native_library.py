@@ -26,6 +26,14 @@ def load() -> Any:
     return library
 
 
+def missing_handler(name: str) -> str | None:
+    """Why an operation that came after the first release cannot run; None if it can."""
+    library = load()
+    if isinstance(library, str) or f"xsake_cpu_{name}" in library.handlers():
+        return library if isinstance(library, str) else None
+    return f"xsake-cpu {library.version()} has no kernels for it: pip install -U xsake-cpu"
+
+
 def describe() -> str:
     """Return name, version and instruction set of the library, or why it cannot run."""
     library = load()

@@ -19,12 +19,7 @@ from xsake.kernels.sharding import axes_of, vary
 
 def unavailable_reason() -> str | None:
     """Why the library cannot be used in this process; None if it can."""
-    library = native_library.load()
-    if isinstance(library, str):
-        return library
-    if hasattr(library, "selected_workspace"):
-        return None
-    return f"xsake-cpu {library.version()} has no kernels for it: pip install -U xsake-cpu"
+    return native_library.missing_handler("selected")
 
 
 def describe_library() -> str:
