@@ -16,7 +16,7 @@ XS_INLINE void find_bad(const TokenRows<T>& from, int8_t* bad) {
     vi flaws = vi{};
     for (int64_t d = 0; d < from.dim; d += VL)
       flaws |= ~is_finite(load_upto(from.data + t * from.stride + d, from.dim - d));
-    bad[t] = any(flaws);
+    bad[t] = any(flaws) ? 1 : 0;
   }
 }
 
