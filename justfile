@@ -41,7 +41,7 @@ test *args:
     JAX_DISABLE_MOST_OPTIMIZATIONS=1 pytest -q {{ args }}
 
 # every test, slow ones included, every type checked, many more examples, compiled as for users; then every supported jax
-nightly *args: && showcase certify-smoke (native "-n" "2") (jax-range "--slow")
+nightly *args: && showcase certify-smoke (native "-n" "2") native-quality (jax-range "--slow")
     pytest -q -m "slow or not slow" --timeout=1800 --hypothesis-profile=nightly --jaxtyping-packages='{{ all_types }}' {{ args }}
 
 # update the source tree in docs/tree.md
@@ -80,6 +80,10 @@ jax-range-smoke:
 # the wheel of xsake-cpu, and every test of the backend native_cpu
 native *args:
     .ci/native {{ args }}
+
+# sanitizers, clang-tidy, 1,000 layouts and an emulated aarch64 for the C++ of xsake-cpu; needs Debian's packages
+native-quality *lanes:
+    .ci/native_quality {{ lanes }}
 
 # sdist, wheel, bill of materials and pages in dist/, tried on every Python; publishes nothing
 release *tag:

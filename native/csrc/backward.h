@@ -16,7 +16,7 @@ XS_INLINE void find_bad(const TokenRows<T>& from, int8_t* bad) {
     vi flaws = vi{};
     for (int64_t d = 0; d < from.dim; d += VL)
       flaws |= ~is_finite(load_upto(from.data + t * from.stride + d, from.dim - d));
-    bad[t] = any(flaws);
+    bad[t] = any(flaws) ? 1 : 0;
   }
 }
 
@@ -122,24 +122,29 @@ class TileGrads {
     const int64_t row = p_.list_row(tile_.b, tile_.h, tile_.q_block);
     for (int32_t item = p_.row_starts[row]; item < p_.row_starts[row + 1]; item++) {
       const int64_t kv_block = p_.kv_block[item];
-      if (kv_block < kv_begin || kv_block >= kv_end) continue;
-      const int64_t keys = min_of(p_.block_kv, p_.kv_tokens - kv_block * p_.block_kv);
-      for (int64_t first = 0; first < keys; first += kGradKeys) {
-        const int64_t count = min_of(kGradKeys, keys - first), width = round_up(count, kPanel);
-        const Piece piece{nullptr, nullptr, kv_block, first,
-                          0,       width,   count,    p_.is_partial[item] || count < width};
-        if (piece.is_masked) {
-          for (int64_t r = 0; r < tile_.count; r++) x_.rows.item[r] = item;
-          MaskBuilder(p_, x_.rows, x_.mask, tile_.b)
-              .build<kPanel>(piece, tile_.count, tile_.padded);
-        }
-        has_general_scores(p_) ? general_grads(piece) : plain_grads(piece);
-        f(piece);
-      }
+      if (kv_block >= kv_begin && kv_block < kv_end)
+        for_steps(item, kv_block, p_.is_partial[item], f);
     }
   }
 
  protected:
+  // Calls f(piece) for the steps of one block, after their p and ds.
+  template <class F>
+  void for_steps(int32_t item, int64_t kv_block, bool is_partial, F&& f) {
+    const int64_t keys = min_of(p_.block_kv, p_.kv_tokens - kv_block * p_.block_kv);
+    for (int64_t first = 0; first < keys; first += kGradKeys) {
+      const int64_t count = min_of(kGradKeys, keys - first), width = round_up(count, kPanel);
+      const Piece piece{nullptr, nullptr, kv_block, first,
+                        0,       width,   count,    is_partial || count < width};
+      if (piece.is_masked) {
+        for (int64_t r = 0; r < tile_.count; r++) x_.rows.item[r] = item;
+        MaskBuilder(p_, x_.rows, x_.mask, tile_.b).build<kPanel>(piece, tile_.count, tile_.padded);
+      }
+      has_general_scores(p_) ? general_grads(piece) : plain_grads(piece);
+      f(piece);
+    }
+  }
+
   // First key of a piece in the packed arrays.
   int64_t packed_key(const Piece& piece) const {
     const int64_t head = tile_.b * p_.kv_heads + tile_.h / p_.group();
@@ -300,7 +305,7 @@ XS_INLINE bool has_items(const Problem& p, const Tile& tile, Range blocks) {
   return false;
 }
 
-class BackwardRange : TileGrads {
+class BackwardRange : protected TileGrads {
  public:
   BackwardRange(const Problem& p, int64_t item, char* scratch) : TileGrads(p, scratch) {
     const int64_t heads = p.batch * p.kv_heads;
@@ -321,7 +326,7 @@ class BackwardRange : TileGrads {
     with_dtype(p_.dtype, [&](auto type) { store_keys<decltype(type)>(); });
   }
 
- private:
+ protected:
   void run_tile(const Tile& tile) {
     const bool has_any = has_items(p_, tile, blocks_);
     if (!has_any && ranges_ > 1) return;  // the merge skips it too
@@ -330,7 +335,7 @@ class BackwardRange : TileGrads {
       load_tile(tile);
       for_pieces(blocks_.begin, blocks_.end, [&](const Piece& piece) { add_piece(piece); });
     }
-    with_dtype(p_.dtype, [&](auto type) { store_queries<decltype(type)>(tile); });
+    with_dtype(p_.dtype, [&](auto type) { store_queries<decltype(type)>(tile, x_.dq); });
   }
 
   void add_piece(const Piece& piece) {
@@ -377,10 +382,10 @@ class BackwardRange : TileGrads {
   }
 
   template <class T>
-  void store_queries(const Tile& tile) {
+  void store_queries(const Tile& tile, const float* dq) {
     for (int64_t r = 0; r < tile.count; r++) {
       const int64_t at = tile.token_row(p_, r);
-      const float* from = x_.dq + r * padded_dim_;
+      const float* from = dq + r * padded_dim_;
       float* part = arrays_.dq + (range_ * p_.batch * p_.q_tokens * p_.q_heads + at) * p_.dim;
       for (int64_t d = 0; d < p_.dim; d += VL) {
         const vf x = load(from + d) * p_.scale;
@@ -428,8 +433,8 @@ static void backward_range(const Problem& p, int64_t item, char* scratch) {
 }
 
 // dq of the query heads of one kv head: parts of the ranges in their order.
-template <class T>
-static void merge_queries(const Problem& p, int64_t item) {
+template <class T, class F>
+static void merge_queries(const Problem& p, int64_t item, F&& has_part) {
   BackwardArrays x;
   take_backward_arrays(p.workspace, sizes_of(p), &x);
   const int64_t ranges = num_ranges(p.batch, p.kv_heads, p.kv_tokens, p.block_kv);
@@ -441,7 +446,7 @@ static void merge_queries(const Problem& p, int64_t item) {
       const Tile tile = tile_of(p, (b * p.q_heads + h) * tiles + i);
       bool exists[8];
       for (int64_t j = 0; j < ranges; j++)
-        exists[j] = tile.count && has_items(p, tile, blocks_of_range(p, j, ranges));
+        exists[j] = tile.count && has_part(tile, blocks_of_range(p, j, ranges));
       for (int64_t r = 0; r < tile.count; r++) {
         const int64_t at = tile.token_row(p, r) * p.dim;
         for (int64_t d = 0; d < p.dim; d += VL) {
@@ -456,7 +461,10 @@ static void merge_queries(const Problem& p, int64_t item) {
 
 static void backward_merge(const Problem& p, int64_t item) {
   FlushDenormals guard;
-  with_dtype(p.dtype, [&](auto type) { merge_queries<decltype(type)>(p, item); });
+  with_dtype(p.dtype, [&](auto type) {
+    merge_queries<decltype(type)>(
+        p, item, [&](const Tile& tile, Range blocks) { return has_items(p, tile, blocks); });
+  });
 }
 
 // dbias of a tile of queries: ds of every batch element and head that shares the bias, in their

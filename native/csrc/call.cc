@@ -1,5 +1,7 @@
 #include "call.h"
 
+#include <iterator>
+
 namespace xsake_cpu {
 namespace {
 
@@ -110,12 +112,12 @@ std::string parse_program(const int32_t* words, int64_t count, int64_t num_table
   if (count < 4 || words[0] < 0 || count != 4 + 10 * static_cast<int64_t>(words[0]))
     return number("length of the mask program", count, "4 + 10 * steps");
   for (int64_t i = 0; i < words[0]; i++) {
-    const int32_t* at = words + 4 + 10 * i;
+    const int32_t* at = words + 4 + int64_t{10} * i;
     if (at[0] < 0 || at[0] >= static_cast<int32_t>(Op::count_))
       return number("operation of the mask program", at[0], "a known code");
     ProgramStep step{static_cast<Op>(at[0]), {}, Axis::query};
     bool is_known = false;
-    for (int t = 0; t < 3; t++) {
+    for (int64_t t = 0; t < 3; t++) {
       step.terms[t] = {TermKind::none, 0, TermType::int32};
       if (t >= arity(step.op)) continue;
       if (!read_term(at + 1 + 3 * t, i, num_tables, &step.terms[t]))
@@ -134,6 +136,36 @@ std::string parse_program(const int32_t* words, int64_t count, int64_t num_table
   call->program = {call->steps.data(), words[0], answer, axis};
   call->problem.program = &call->program;
   return "";
+}
+
+std::string check_selected(int64_t num_indices, Call* call) {
+  // Every block may hold keys after the position of a query.
+  static constexpr uint8_t is_partial = 1;
+  static constexpr int32_t causal[] = {1, 4, 0, 0, static_cast<int32_t>(Op::ge), 1, 0, 1,
+                                       1, 1, 1, 0, 0, 0};
+  Problem& p = call->problem;
+  p.layout_batch = p.batch;
+  p.layout_heads = p.program_heads = 1;
+  if (std::string error = check_sizes(p); !error.empty()) return error;
+  const int64_t queries = p.batch * p.q_tokens;
+  if (p.num_slots < 0 || num_indices != queries * p.kv_heads * p.num_slots)
+    return number("length of blocks", num_indices, "B * Tq * Hk * slots");
+  p.block_q = selected_chunk(p.group());
+  p.q_blocks = (p.q_tokens + p.block_q - 1) / p.block_q;
+  p.kv_blocks = (p.kv_tokens + p.block_kv - 1) / p.block_kv;
+  p.is_partial = &is_partial;
+  p.listed_heads = p.kv_heads;
+  call->is_listed.assign(static_cast<size_t>(p.batch * p.kv_heads * p.kv_blocks), 0);
+  p.is_listed = call->is_listed.data();
+  for (int64_t i = 0; i < num_indices; i++) {
+    const int32_t block = p.selected[i];
+    if (block >= p.kv_blocks) return number("blocks", block, "an index of a kv block");
+    const int64_t head = i / p.num_slots % p.kv_heads;
+    const int64_t b = i / p.num_slots / p.kv_heads / p.q_tokens;
+    if (block >= 0)
+      call->is_listed[static_cast<size_t>((b * p.kv_heads + head) * p.kv_blocks + block)] = 1;
+  }
+  return parse_program(causal, std::size(causal), 0, call);
 }
 
 }  // namespace xsake_cpu

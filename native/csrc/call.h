@@ -29,6 +29,8 @@ struct ListSizes {
 // Each returns what is wrong, or an empty string.
 std::string check_sizes(const Problem& p);
 std::string check_lists(const Problem& p, const ListSizes& sizes, Call* call);
+// Selected attention: fills what follows from the sizes, the causal rule included.
+std::string check_selected(int64_t num_indices, Call* call);
 std::string parse_program(const int32_t* words, int64_t count, int64_t num_tables, Call* call);
 
 }  // namespace xsake_cpu

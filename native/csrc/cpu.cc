@@ -2,6 +2,10 @@
 #include <cstdlib>
 #include <cstring>
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 #include "problem.h"
 
 namespace xsake_cpu {
@@ -14,6 +18,14 @@ extern const KernelTable neon_kernels;
 
 namespace {
 
+#if defined(__x86_64__)
+// __builtin_cpu_supports of older compilers does not know it.
+bool has_f16c() {
+  unsigned eax, ebx, ecx, edx;
+  return __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & bit_F16C);
+}
+#endif
+
 // XSAKE_CPU_ISA can choose a lower ISA, for tests; one that the machine lacks is not taken.
 const KernelTable* choose() {
 #if defined(__x86_64__)
@@ -21,8 +33,7 @@ const KernelTable* choose() {
   const bool use_base = name && !std::strcmp(name, "base");
   const bool use_avx2 = name && !std::strcmp(name, "avx2");
   __builtin_cpu_init();
-  const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-                        __builtin_cpu_supports("f16c");
+  const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
   const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") &&
                           __builtin_cpu_supports("avx512bw") &&
                           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");

@@ -1,8 +1,7 @@
 // XLA FFI handlers and the C functions that the Python side loads.
 #include "xla/ffi/api/ffi.h"
 
-#include "parallel.h"
-#include "scratch.h"
+#include "jobs.h"
 
 #if defined(__linux__)
 #include <sys/mman.h>
@@ -18,9 +17,11 @@ using Floats = ffi::Buffer<ffi::F32>;
 using AnyResult = ffi::Result<ffi::AnyBuffer>;
 using FloatsResult = ffi::Result<Floats>;
 
-// Arguments that every handler takes, in their order.
-struct Inputs {
+struct Heads {
   ffi::AnyBuffer q, k, v;
+};
+// Arguments of the block-sparse handlers, in their order.
+struct Inputs : Heads {
   Ints row_starts, kv_block;
   ffi::AnyBuffer is_partial;
   Ints tables;
@@ -65,7 +66,7 @@ bool has_shape(ffi::AnyBuffer::Dimensions dims, std::initializer_list<int64_t> s
   return true;
 }
 
-std::string read_heads(const Inputs& in, Problem* p) {
+std::string read_heads(const Heads& in, Problem* p) {
   const auto q = in.q.dimensions(), k = in.k.dimensions(), v = in.v.dimensions();
   if (q.size() != 4 || k.size() != 4 || v.size() != 4)
     return "rank of q, k, v: expected 4 each ([B, T, H, D]). Fold other axes into the batch";
@@ -149,16 +150,16 @@ std::string read_call(const Inputs& in, const Attributes& attributes, Call* call
 
 // Divides a workspace into the arrays of the call and scratch of as many workers as it has room
 // for.
-std::string read_workspace(const ffi::AnyBuffer& buffer, int64_t arrays, int64_t slot, Call* call) {
+std::string read_workspace(const ffi::AnyBuffer& buffer, const JobSizes& sizes, Call* call) {
   const auto address = reinterpret_cast<uintptr_t>(buffer.untyped_data());
   const int64_t lost = static_cast<int64_t>(-address & (kAlign - 1));
   const int64_t size = static_cast<int64_t>(buffer.size_bytes()) - lost;
-  if (size < arrays + slot)
+  if (size < sizes.arrays + sizes.slot)
     return "size of the workspace: got " + std::to_string(buffer.size_bytes()) +
-           " bytes, expected at least " + std::to_string(arrays + slot + kAlign);
+           " bytes, expected at least " + std::to_string(sizes.arrays + sizes.slot + kAlign);
   call->problem.workspace = static_cast<char*>(buffer.untyped_data()) + lost;
-  call->scratch = call->problem.workspace + arrays;
-  call->scratch_size = size - arrays;
+  call->scratch = call->problem.workspace + sizes.arrays;
+  call->scratch_size = size - sizes.arrays;
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
   // A fresh workspace would cost a page fault per 4 KB.
   constexpr uintptr_t page = uintptr_t{2} << 20;
@@ -192,47 +193,13 @@ ffi::Future start(ffi::ThreadPool& pool, std::shared_ptr<Job> job) {
   return future;
 }
 
-// Counts down the tasks of each (batch, kv head); the last one merges.
-void count_tasks(Call* call, int64_t tasks_per_head) {
-  const auto heads = static_cast<size_t>(call->problem.batch * call->problem.kv_heads);
-  call->unfinished = std::make_unique<std::atomic<int64_t>[]>(heads);
-  for (size_t i = 0; i < heads; i++) call->unfinished[i].store(tasks_per_head);
-}
-bool is_last_task(Call& call, int64_t head) {
-  return call.unfinished[static_cast<size_t>(head)].fetch_sub(1, std::memory_order_acq_rel) == 1;
-}
-
-std::string read_outputs(const Inputs& in, AnyResult o, FloatsResult lse, Problem* p) {
+std::string read_outputs(const Heads& in, AnyResult o, FloatsResult lse, Problem* p) {
   if (!has_shape(o->dimensions(), {p->batch, p->q_tokens, p->q_heads, p->v_dim}) ||
       o->element_type() != in.q.element_type() ||
       !has_shape(lse->dimensions(), {p->batch, p->q_tokens, p->q_heads}))
     return "results: expected o [B, Tq, Hq, Dv] in the dtype of q and lse [B, Tq, Hq]";
   p->o = o->untyped_data(), p->lse = lse->typed_data();
   return "";
-}
-
-std::shared_ptr<Job> forward_job(std::unique_ptr<Call> call, int64_t slot) {
-  const Problem& p = call->problem;
-  auto job = std::make_shared<Job>(std::move(call), slot);
-  job->add_phase(p.batch * p.kv_heads * p.kv_blocks,
-                 [&p](int64_t item, char*) { kernels().forward_pack(p, item); });
-  job->add_phase(p.batch * p.q_heads * p.q_blocks * p.tiles_per_block(),
-                 [&p](int64_t item, char* scratch) { kernels().forward_tile(p, item, scratch); });
-  return job;
-}
-
-std::shared_ptr<Job> decode_job(std::unique_ptr<Call> call, int64_t slot) {
-  const Problem& p = call->problem;
-  const int64_t chunks = max_of(1, num_chunks(p.kv_blocks, p.block_kv));
-  count_tasks(call.get(), chunks);
-  auto job = std::make_shared<Job>(std::move(call), slot);
-  job->add_phase(p.batch * p.kv_heads * chunks,
-                 [&p, &call = job->call(), chunks](int64_t item, char* scratch) {
-                   kernels().decode_chunk(p, item, scratch);
-                   const int64_t head = item / p.kv_heads / chunks * p.kv_heads + item % p.kv_heads;
-                   if (is_last_task(call, head)) kernels().decode_merge(p, head);
-                 });
-  return job;
 }
 
 ffi::Future attend(ffi::ThreadPool& pool, bool is_decode, const Inputs& in, AnyResult o,
@@ -242,15 +209,10 @@ ffi::Future attend(ffi::ThreadPool& pool, bool is_decode, const Inputs& in, AnyR
   if (std::string error = read_call(in, attributes, call.get()); !error.empty()) return fail(error);
   if (std::string error = read_outputs(in, o, lse, &p); !error.empty()) return fail(error);
   const WorkspaceSizes z = sizes_of(p);
-  const int64_t slot =
-      (is_decode ? take_decode(nullptr, p.dim, p.v_dim, z.program_steps, nullptr)
-                 : take_forward(nullptr, p.dim, p.v_dim, z.program_steps, nullptr));
-  const int64_t arrays = is_decode ? take_decode_arrays(nullptr, z, nullptr)
-                                   : take_forward_arrays(nullptr, z, nullptr);
-  if (std::string error = read_workspace(*workspace, arrays, slot, call.get()); !error.empty())
+  const JobSizes sizes = is_decode ? decode_sizes(z) : forward_sizes(z);
+  if (std::string error = read_workspace(*workspace, sizes, call.get()); !error.empty())
     return fail(error);
-  return start(pool,
-               is_decode ? decode_job(std::move(call), slot) : forward_job(std::move(call), slot));
+  return start(pool, is_decode ? decode_job(std::move(call)) : forward_job(std::move(call)));
 }
 
 struct Residuals {
@@ -261,10 +223,9 @@ struct Residuals {
 };
 struct Gradients {
   AnyResult dq, dk, dv;
-  FloatsResult dbias;
 };
 
-std::string read_gradients(const Inputs& in, Residuals from, Gradients to, Problem* p) {
+std::string read_gradients(const Heads& in, Residuals from, Gradients to, Problem* p) {
   const auto is_like = [](const ffi::AnyBuffer& x, const ffi::AnyBuffer& y) {
     return x.element_type() == y.element_type() && x.dimensions() == y.dimensions();
   };
@@ -277,52 +238,85 @@ std::string read_gradients(const Inputs& in, Residuals from, Gradients to, Probl
       return "lse and dlse: expected [B, Tq, Hq]";
   if (!is_like(*to.dq, in.q) || !is_like(*to.dk, in.k) || !is_like(*to.dv, in.v))
     return "dq, dk, dv: expected the shapes and dtypes of q, k, v";
-  const auto bias = in.bias.dimensions();
-  if (p->bias && !(to.dbias->dimensions() == bias)) return "dbias: expected the shape of the bias";
   p->o = from.o.untyped_data(), p->lse = from.lse.typed_data();
   p->do_ = from.do_.untyped_data(), p->dlse = from.dlse.typed_data();
   p->dq = to.dq->untyped_data(), p->dk = to.dk->untyped_data(), p->dv = to.dv->untyped_data();
-  p->dbias = p->bias ? to.dbias->typed_data() : nullptr;
   return "";
 }
 
-std::shared_ptr<Job> backward_job(std::unique_ptr<Call> call, int64_t slot) {
-  const Problem& p = call->problem;
-  const int64_t heads = p.batch * p.kv_heads;
-  const int64_t ranges = num_ranges(p.batch, p.kv_heads, p.kv_tokens, p.block_kv);
-  const int64_t tiles = p.q_blocks * p.tiles_per_block();
-  count_tasks(call.get(), ranges);
-  auto job = std::make_shared<Job>(std::move(call), slot);
-  job->add_phase(heads * p.kv_blocks,
-                 [&p](int64_t item, char*) { kernels().backward_pack(p, item); });
-  job->add_phase(heads * ranges + (p.bias ? p.bias_batch * p.bias_heads * tiles : 0),
-                 [&p, &call = job->call(), heads, ranges](int64_t item, char* scratch) {
-                   if (item >= heads * ranges)
-                     return kernels().backward_bias(p, item - heads * ranges, scratch);
-                   kernels().backward_range(p, item, scratch);
-                   if (is_last_task(call, item % heads) && ranges > 1)
-                     kernels().backward_merge(p, item % heads);
-                 });
-  return job;
-}
-
 ffi::Future differentiate(ffi::ThreadPool& pool, const Inputs& in, const Residuals& residuals,
-                          const Gradients& gradients, AnyResult workspace,
+                          const Gradients& gradients, FloatsResult dbias, AnyResult workspace,
                           const Attributes& attributes) {
   auto call = std::make_unique<Call>();
   Problem& p = call->problem;
   if (std::string error = read_call(in, attributes, call.get()); !error.empty()) return fail(error);
   if (std::string error = read_gradients(in, residuals, gradients, &p); !error.empty())
     return fail(error);
-  const WorkspaceSizes z = sizes_of(p);
-  const int64_t slot = take_backward(nullptr, p.dim, p.v_dim, z.program_steps, nullptr);
-  const int64_t arrays = take_backward_arrays(nullptr, z, nullptr);
-  if (std::string error = read_workspace(*workspace, arrays, slot, call.get()); !error.empty())
+  if (p.bias && !(dbias->dimensions() == in.bias.dimensions()))
+    return fail("dbias: expected the shape of the bias");
+  p.dbias = p.bias ? dbias->typed_data() : nullptr;
+  const JobSizes sizes = backward_sizes(sizes_of(p));
+  if (std::string error = read_workspace(*workspace, sizes, call.get()); !error.empty())
     return fail(error);
-  return start(pool, backward_job(std::move(call), slot));
+  return start(pool, backward_job(std::move(call)));
 }
 
-// Arguments and attributes of every handler.
+struct SelectedArguments : Heads {
+  Ints blocks, q_positions;
+  float scale;
+  int64_t block;
+};
+
+std::string read_selected(const SelectedArguments& in, Call* call) {
+  Problem& p = call->problem;
+  if (std::string error = read_heads(in, &p); !error.empty()) return error;
+  const auto dims = in.blocks.dimensions(), positions = in.q_positions.dimensions();
+  if (dims.size() != 4 || dims[0] != p.batch || dims[1] != p.q_tokens || dims[2] != p.kv_heads)
+    return "shape of blocks: expected [B, Tq, Hk, slots]";
+  p.selected = in.blocks.typed_data(), p.num_slots = dims[3];
+  p.q_positions = pointer(in.q_positions);
+  if (p.q_positions &&
+      (positions.size() != 2 || positions[1] != p.q_tokens ||
+       (positions[0] != 1 && positions[0] != p.batch)))
+    return "shape of positions: expected [1 or B, tokens]";
+  if (p.q_positions) p.q_positions_batch = positions[0];
+  p.scale = in.scale, p.block_q = 1, p.block_kv = in.block;
+  return check_selected(count(in.blocks), call);
+}
+
+ffi::Future attend_selected(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k,
+                            ffi::AnyBuffer v, Ints blocks, Ints q_positions, AnyResult o,
+                            FloatsResult lse, AnyResult workspace, float scale, int64_t block) {
+  auto call = std::make_unique<Call>();
+  const SelectedArguments in{{q, k, v}, blocks, q_positions, scale, block};
+  if (std::string error = read_selected(in, call.get()); !error.empty()) return fail(error);
+  if (std::string error = read_outputs(in, o, lse, &call->problem); !error.empty())
+    return fail(error);
+  const JobSizes sizes = selected_sizes(sizes_of(call->problem));
+  if (std::string error = read_workspace(*workspace, sizes, call.get()); !error.empty())
+    return fail(error);
+  return start(pool, selected_job(std::move(call)));
+}
+
+ffi::Future differentiate_selected(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k,
+                                   ffi::AnyBuffer v, Ints blocks, Ints q_positions,
+                                   ffi::AnyBuffer o, Floats lse, ffi::AnyBuffer do_, Floats dlse,
+                                   AnyResult dq, AnyResult dk, AnyResult dv, AnyResult workspace,
+                                   float scale, int64_t block) {
+  auto call = std::make_unique<Call>();
+  const SelectedArguments in{{q, k, v}, blocks, q_positions, scale, block};
+  if (std::string error = read_selected(in, call.get()); !error.empty()) return fail(error);
+  if (std::string error =
+          read_gradients(in, {o, lse, do_, dlse}, {dq, dk, dv}, &call->problem);
+      !error.empty())
+    return fail(error);
+  const JobSizes sizes = selected_backward_sizes(sizes_of(call->problem));
+  if (std::string error = read_workspace(*workspace, sizes, call.get()); !error.empty())
+    return fail(error);
+  return start(pool, selected_backward_job(std::move(call)));
+}
+
+// Arguments and attributes of the block-sparse handlers.
 #define XS_INPUTS                                                                          \
   ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, Ints row_starts, Ints kv_block,    \
       ffi::AnyBuffer is_partial, Ints tables, ffi::AnyBuffer mask_blocks, Ints mask_index, \
@@ -333,8 +327,8 @@ ffi::Future differentiate(ffi::ThreadPool& pool, const Inputs& in, const Residua
       int64_t layout_heads, ffi::Span<const int32_t> program, int64_t program_heads
 #define XS_PACK_INPUTS                                                                             \
   Inputs {                                                                                         \
-    q, k, v, row_starts, kv_block, is_partial, tables, mask_blocks, mask_index, bias, q_positions, \
-        kv_positions, q_segment_ids, kv_segment_ids                                                \
+    {q, k, v}, row_starts, kv_block, is_partial, tables, mask_blocks, mask_index, bias,            \
+        q_positions, kv_positions, q_segment_ids, kv_segment_ids                                               \
   }
 #define XS_PACK_ATTRIBUTES                                                                \
   Attributes {                                                                            \
@@ -347,10 +341,32 @@ ffi::Future attend_handler(ffi::ThreadPool pool, XS_INPUTS, AnyResult o, FloatsR
   return attend(pool, is_decode, XS_PACK_INPUTS, o, lse, workspace, XS_PACK_ATTRIBUTES);
 }
 
+// Statistics read no values: v is k, and its workspace is that of a forward call with v_dim 0.
+ffi::Future statistics_handler(ffi::ThreadPool pool, XS_INPUTS, FloatsResult lse,
+                               FloatsResult entropy, FloatsResult block_lse, AnyResult workspace,
+                               XS_ATTRIBUTES) {
+  auto call = std::make_unique<Call>();
+  Problem& p = call->problem;
+  if (std::string error = read_call(XS_PACK_INPUTS, XS_PACK_ATTRIBUTES, call.get());
+      !error.empty())
+    return fail(error);
+  p.v_dim = 0;
+  if (!has_shape(lse->dimensions(), {p.batch, p.q_tokens, p.q_heads}) ||
+      !has_shape(entropy->dimensions(), {p.batch, p.q_tokens, p.q_heads}) ||
+      !has_shape(block_lse->dimensions(), {p.batch, p.q_tokens, p.q_heads, p.kv_blocks}))
+    return fail("results: expected lse and entropy [B, Tq, Hq], block_lse [B, Tq, Hq, Nk]");
+  p.lse = lse->typed_data(), p.entropy = entropy->typed_data();
+  p.block_lse = block_lse->typed_data();
+  const JobSizes sizes = forward_sizes(sizes_of(p));
+  if (std::string error = read_workspace(*workspace, sizes, call.get()); !error.empty())
+    return fail(error);
+  return start(pool, statistics_job(std::move(call)));
+}
+
 ffi::Future backward_handler(ffi::ThreadPool pool, XS_INPUTS, ffi::AnyBuffer o, Floats lse,
                              ffi::AnyBuffer do_, Floats dlse, AnyResult dq, AnyResult dk,
                              AnyResult dv, FloatsResult dbias, AnyResult workspace, XS_ATTRIBUTES) {
-  return differentiate(pool, XS_PACK_INPUTS, {o, lse, do_, dlse}, {dq, dk, dv, dbias}, workspace,
+  return differentiate(pool, XS_PACK_INPUTS, {o, lse, do_, dlse}, {dq, dk, dv}, dbias, workspace,
                        XS_PACK_ATTRIBUTES);
 }
 
@@ -427,6 +443,58 @@ XSAKE_EXPORT XLA_FFI_Error* xsake_cpu_backward(XLA_FFI_CallFrame* frame) {
   return handler->Call(frame);
 }
 
+XSAKE_EXPORT XLA_FFI_Error* xsake_cpu_statistics(XLA_FFI_CallFrame* frame) {
+  static auto* const handler = bind_attributes(bind_inputs(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>())
+                                                   .Ret<Floats>()
+                                                   .Ret<Floats>()
+                                                   .Ret<Floats>()
+                                                   .Ret<ffi::AnyBuffer>())
+                                   .To(statistics_handler)
+                                   .release();
+  return handler->Call(frame);
+}
+
+XSAKE_EXPORT XLA_FFI_Error* xsake_cpu_selected(XLA_FFI_CallFrame* frame) {
+  static auto* const handler = ffi::Ffi::Bind()
+                                   .Ctx<ffi::ThreadPool>()
+                                   .Arg<ffi::AnyBuffer>()
+                                   .Arg<ffi::AnyBuffer>()
+                                   .Arg<ffi::AnyBuffer>()
+                                   .Arg<Ints>()
+                                   .Arg<Ints>()
+                                   .Ret<ffi::AnyBuffer>()
+                                   .Ret<Floats>()
+                                   .Ret<ffi::AnyBuffer>()
+                                   .Attr<float>("scale")
+                                   .Attr<int64_t>("block")
+                                   .To(attend_selected)
+                                   .release();
+  return handler->Call(frame);
+}
+
+XSAKE_EXPORT XLA_FFI_Error* xsake_cpu_selected_backward(XLA_FFI_CallFrame* frame) {
+  static auto* const handler = ffi::Ffi::Bind()
+                                   .Ctx<ffi::ThreadPool>()
+                                   .Arg<ffi::AnyBuffer>()
+                                   .Arg<ffi::AnyBuffer>()
+                                   .Arg<ffi::AnyBuffer>()
+                                   .Arg<Ints>()
+                                   .Arg<Ints>()
+                                   .Arg<ffi::AnyBuffer>()
+                                   .Arg<Floats>()
+                                   .Arg<ffi::AnyBuffer>()
+                                   .Arg<Floats>()
+                                   .Ret<ffi::AnyBuffer>()
+                                   .Ret<ffi::AnyBuffer>()
+                                   .Ret<ffi::AnyBuffer>()
+                                   .Ret<ffi::AnyBuffer>()
+                                   .Attr<float>("scale")
+                                   .Attr<int64_t>("block")
+                                   .To(differentiate_selected)
+                                   .release();
+  return handler->Call(frame);
+}
+
 XSAKE_EXPORT const char* xsake_cpu_isa() { return kernels().name; }
 XSAKE_EXPORT void xsake_cpu_ffi_version(int32_t* major, int32_t* minor) {
   *major = XLA_FFI_API_MAJOR;
@@ -435,18 +503,21 @@ XSAKE_EXPORT void xsake_cpu_ffi_version(int32_t* major, int32_t* minor) {
 
 // Bytes of the workspace of a call with scratch for `workers` threads. More threads than that do
 // not take part; results do not depend on their number.
-#define XS_WORKSPACE(name)                                                                    \
-  XSAKE_EXPORT int64_t xsake_cpu_##name##_workspace(                                          \
-      int64_t batch, int64_t q_tokens, int64_t kv_tokens, int64_t q_heads, int64_t kv_heads,  \
-      int64_t dim, int64_t v_dim, int64_t block_kv, int64_t program_steps, int64_t workers) { \
-    const WorkspaceSizes z{batch, q_tokens, kv_tokens, q_heads,      kv_heads,                \
-                           dim,   v_dim,    block_kv,  program_steps};                        \
-    return take_##name##_arrays(nullptr, z, nullptr) + kAlign +                               \
-           max_of(1, workers) * take_##name(nullptr, dim, v_dim, program_steps, nullptr);     \
+#define XS_WORKSPACE(name, last, steps, slots)                                               \
+  XSAKE_EXPORT int64_t xsake_cpu_##name##_workspace(                                         \
+      int64_t batch, int64_t q_tokens, int64_t kv_tokens, int64_t q_heads, int64_t kv_heads, \
+      int64_t dim, int64_t v_dim, int64_t block_kv, int64_t last, int64_t workers) {         \
+    const WorkspaceSizes z{batch, q_tokens, kv_tokens, q_heads, kv_heads,                    \
+                           dim,   v_dim,    block_kv,  steps,   slots};                      \
+    const JobSizes sizes = name##_sizes(z);                                                  \
+    return sizes.arrays + kAlign + max_of(1, workers) * sizes.slot;                          \
   }
-XS_WORKSPACE(forward)
-XS_WORKSPACE(backward)
-XS_WORKSPACE(decode)
+XS_WORKSPACE(forward, program_steps, program_steps, 0)
+XS_WORKSPACE(backward, program_steps, program_steps, 0)
+XS_WORKSPACE(decode, program_steps, program_steps, 0)
+// The causal rule is a program of one step.
+XS_WORKSPACE(selected, num_slots, 1, num_slots)
+XS_WORKSPACE(selected_backward, num_slots, 1, num_slots)
 
 // Building blocks, for tests.
 XSAKE_EXPORT void xsake_cpu_test_exp2(const float* x, float* y, int64_t n) {

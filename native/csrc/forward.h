@@ -84,38 +84,25 @@ static void load_queries(const Problem& p, const Tile& tile, float* q, int64_t q
   }
 }
 
-class ForwardTile {
- public:
-  ForwardTile(const Problem& p, const Tile& tile, char* scratch) : p_(p), tile_(tile) {
+// Steps of the online softmax of a tile: pieces of keys are added until a step is full.
+class TileSoftmax {
+ protected:
+  TileSoftmax(const Problem& p, char* scratch) : p_(p) {
     take_forward(scratch, p.dim, p.v_dim, p.program ? p.program->num_steps : 0, &x_);
     take_forward_arrays(p.workspace, sizes_of(p), &arrays_);
     padded_v_dim_ = round_up(p.v_dim, kPanel);
     width_ = padded_block(p);
   }
 
-  void run() {
-    load_rows(p_, tile_, x_.rows);
-    with_dtype(p_.dtype, [&](auto type) { load_queries<decltype(type)>(p_, tile_, x_.q, p_.dim); });
-    init_rows(x_.softmax, tile_.padded, padded_v_dim_);
-    const int64_t row = p_.list_row(tile_.b, tile_.h, tile_.q_block);
-    const int32_t end = p_.row_starts[row + 1];
-    for (int32_t item = p_.row_starts[row]; item < end; item++) {
-      const int64_t first = (int64_t)p_.kv_block[item] * p_.block_kv;
-      const int64_t keys = min_of(p_.block_kv, p_.kv_tokens - first);
-      for (int64_t at = 0; at < keys; at += kStepKeys)
-        add_piece(item, at, min_of(kStepKeys, keys - at));
-    }
-    flush();
-    with_dtype(p_.dtype, [&](auto type) {
-      for (int64_t r = 0; r < tile_.count; r++)
-        finalize_row<decltype(type)>(p_, tile_.token_row(p_, r), x_.softmax.acc + r * padded_v_dim_,
-                                     x_.softmax.m[r], x_.softmax.l[r]);
-    });
+  // Keys of a block; `item` is that of the list of every row.
+  void add_block(int32_t item, int64_t kv_block, bool is_partial) {
+    const int64_t keys = min_of(p_.block_kv, p_.kv_tokens - kv_block * p_.block_kv);
+    for (int64_t at = 0; at < keys; at += kStepKeys)
+      add_piece(item, kv_block, at, min_of(kStepKeys, keys - at), is_partial);
   }
 
- private:
-  void add_piece(int32_t item, int64_t first, int64_t count) {
-    const int64_t kv_block = p_.kv_block[item], width = round_up(count, kPanel);
+  void add_piece(int32_t item, int64_t kv_block, int64_t first, int64_t count, bool is_partial) {
+    const int64_t width = round_up(count, kPanel);
     if (num_pieces_ == kMaxPieces || columns_ + width > kStepKeys) flush();
     const int64_t hk = tile_.h / p_.group();
     const int64_t block = (tile_.b * p_.kv_heads + hk) * p_.kv_blocks + kv_block;
@@ -127,7 +114,7 @@ class ForwardTile {
     x.column = columns_;
     x.width = width;
     x.count = count;
-    x.is_masked = p_.is_partial[item] || count < width;
+    x.is_masked = is_partial || count < width;
     columns_ += width;
     if (!x.is_masked) return;
     for (int64_t r = 0; r < tile_.count; r++) x_.rows.item[r] = item;
@@ -136,17 +123,26 @@ class ForwardTile {
 
   void flush() {
     if (!num_pieces_) return;
+    find_scores();
+    update_max(x_.softmax, tile_.padded);
+    update_sums(x_.softmax, x_.mask, pieces_, num_pieces_, (int)tile_.padded);
+    for (int j = 0; j < num_pieces_; j++) add_values(pieces_[j], j == 0);
+    clear_pieces();
+  }
+
+  void clear_pieces() {
+    num_pieces_ = 0;
+    columns_ = 0;
+  }
+
+  // Scores of all pieces in base 2, and the maximum of each row.
+  void find_scores() {
     clear_max(x_.softmax, tile_.padded);
     for (int j = 0; j < num_pieces_; j++) {
       has_general_scores(p_) ? scores<true>(pieces_[j]) : scores<false>(pieces_[j]);
       if (has_general_scores(p_))
         finish_scores(p_, pieces_[j], x_.rows, x_.mask, x_.softmax, tile_.b, tile_.count);
     }
-    update_max(x_.softmax, tile_.padded);
-    update_sums(x_.softmax, x_.mask, pieces_, num_pieces_, (int)tile_.padded);
-    for (int j = 0; j < num_pieces_; j++) add_values(pieces_[j], j == 0);
-    num_pieces_ = 0;
-    columns_ = 0;
   }
 
   // A panel of K stays in L1 while the strips of the tile pass over it.
@@ -190,12 +186,34 @@ class ForwardTile {
 
   static constexpr int kMaxPieces = kStepKeys / kPanel;
   const Problem& p_;
-  const Tile& tile_;
+  Tile tile_{};
   ForwardScratch x_;
   ForwardArrays arrays_;
   int64_t padded_v_dim_, width_, columns_ = 0;
   Piece pieces_[kMaxPieces];
   int num_pieces_ = 0;
+};
+
+class ForwardTile : TileSoftmax {
+ public:
+  ForwardTile(const Problem& p, const Tile& tile, char* scratch) : TileSoftmax(p, scratch) {
+    tile_ = tile;
+  }
+
+  void run() {
+    load_rows(p_, tile_, x_.rows);
+    with_dtype(p_.dtype, [&](auto type) { load_queries<decltype(type)>(p_, tile_, x_.q, p_.dim); });
+    init_rows(x_.softmax, tile_.padded, padded_v_dim_);
+    const int64_t row = p_.list_row(tile_.b, tile_.h, tile_.q_block);
+    for (int32_t item = p_.row_starts[row]; item < p_.row_starts[row + 1]; item++)
+      add_block(item, p_.kv_block[item], p_.is_partial[item]);
+    flush();
+    with_dtype(p_.dtype, [&](auto type) {
+      for (int64_t r = 0; r < tile_.count; r++)
+        finalize_row<decltype(type)>(p_, tile_.token_row(p_, r), x_.softmax.acc + r * padded_v_dim_,
+                                     x_.softmax.m[r], x_.softmax.l[r]);
+    });
+  }
 };
 
 static void forward_tile(const Problem& p, int64_t item, char* scratch) {

@@ -2,6 +2,8 @@
 #include "backward.h"
 #include "decode.h"
 #include "forward.h"
+#include "selected.h"
+#include "statistics.h"
 
 #define XS_JOIN2(x, y) x##y
 #define XS_JOIN(x, y) XS_JOIN2(x, y)
@@ -38,6 +40,8 @@ const KernelTable XS_JOIN(XSAKE_ISA, _kernels) = {
     XS_STRING(XSAKE_ISA),      XSAKE_ISA::forward_pack,   XSAKE_ISA::forward_tile,
     XSAKE_ISA::backward_pack,  XSAKE_ISA::backward_range, XSAKE_ISA::backward_bias,
     XSAKE_ISA::backward_merge, XSAKE_ISA::decode_chunk,   XSAKE_ISA::decode_merge,
+    XSAKE_ISA::selected_chunk, XSAKE_ISA::selected_range, XSAKE_ISA::selected_merge,
+    XSAKE_ISA::statistics_pack, XSAKE_ISA::statistics_tile,
     XSAKE_ISA::test_exp2,      XSAKE_ISA::test_tanh,      XSAKE_ISA::test_product,
 };
 

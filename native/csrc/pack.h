@@ -38,7 +38,7 @@ static void pack_rows(const TokenRows<T>& from, int64_t padded_rows, float* to, 
       flaws |= ~finite;
       store(to + d / kPanel * kPanel * width + t * kPanel + d % kPanel, select(finite, x, vf{}));
     }
-    if (bad) bad[t] = any(flaws);
+    if (bad) bad[t] = any(flaws) ? 1 : 0;
   }
 }
 

@@ -22,6 +22,7 @@ constexpr int64_t kStepKeys = 256;   // keys of a step of the forward pass
 constexpr int64_t kGradKeys = 128;   // keys of a step of the backward pass
 constexpr int64_t kChunkKeys = 512;  // keys of a decode task
 constexpr int64_t kDecodeRows = 64;  // rows of a decode tile
+constexpr int64_t kChunkRows = 1024;  // rows of a chunk of selected attention, about
 constexpr int64_t kAlign = 64;
 
 static inline int64_t round_up(int64_t x, int64_t multiple) {
@@ -104,12 +105,16 @@ struct Problem {
   int64_t q_positions_batch, kv_positions_batch;
   const int32_t *q_segments, *kv_segments;
   const MaskProgram* program;
+  // Selected attention: [B, Tq, Hk, num_slots], kv blocks of each query; negative: unused.
+  const int32_t* selected;
+  int64_t num_slots;
   // [layout_batch, listed_heads, kv_blocks]: whether a row of the kv head lists the block.
   const uint8_t* is_listed;
   int64_t listed_heads;  // kv_heads, or a divisor of it where kv heads share lists
   // Results of forward and decode, residuals of backward.
   void* o;
   float* lse;
+  float *entropy, *block_lse;  // of statistics
   // Backward.
   const void* do_;
   const float* dlse;
@@ -132,6 +137,7 @@ struct Problem {
 // Sizes that workspaces depend on.
 struct WorkspaceSizes {
   int64_t batch, q_tokens, kv_tokens, q_heads, kv_heads, dim, v_dim, block_kv, program_steps;
+  int64_t num_slots;
 };
 
 // Hands out parts of a buffer; with base null it measures.
@@ -157,6 +163,11 @@ static inline int64_t num_ranges(int64_t batch, int64_t kv_heads, int64_t kv_tok
   return max_of(1, min_of(min_of(8, for_cores), min_of(by_length, blocks)));
 }
 
+// Queries of a chunk of selected attention: whole tiles of each head of the group.
+static inline int64_t selected_chunk(int64_t group) {
+  return max_of(1, kChunkRows / group / kTileRows) * kTileRows;
+}
+
 // Blocks of a decode task.
 static inline int64_t chunk_blocks(int64_t block_kv) { return max_of(1, kChunkKeys / block_kv); }
 static inline int64_t num_chunks(int64_t kv_blocks, int64_t block_kv) {
@@ -175,6 +186,11 @@ struct KernelTable {
   void (*backward_merge)(const Problem&, int64_t item);
   void (*decode_chunk)(const Problem&, int64_t item, char* scratch);
   void (*decode_merge)(const Problem&, int64_t item);
+  void (*selected_chunk)(const Problem&, int64_t item, char* scratch);
+  void (*selected_range)(const Problem&, int64_t item, char* scratch);
+  void (*selected_merge)(const Problem&, int64_t item);
+  void (*statistics_pack)(const Problem&, int64_t item);
+  void (*statistics_tile)(const Problem&, int64_t item, char* scratch);
   void (*exp2)(const float* x, float* y, int64_t n);
   void (*tanh)(const float* x, float* y, int64_t n);
   void (*product)(const float* a, const float* b, float* c, int64_t m, int64_t n, int64_t k);

@@ -209,10 +209,81 @@ static inline int64_t take_decode_arrays(char* base, const WorkspaceSizes& z, De
   return arena.used;
 }
 
+// Queries of a chunk by the block that they selected: those of block j are query[begin[j]] up to
+// query[begin[j + 1]], in their order.
+struct Routes {
+  int32_t* begin;  // [kv_blocks + 1]
+  int32_t* end;    // [kv_blocks]: while the lists are filled
+  int32_t* last;   // [kv_blocks]: the query that selected the block last
+  int32_t* query;  // [queries of a chunk * slots], tokens of the chunk
+};
+
+static inline Routes take_routes(Arena& arena, const WorkspaceSizes& z) {
+  const int64_t blocks = (z.kv_tokens + z.block_kv - 1) / z.block_kv;
+  Routes x;
+  x.begin = arena.take<int32_t>(blocks + 1);
+  x.end = arena.take<int32_t>(blocks);
+  x.last = arena.take<int32_t>(blocks);
+  x.query = arena.take<int32_t>(selected_chunk(z.q_heads / z.kv_heads) * z.num_slots);
+  return x;
+}
+
+// Rows of a chunk: head g of the group and token t are row g * (queries of a chunk) + t.
+static inline int64_t chunk_rows(const WorkspaceSizes& z) {
+  const int64_t group = z.q_heads / z.kv_heads;
+  return selected_chunk(group) * group;
+}
+
+struct SelectedScratch {
+  char* tile;  // a ForwardScratch: at the base
+  Routes routes;
+  float *q, *acc;  // [rows, dim], [rows, padded v_dim]
+  float *m, *l;    // [rows]
+};
+
+static inline int64_t take_selected(char* base, const WorkspaceSizes& z, SelectedScratch* out) {
+  Arena arena{base};
+  SelectedScratch x;
+  x.tile = arena.take<char>(take_forward(nullptr, z.dim, z.v_dim, z.program_steps, nullptr));
+  x.routes = take_routes(arena, z);
+  const int64_t rows = chunk_rows(z);
+  x.q = arena.take<float>(rows * z.dim);
+  x.acc = arena.take<float>(rows * round_up(z.v_dim, kMaxPanel));
+  x.m = arena.take<float>(rows);
+  x.l = arena.take<float>(rows);
+  if (out) *out = x;
+  return arena.used;
+}
+
+struct SelectedGradScratch {
+  char* tile;  // a BackwardScratch: at the base
+  Routes routes;
+  float *q, *q_finite, *do_, *dq;  // [rows, padded dim or v_dim]
+  RowOrigin* origin;               // [rows]
+  float* delta;
+};
+
+static inline int64_t take_selected_backward(char* base, const WorkspaceSizes& z,
+                                             SelectedGradScratch* out) {
+  Arena arena{base};
+  SelectedGradScratch x;
+  x.tile = arena.take<char>(take_backward(nullptr, z.dim, z.v_dim, z.program_steps, nullptr));
+  x.routes = take_routes(arena, z);
+  const int64_t rows = chunk_rows(z), padded = round_up(z.dim, kMaxPanel);
+  x.q = arena.take<float>(rows * padded);
+  x.q_finite = arena.take<float>(rows * padded);
+  x.do_ = arena.take<float>(rows * round_up(z.v_dim, kMaxPanel));
+  x.dq = arena.take<float>(rows * padded);
+  x.origin = arena.take<RowOrigin>(rows);
+  x.delta = arena.take<float>(rows);
+  if (out) *out = x;
+  return arena.used;
+}
+
 static inline WorkspaceSizes sizes_of(const Problem& p) {
   return {p.batch,   p.q_tokens, p.kv_tokens,
           p.q_heads, p.kv_heads, p.dim,
-          p.v_dim,   p.block_kv, p.program ? p.program->num_steps : 0};
+          p.v_dim,   p.block_kv, p.program ? p.program->num_steps : 0, p.num_slots};
 }
 
 }  // namespace xsake_cpu

@@ -9,13 +9,20 @@ from tests.kernels.error_budget import failures
 from tests.lanes import gate, slow
 from xsake.errors import ArgumentError
 from xsake.kernels.selected import selected_attention, xla
+from xsake.kernels.selected.api import OP
 from xsake.kernels.selected.chunking import SelectedTuning, chunk_sizes, max_tiles, route_queries
 from xsake.kernels.selected.types import SelectedConfig, SelectedInputs
 from xsake.kernels.selected.xla import CPU
 
 # The reference is compared with float64 at every commit too, through the whole of native sparse
 # attention; apart from that it belongs to the nightly lane.
-each_implementation = pytest.mark.parametrize("implementation", ["xla", slow("reference")])
+NATIVE = pytest.param(
+    "native_cpu",
+    marks=pytest.mark.skipif(
+        OP.implementations()["native_cpu"] is not None, reason="xsake-cpu is not installed"
+    ),
+)
+each_implementation = pytest.mark.parametrize("implementation", ["xla", NATIVE, slow("reference")])
 
 
 def drawn(tokens, q_heads, kv_heads, *, block, slots, batch=1, dim=8, dtype=np.float32, seed=0):
@@ -79,7 +86,7 @@ def test_queries_may_be_anywhere_in_the_keys(implementation):
     assert failures(call, (q[:, :2], k, v), pairs, 0.3) == []
 
 
-@each_implementation
+@pytest.mark.parametrize("implementation", ["xla", slow("reference")])
 def test_float64_is_computed_in_float64(implementation):
     with jax.enable_x64(True):
         arrays, blocks = drawn(37, 3, 1, block=8, slots=3, dtype=np.float64)

@@ -1,4 +1,5 @@
-"""Native CPU kernels of XSAKE as XLA FFI handlers: forward, backward, decode.
+"""Native CPU kernels of XSAKE as XLA FFI handlers: forward, backward, decode, selected
+attention, statistics.
 
 The library is loaded by ctypes and contains no Python code. It was built with the FFI headers of
 the oldest supported jaxlib; `handlers` checks that the running jaxlib accepts them.
@@ -21,10 +22,19 @@ __all__ = [
     "handlers",
     "isa",
     "runtime_ffi_api_version",
+    "selected_backward_workspace",
+    "selected_workspace",
     "version",
 ]
 
-_TARGETS = ("xsake_cpu_forward", "xsake_cpu_backward", "xsake_cpu_decode")
+_TARGETS = (
+    "xsake_cpu_forward",
+    "xsake_cpu_backward",
+    "xsake_cpu_decode",
+    "xsake_cpu_selected",
+    "xsake_cpu_selected_backward",
+    "xsake_cpu_statistics",
+)
 
 # Codes of mask_program.h.
 _OPERATIONS = (
@@ -69,7 +79,7 @@ def _library() -> ctypes.CDLL:
         path = str(pathlib.Path(__file__).with_name("libxsake_cpu.so"))
     library = ctypes.CDLL(path)
     library.xsake_cpu_isa.restype = ctypes.c_char_p
-    for target in _TARGETS:
+    for target in _TARGETS[:-1]:  # the workspace of statistics is that of a forward call
         workspace = getattr(library, f"{target}_workspace")
         workspace.restype, workspace.argtypes = ctypes.c_int64, [ctypes.c_int64] * 10
     return library
@@ -188,6 +198,42 @@ def decode_workspace(
     """Bytes of the workspace of a decode call; see `forward_workspace`."""
     sizes = (batch, q_tokens, kv_tokens, q_heads, kv_heads, dim, v_dim, block_kv, program_steps)
     return _workspace("xsake_cpu_decode", sizes, workers)
+
+
+def selected_workspace(
+    *,
+    batch: int,
+    q_tokens: int,
+    kv_tokens: int,
+    q_heads: int,
+    kv_heads: int,
+    dim: int,
+    v_dim: int,
+    block_kv: int,
+    num_slots: int,
+    workers: int | None = None,
+) -> int:
+    """Bytes of the workspace of a forward call of selected attention; see `forward_workspace`."""
+    sizes = (batch, q_tokens, kv_tokens, q_heads, kv_heads, dim, v_dim, block_kv, num_slots)
+    return _workspace("xsake_cpu_selected", sizes, workers)
+
+
+def selected_backward_workspace(
+    *,
+    batch: int,
+    q_tokens: int,
+    kv_tokens: int,
+    q_heads: int,
+    kv_heads: int,
+    dim: int,
+    v_dim: int,
+    block_kv: int,
+    num_slots: int,
+    workers: int | None = None,
+) -> int:
+    """Bytes of the workspace of a backward call of selected attention; see `forward_workspace`."""
+    sizes = (batch, q_tokens, kv_tokens, q_heads, kv_heads, dim, v_dim, block_kv, num_slots)
+    return _workspace("xsake_cpu_selected_backward", sizes, workers)
 
 
 def encode_program(steps: Sequence[Any], answer: Any) -> list[int]:

@@ -6,6 +6,8 @@ from typing import Any
 
 import jax
 
+DTYPES = ("float32", "bfloat16", "float16")  # of arrays; sums are float32
+
 
 @functools.cache
 def load() -> Any:
@@ -22,6 +24,14 @@ def load() -> Any:
     for target, handler in handlers.items():
         jax.ffi.register_ffi_target(target, handler, platform="cpu")
     return library
+
+
+def missing_handler(name: str) -> str | None:
+    """Why an operation that came after the first release cannot run; None if it can."""
+    library = load()
+    if isinstance(library, str) or f"xsake_cpu_{name}" in library.handlers():
+        return library if isinstance(library, str) else None
+    return f"xsake-cpu {library.version()} has no kernels for it: pip install -U xsake-cpu"
 
 
 def describe() -> str:

@@ -140,7 +140,7 @@ def selected_attention(
         block_size: tokens per block.
         scale: factor on q.k; None is 1 / sqrt(D).
         cu_seqlens: cumulative lengths of packed sequences, as in `attention`.
-        implementation: "mosaic_gpu", "mosaic_tpu", "xla" or "reference"; None selects
+        implementation: "mosaic_gpu", "mosaic_tpu", "native_cpu", "xla" or "reference"; None selects
             one for the platform. A named one is used or raises.
 
     Returns:

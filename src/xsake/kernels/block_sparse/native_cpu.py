@@ -22,7 +22,6 @@ from xsake.kernels.sharding import axes_of, vary
 from xsake.layout import BlockLayout
 from xsake.layout.numbering import RaggedGrid, build_mask_blocks, flat_items
 
-DTYPES = ("float32", "bfloat16", "float16")
 MAX_DECODE_ROWS = 64  # queries of a kv head that one read of a key serves
 
 
@@ -44,7 +43,7 @@ def unsupported_reason(
     if config.tiles is not None:
         return "its tiles follow from the shapes"
     for name, x in (("q", inputs.q), ("bias", inputs.bias)):
-        if x is not None and x.dtype.name not in DTYPES:
+        if x is not None and x.dtype.name not in native_library.DTYPES:
             return f"it computes in float32, and {name} is {x.dtype.name}"
     return unsupported_mask(_program(inputs.layout), inputs)
 

@@ -28,6 +28,13 @@ Integers = Int[Array | np.ndarray, "..."]
 
 _PACKAGE = "xsake.kernels.statistics"
 OP = Op(
+    BackendSpec(
+        "native_cpu",
+        f"{_PACKAGE}.native_cpu",
+        ("cpu",),
+        extra=("xsake_cpu", "cpu"),
+        is_exported=False,
+    ),
     BackendSpec("xla", f"{_PACKAGE}.xla"),
     BackendSpec("reference", f"{_PACKAGE}.reference", is_on_request=True, is_portable=True),
 )
@@ -66,7 +73,7 @@ def block_statistics(
         kv_positions: likewise for keys.
         q_segment_ids: [B, Tq]; only equal ids see each other, negative ids are padding.
         kv_segment_ids: [B, Tk]; None takes `q_segment_ids` when Tq == Tk.
-        implementation: "xla" or "reference"; None picks "xla".
+        implementation: "native_cpu", "xla" or "reference"; None picks the first that can run.
 
     Returns:
         The statistics, in float32 or, for float64 inputs, float64.

@@ -15,17 +15,16 @@ from jax import Array, lax
 
 from xsake.kernels import online_softmax
 from xsake.kernels.block_sparse.types import TileSizes
-from xsake.kernels.blocking import RowTileSide, block_ranges, pad_axis, take
+from xsake.kernels.blocking import RowTileSide, pad_axis, take
 from xsake.kernels.element_mask import element_mask, rule_of_heads
 from xsake.kernels.online_softmax import LOG2E, exp2, log_sum_exp
 from xsake.kernels.row_loop import RowBody, RowTable, Step, loop_rows
 from xsake.kernels.sharding import axes_of
+from xsake.kernels.statistics.spans import span_codes
 from xsake.kernels.statistics.types import Statistics, StatisticsConfig, StatisticsInputs
 from xsake.layout.csr import namespace
 from xsake.layout.grid import count_blocks
-from xsake.masks import AbstractMask
-from xsake.masks.base import resolve_coverage
-from xsake.masks.coverage import ALL, NONE, SOME, UNKNOWN, Rectangles
+from xsake.masks.coverage import ALL, SOME, UNKNOWN
 
 # Slices that one pass of a tree adds: 8 were fastest on an x86 core, 16 took 1.4 times as long.
 _BRANCHES = 8
@@ -246,7 +245,7 @@ def list_spans(
     Without positions and segments of its own a call knows its spans while it is traced, as NumPy;
     otherwise they are judged at run time, by the ends of what each chunk and span holds.
     """
-    codes = _codes(inputs, config, cut)
+    codes = span_codes(inputs, config.mask, cut.chunk, cut.span)
     xp = namespace(codes)
     partial, full = (codes == SOME) | (codes == UNKNOWN), codes == ALL
     order = xp.argsort(xp.where(partial, 0, xp.where(full, 1, 2)), axis=-1, stable=True)
@@ -259,51 +258,6 @@ def list_spans(
     counts = (x.sum(-1, dtype=xp.int32) for x in (partial, full))
     rows = RowTable(spread(lists * codes.shape[-1]), *map(spread, counts))
     return SpanLists(rows, order.reshape(-1).astype(xp.int32))
-
-
-def _codes(inputs: StatisticsInputs, config: StatisticsConfig, cut: StatisticsSizes):
-    """Coverage codes [B or 1, mask heads or 1, chunks, spans]; NumPy if they are known now."""
-    q_tokens, kv_tokens = inputs.q.shape[1], inputs.k.shape[1]
-    codes = _of_mask(
-        config.mask,
-        block_ranges(inputs.q_positions, q_tokens, cut.chunk),
-        block_ranges(inputs.kv_positions, kv_tokens, cut.span),
-    )
-    if inputs.q_segment_ids is not None and inputs.kv_segment_ids is not None:
-        codes = _within_segments(
-            codes,
-            block_ranges(inputs.q_segment_ids, q_tokens, cut.chunk),
-            block_ranges(inputs.kv_segment_ids, kv_tokens, cut.span),
-        )
-    sticks_out = np.arange(codes.shape[-1]) == kv_tokens // cut.span
-    cut_off = sticks_out.reshape(1, 1, 1, -1) & (codes == ALL)
-    return namespace(codes).where(cut_off, SOME, codes)
-
-
-def _of_mask(mask: AbstractMask, q_ends: Any, kv_ends: Any):
-    """What the mask says of each chunk and span."""
-    ends = _rectangles(q_ends, kv_ends)
-    if namespace(*ends) is np:
-        rules = [mask.for_head(head) for head in range(mask.heads or 1)]
-        return np.concatenate([resolve_coverage(rule, Rectangles(*ends)) for rule in rules], axis=1)
-    if mask.heads is None:
-        return mask.coverage(*ends)
-    return mask.coverage(*ends, head=np.arange(mask.heads).reshape(1, -1, 1, 1))
-
-
-def _within_segments(codes: Any, q_ends: Any, kv_ends: Any):
-    """The codes for pairs that are also in one segment."""
-    q_low, q_high, kv_low, kv_high = _rectangles(q_ends, kv_ends)
-    # Negative ids are padding: it sees nothing and is not seen.
-    meet = jnp.maximum(jnp.maximum(q_low, kv_low), 0) <= jnp.minimum(q_high, kv_high)
-    alone = meet & (q_low == q_high) & (kv_low == kv_high)
-    narrowed = jnp.where(alone | (codes == NONE), codes, SOME)
-    return jnp.where(meet, narrowed, NONE)
-
-
-def _rectangles(q_ends: Any, kv_ends: Any):
-    """`(q_first, q_last, kv_first, kv_last)`, broadcast against [B, heads, chunks, spans]."""
-    return *(x[:, None, :, None] for x in q_ends), *(x[:, None, None, :] for x in kv_ends)
 
 
 class StatisticsTuning(NamedTuple):

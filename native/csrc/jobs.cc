@@ -1,0 +1,125 @@
+#include "jobs.h"
+
+namespace xsake_cpu {
+namespace {
+
+// Counts down the tasks of each (batch, kv head); the last one merges.
+void count_tasks(Call* call, int64_t tasks_per_head) {
+  const auto heads = static_cast<size_t>(call->problem.batch * call->problem.kv_heads);
+  call->unfinished = std::make_unique<std::atomic<int64_t>[]>(heads);
+  for (size_t i = 0; i < heads; i++) call->unfinished[i].store(tasks_per_head);
+}
+bool is_last_task(Call& call, int64_t head) {
+  return call.unfinished[static_cast<size_t>(head)].fetch_sub(1, std::memory_order_acq_rel) == 1;
+}
+
+}  // namespace
+
+JobSizes forward_sizes(const WorkspaceSizes& z) {
+  return {take_forward_arrays(nullptr, z, nullptr),
+          take_forward(nullptr, z.dim, z.v_dim, z.program_steps, nullptr)};
+}
+JobSizes decode_sizes(const WorkspaceSizes& z) {
+  return {take_decode_arrays(nullptr, z, nullptr),
+          take_decode(nullptr, z.dim, z.v_dim, z.program_steps, nullptr)};
+}
+JobSizes backward_sizes(const WorkspaceSizes& z) {
+  return {take_backward_arrays(nullptr, z, nullptr),
+          take_backward(nullptr, z.dim, z.v_dim, z.program_steps, nullptr)};
+}
+JobSizes selected_sizes(const WorkspaceSizes& z) {
+  return {take_forward_arrays(nullptr, z, nullptr), take_selected(nullptr, z, nullptr)};
+}
+JobSizes selected_backward_sizes(const WorkspaceSizes& z) {
+  return {take_backward_arrays(nullptr, z, nullptr), take_selected_backward(nullptr, z, nullptr)};
+}
+
+std::shared_ptr<Job> forward_job(std::unique_ptr<Call> call) {
+  const Problem& p = call->problem;
+  const int64_t slot = forward_sizes(sizes_of(p)).slot;
+  auto job = std::make_shared<Job>(std::move(call), slot);
+  job->add_phase(p.batch * p.kv_heads * p.kv_blocks,
+                 [&p](int64_t item, char*) { kernels().forward_pack(p, item); });
+  job->add_phase(p.batch * p.q_heads * p.q_blocks * p.tiles_per_block(),
+                 [&p](int64_t item, char* scratch) { kernels().forward_tile(p, item, scratch); });
+  return job;
+}
+
+std::shared_ptr<Job> decode_job(std::unique_ptr<Call> call) {
+  const Problem& p = call->problem;
+  const int64_t slot = decode_sizes(sizes_of(p)).slot;
+  const int64_t chunks = max_of(1, num_chunks(p.kv_blocks, p.block_kv));
+  count_tasks(call.get(), chunks);
+  auto job = std::make_shared<Job>(std::move(call), slot);
+  job->add_phase(p.batch * p.kv_heads * chunks,
+                 [&p, &call = job->call(), chunks](int64_t item, char* scratch) {
+                   kernels().decode_chunk(p, item, scratch);
+                   const int64_t head = item / p.kv_heads / chunks * p.kv_heads + item % p.kv_heads;
+                   if (is_last_task(call, head)) kernels().decode_merge(p, head);
+                 });
+  return job;
+}
+
+std::shared_ptr<Job> backward_job(std::unique_ptr<Call> call) {
+  const Problem& p = call->problem;
+  const int64_t slot = backward_sizes(sizes_of(p)).slot;
+  const int64_t heads = p.batch * p.kv_heads;
+  const int64_t ranges = num_ranges(p.batch, p.kv_heads, p.kv_tokens, p.block_kv);
+  const int64_t tiles = p.q_blocks * p.tiles_per_block();
+  count_tasks(call.get(), ranges);
+  auto job = std::make_shared<Job>(std::move(call), slot);
+  job->add_phase(heads * p.kv_blocks,
+                 [&p](int64_t item, char*) { kernels().backward_pack(p, item); });
+  job->add_phase(heads * ranges + (p.bias ? p.bias_batch * p.bias_heads * tiles : 0),
+                 [&p, &call = job->call(), heads, ranges](int64_t item, char* scratch) {
+                   if (item >= heads * ranges)
+                     return kernels().backward_bias(p, item - heads * ranges, scratch);
+                   kernels().backward_range(p, item, scratch);
+                   if (is_last_task(call, item % heads) && ranges > 1)
+                     kernels().backward_merge(p, item % heads);
+                 });
+  return job;
+}
+
+std::shared_ptr<Job> statistics_job(std::unique_ptr<Call> call) {
+  const Problem& p = call->problem;
+  const int64_t slot = forward_sizes(sizes_of(p)).slot;
+  auto job = std::make_shared<Job>(std::move(call), slot);
+  job->add_phase(p.batch * p.kv_heads * p.kv_blocks,
+                 [&p](int64_t item, char*) { kernels().statistics_pack(p, item); });
+  job->add_phase(
+      p.batch * p.q_heads * p.q_blocks * p.tiles_per_block(),
+      [&p](int64_t item, char* scratch) { kernels().statistics_tile(p, item, scratch); });
+  return job;
+}
+
+std::shared_ptr<Job> selected_job(std::unique_ptr<Call> call) {
+  const Problem& p = call->problem;
+  const int64_t slot = selected_sizes(sizes_of(p)).slot;
+  auto job = std::make_shared<Job>(std::move(call), slot);
+  job->add_phase(p.batch * p.kv_heads * p.kv_blocks,
+                 [&p](int64_t item, char*) { kernels().forward_pack(p, item); });
+  job->add_phase(p.batch * p.kv_heads * p.q_blocks,
+                 [&p](int64_t item, char* scratch) { kernels().selected_chunk(p, item, scratch); });
+  return job;
+}
+
+std::shared_ptr<Job> selected_backward_job(std::unique_ptr<Call> call) {
+  const Problem& p = call->problem;
+  const int64_t slot = selected_backward_sizes(sizes_of(p)).slot;
+  const int64_t heads = p.batch * p.kv_heads;
+  const int64_t ranges = num_ranges(p.batch, p.kv_heads, p.kv_tokens, p.block_kv);
+  count_tasks(call.get(), ranges);
+  auto job = std::make_shared<Job>(std::move(call), slot);
+  job->add_phase(heads * p.kv_blocks,
+                 [&p](int64_t item, char*) { kernels().backward_pack(p, item); });
+  job->add_phase(heads * ranges,
+                 [&p, &call = job->call(), heads, ranges](int64_t item, char* scratch) {
+                   kernels().selected_range(p, item, scratch);
+                   if (is_last_task(call, item % heads) && ranges > 1)
+                     kernels().selected_merge(p, item % heads);
+                 });
+  return job;
+}
+
+}  // namespace xsake_cpu
