@@ -1,5 +1,6 @@
 """The named cases: complete, realistic, and cheap to look at."""
 
+import jax
 import pytest
 
 from tests.certify import fake_family
@@ -40,6 +41,15 @@ def test_heads_differ_and_their_mean_is_the_budget(name, budget):
     per_head = layout.to_block_mask()[0].sum((1, 2)) / visible
     assert per_head.mean() == pytest.approx(budget / 100, abs=1e-3)
     assert per_head.max() > 2 * per_head.min()
+
+
+def test_a_traced_layout_is_an_argument_and_a_static_one_is_not():
+    traced, static = (
+        build.build(fake_family.case("x", traced=is_traced), fake_family, "cpu")
+        for is_traced in (True, False)
+    )
+    assert len(jax.tree.leaves(traced.arguments)) == 3 + 3
+    assert len(jax.tree.leaves(static.arguments)) == 3
 
 
 def test_a_replaced_number_is_put_back():
