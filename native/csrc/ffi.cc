@@ -165,7 +165,9 @@ std::string read_workspace(const ffi::AnyBuffer& buffer, const JobSizes& sizes, 
   constexpr uintptr_t page = uintptr_t{2} << 20;
   const uintptr_t begin = (address + page - 1) / page * page;
   const uintptr_t end = (address + buffer.size_bytes()) / page * page;
-  if (end > begin) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+  if (end > begin)
+    madvise(static_cast<char*>(buffer.untyped_data()) + (begin - address), end - begin,
+            MADV_HUGEPAGE);
 #endif
   return "";
 }
@@ -177,7 +179,7 @@ ffi::Future fail(const std::string& error) {
   return future;
 }
 
-ffi::Future start(ffi::ThreadPool& pool, std::shared_ptr<Job> job) {
+ffi::Future start(ffi::ThreadPool& pool, const std::shared_ptr<Job>& job) {
   ffi::Promise promise;
   ffi::Future future(promise);
   if (job->is_empty()) {
