@@ -61,6 +61,12 @@ class BackendSpec(NamedTuple):
     extra: tuple[str, str] | None = None  # package that it needs, and the extra that installs it
     is_exported: bool = True  # by `jax.export`, also when it is not named
 
+    @classmethod
+    def of_native_library(cls, package: str) -> "BackendSpec":
+        """Return the backend of an operation's package that calls `xsake-cpu`."""
+        module, extra = f"{package}.native_cpu", ("xsake_cpu", "cpu")
+        return cls("native_cpu", module, ("cpu",), extra=extra, is_exported=False)
+
     def load(self) -> Any:
         """Import the module."""
         is_name = isinstance(self.module, str)

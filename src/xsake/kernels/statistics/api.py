@@ -28,13 +28,7 @@ Integers = Int[Array | np.ndarray, "..."]
 
 _PACKAGE = "xsake.kernels.statistics"
 OP = Op(
-    BackendSpec(
-        "native_cpu",
-        f"{_PACKAGE}.native_cpu",
-        ("cpu",),
-        extra=("xsake_cpu", "cpu"),
-        is_exported=False,
-    ),
+    BackendSpec.of_native_library(_PACKAGE),
     BackendSpec("xla", f"{_PACKAGE}.xla"),
     BackendSpec("reference", f"{_PACKAGE}.reference", is_on_request=True, is_portable=True),
 )
