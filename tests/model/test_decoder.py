@@ -21,10 +21,15 @@ from xsake.model import (
     Rope,
 )
 from xsake.model.attend import LayerCall
-from xsake.model.sharding import LOGICAL_AXES
+from xsake.model.layers import cos_sin_tables, rotate
 
 CONFIG = DecoderConfig.tiny()
 TOKENS = jax.random.randint(jax.random.key(1), (2, 50), 0, CONFIG.vocab_size)
+LOGICAL = {
+    "vocab", "position", "embed", "layer", "q_heads", "kv_heads", "head_dim", "mlp"
+}  # fmt: skip
+
+
 # The boring implementation compiles fastest, and which one runs is not what is tested here.
 OPERATOR = xsake.BlockSparseAttention(implementation="reference")
 
@@ -51,8 +56,12 @@ def test_a_mask_as_attention_is_the_same_as_the_mask_in_the_model():
     given = logits(decoder(), attend=MaskedAttention(Window(left=8, right=0), OPERATOR))
     assert largest(own - given) < 1e-5
     assert largest(own - logits(decoder())) > 1e-2, "the window changes nothing here"
+
+
+def test_the_models_own_rule_holds_whatever_mask_is_given():
+    model = decoder(windowed(9))
     wide = MaskedAttention(Window(left=40, right=40) | Sinks(2), OPERATOR)
-    assert largest(logits(decoder(windowed(9)), attend=wide) - own) < 1e-5
+    assert largest(logits(model, attend=wide) - logits(model)) < 1e-5
 
 
 @pytest.mark.slow  # quicker: layers of one kind
@@ -66,6 +75,8 @@ def test_one_layout_for_all_layers_is_scanned_and_one_each_is_unrolled():
     assert (
         largest(logits(model, attend=LayoutAttention(layouts[2], OPERATOR)) - logits(model)) < 1e-5
     )
+    same = LayoutAttention((layouts[2],) * 3, OPERATOR)
+    assert largest(logits(model, attend=same) - logits(model)) < 1e-5
 
     def by_hand(q, k, v, call: LayerCall):
         return OPERATOR(q, k, v, layout=layouts[call.layer])
@@ -103,6 +114,14 @@ def test_layers_of_two_kinds_scan_like_they_unroll():
     assert largest(logits(model, attend=Unrolled(OPERATOR)) - logits(model)) < 1e-5
     others = CONFIG.model_copy(update={"kinds": kinds, "kind_of_layer": (1, 1, 0)})
     assert largest(logits(decoder(others)) - logits(model)) > 1e-2
+
+
+def test_a_layer_without_rope_rotates_nothing_next_to_one_that_does():
+    x = jnp.arange(2 * 3 * 4, dtype=jnp.float32).reshape(1, 2, 3, 4)
+    without, with_rope = cos_sin_tables((None, Rope()), 4, jnp.asarray([[0, 5]]))
+    np.testing.assert_array_equal(rotate(x, without), x)
+    np.testing.assert_array_equal(rotate(x, with_rope)[:, 0], x[:, 0])  # position 0
+    assert largest(rotate(x, with_rope)[:, 1] - x[:, 1]) > 0.1
 
 
 def test_packed_documents_do_not_see_each_other():
@@ -160,8 +179,15 @@ def test_every_axis_of_every_parameter_has_a_logical_name():
     for path, param in params:
         names = param.get_metadata("out_sharding")
         assert len(names) == param[...].ndim, path
-        assert set(names) <= set(LOGICAL_AXES), path
+        assert set(names) <= LOGICAL, path
         assert (names[0] == "layer") == (path[0] == "layers"), path
+
+
+def test_an_abstract_decoder_costs_no_memory():
+    huge = DecoderConfig.tiny(vocab_size=2**17, width=2**13, mlp_width=2**15, layers=80)
+    model = nnx.eval_shape(lambda: Decoder(huge, rngs=nnx.Rngs(0)))
+    sizes = [np.prod(leaf.shape) for leaf in jax.tree.leaves(nnx.state(model))]
+    assert sum(sizes) > 5e10
 
 
 @pytest.mark.parametrize(

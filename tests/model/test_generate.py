@@ -114,6 +114,13 @@ def test_token_by_token_gives_the_logits_of_one_pass_in_a_ragged_batch(case):
     assert cache.lengths.tolist() == (LENGTHS + step + 1).tolist()
 
 
+def test_a_mask_of_the_callers_changes_what_a_step_sees():
+    _, cache = prefill_of("causal")(TEXT, np.full(3, 20))
+    dense, _ = extend_of("causal")(at(np.full(3, 20)), cache)
+    masked, _ = extend_of("a mask of the caller's")(at(np.full(3, 20)), cache)
+    assert np.abs(dense - masked).max() > 1e-2
+
+
 def test_reading_a_prompt_in_pieces_equals_reading_it_at_once():
     case = "two kinds of layers, one with a window"
     whole, _ = prefill_of(case)(TEXT, np.full(3, ROOM))
@@ -123,6 +130,15 @@ def test_reading_a_prompt_in_pieces_equals_reading_it_at_once():
         for row in range(3):
             expected = whole[row, start[row] : start[row] + 7]
             np.testing.assert_allclose(logits[row], expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_padding_changes_no_bit_of_a_real_token(case):
+    real = np.arange(ROOM)[None] < LENGTHS[:, None]
+    first, _ = prefill_of(case)(np.where(real, TEXT, 0), LENGTHS)
+    other, _ = prefill_of(case)(np.where(real, TEXT, 95), LENGTHS)
+    np.testing.assert_array_equal(np.asarray(first)[real], np.asarray(other)[real])
+    assert (np.asarray(first)[~real] != np.asarray(other)[~real]).any()
 
 
 GREEDY = GenerationOptions(max_new_tokens=12, temperature=0)
@@ -185,10 +201,16 @@ def test_rows_end_at_an_end_token_and_the_loop_with_the_last_of_them():
         assert streamed == [*row.tokens, *[None] * (len(steps) - len(row.tokens))]
     picked = sum(len(row.tokens) + 1 for row in found.rows)
     assert found.timing.decode_tokens == picked - 3
+
+
+def test_an_ended_row_does_not_change_the_others():
+    model = model_of("causal")
+    free = [row.tokens for row in generate(model, PROMPTS, GREEDY).rows]
     first = next(token for token in free[0] if token not in free[1])
     options = GenerationOptions(max_new_tokens=12, temperature=0, end_ids=(first,))
     found = generate(model, PROMPTS, options)
-    assert found.rows[0].finish == "end" and found.rows[1].tokens == free[1]
+    assert found.rows[0].finish == "end"
+    assert found.rows[1].tokens == free[1]
 
 
 def test_a_repetition_penalty_counts_prompt_and_new_tokens():
@@ -257,10 +279,8 @@ def test_time_is_told_without_compiling():
     assert timing.decode_tokens == 33
     assert timing.prefill_seconds > 0
     assert math.isclose(timing.tokens_per_second, 33 / timing.decode_seconds)
-    # A text may fill the context to the last token.
-    options, attend = GenerationOptions(max_new_tokens=1), DenseAttention(REFERENCE)
-    once = generate(model_of("learned positions"), [TEXT[0, :-1]], options, attend=attend)
-    assert once.timing.tokens_per_second is None and np.isfinite(once.rows[0].logprobs).all()
+    once = generate(model_of("causal"), PROMPTS, GenerationOptions(max_new_tokens=1))
+    assert once.timing.tokens_per_second is None
 
 
 @pytest.mark.parametrize(
@@ -284,6 +304,13 @@ def test_time_is_told_without_compiling():
 def test_what_cannot_be_generated_is_refused(prompts, options, words):
     with pytest.raises(ArgumentError, match=words):
         generate(model_of("causal"), prompts, GenerationOptions(**options))
+
+
+def test_a_text_may_fill_the_context_to_the_last_token():
+    options = GenerationOptions(max_new_tokens=1, temperature=0)
+    attend = DenseAttention(REFERENCE)
+    found = generate(model_of("learned positions"), [TEXT[0, :-1]], options, attend=attend)
+    assert np.isfinite(found.rows[0].logprobs).all()
 
 
 def test_the_cache_is_written_in_place():

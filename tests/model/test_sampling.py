@@ -36,8 +36,11 @@ def test_top_k_keeps_exactly_k_and_changes_none_of_them(count):
     for row, logits, tokens in zip(found, LOGITS, kept(found), strict=True):
         assert tokens == set(likeliest_first(logits)[:count].tolist())
         np.testing.assert_array_equal(row[list(tokens)], logits[list(tokens)])
-    equals = jnp.array([[1.0, 2.0, 1.0, 2.0, 1.0, 0.0], [0.0] * 6])
-    assert kept(sampling.keep_top_k(equals, 3)) == [{1, 3, 0}, {0, 1, 2}]
+
+
+def test_among_equals_top_k_keeps_those_of_lower_index():
+    logits = jnp.array([[1.0, 2.0, 1.0, 2.0, 1.0, 0.0], [0.0] * 6])
+    assert kept(sampling.keep_top_k(logits, 3)) == [{1, 3, 0}, {0, 1, 2}]
 
 
 @pytest.mark.parametrize("mass", [1e-6, 0.3, 0.77, 0.99])
@@ -54,8 +57,11 @@ def test_top_p_counts_exactly_and_takes_equals_by_index():
     logits = jnp.log(jnp.array([[0.25, 0.25, 0.25, 0.25], [0.1, 0.6, 0.2, 0.1]]))
     assert kept(sampling.keep_top_p(logits, 0.4)) == [{0, 1}, {1}]
     assert kept(sampling.keep_top_p(logits, 0.85)) == [{0, 1, 2, 3}, {0, 1, 2}]
-    many = jnp.zeros((1, 49152)).at[0, 0].set(20.0)
-    assert len(kept(sampling.keep_top_p(many, 1.0))[0]) == 49152
+
+
+def test_top_p_of_one_keeps_everything():
+    logits = jnp.zeros((1, 49152)).at[0, 0].set(20.0)
+    assert len(kept(sampling.keep_top_p(logits, 1.0))[0]) == 49152
 
 
 @pytest.mark.parametrize("share", [1.0, 0.1, 0.003])
@@ -66,11 +72,15 @@ def test_min_p_keeps_what_is_likely_enough_beside_the_likeliest(share):
         assert tokens == set(np.flatnonzero(shares >= share * shares.max()).tolist())
 
 
-@pytest.mark.parametrize("temperature", [1e-30, 1e-300, 1e30])
-def test_temperature_divides_and_none_makes_nan(temperature):
+def test_temperature_divides():
     found = sampling.apply_temperature(jnp.asarray(LOGITS), 0.7)
-    shares = [probabilities(row / 0.7) for row in LOGITS]
-    np.testing.assert_allclose(jax.nn.softmax(found), shares, rtol=1e-5)
+    np.testing.assert_allclose(
+        jax.nn.softmax(found), [probabilities(row / 0.7) for row in LOGITS], rtol=1e-5
+    )
+
+
+@pytest.mark.parametrize("temperature", [1e-30, 1e-300, 1e30])
+def test_no_temperature_makes_nan(temperature):
     logits = jnp.asarray(LOGITS).at[:, 3].set(-jnp.inf)
     found = sampling.apply_temperature(logits, temperature)
     likeliest = np.asarray(logits).argmax(-1).tolist()

@@ -85,12 +85,24 @@ def test_a_character_of_several_tokens_waits_for_its_last(tokenizer):
     ids = tokenizer.encode("a\N{GRINNING FACE}b").tolist()
     assert len(ids) == 6, "each of its 4 bytes is a token here"
     assert pieces(tokenizer, ids) == ["a", "", "", "", "\N{GRINNING FACE}", "b", ""]
-    assert pieces(tokenizer, ids[:-2]) == ["a", "", "", "", "\N{REPLACEMENT CHARACTER}"]
+
+
+def test_half_a_character_at_the_end_is_given_by_finish(tokenizer):
+    ids = tokenizer.encode("a\N{GRINNING FACE}")[:-1]
+    assert pieces(tokenizer, ids) == ["a", "", "", "", "\N{REPLACEMENT CHARACTER}"]
 
 
 @hypothesis.given(st.lists(st.integers(0, 299), max_size=40))
 def test_any_tokens_stream_to_the_text_that_they_decode_to(tokenizer, ids):
     assert "".join(pieces(tokenizer, ids)) == tokenizer.decode(ids)
+
+
+@hypothesis.given(st.text(max_size=20))
+def test_streamed_text_never_shows_half_a_character(tokenizer, text):
+    hypothesis.assume("\N{REPLACEMENT CHARACTER}" not in text)
+    found = pieces(tokenizer, tokenizer.encode(text))
+    assert "\N{REPLACEMENT CHARACTER}" not in "".join(found)
+    assert found[-1] == ""
 
 
 def test_spaces_survive_a_decoder_that_drops_the_first_one():
