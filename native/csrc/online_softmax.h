@@ -7,7 +7,7 @@
 #include <cmath>
 
 #include "mask_program.h"
-#include "pack.h"
+#include "tiles.h"
 
 namespace xsake_cpu::XSAKE_ISA {
 
@@ -136,35 +136,50 @@ XS_INLINE void update_max(const SoftmaxRows& x, int64_t rows) {
   if (r < rows) store_first(x.alpha + r, exp2(load_first(x.alpha + r, rows - r)), rows - r);
 }
 
-// s -> p of a row's columns; returns their sum by lane.
+struct FloatPanel {
+  XS_INLINE void put(float* to, const vf (&p)[kVectors]) {
+    XS_FOR (i, kVectors) store(to + i * VL, p[i]);
+  }
+};
+
+// s -> p of a row's columns, panels in the form of `Panel`; returns their sum by lane.
+template <class Panel>
 XS_INLINE vf exponentiate(float* s, int64_t n, float m_safe) {
   const vf m = splat(m_safe);
   vf sum[kVectors] = {};
-  for (int64_t c = 0; c < n; c += kPanel)
+  for (int64_t c = 0; c < n; c += kPanel) {
+    vf p[kVectors];
     XS_FOR (i, kVectors) {
-      const vf p = exp2(load(s + c + i * VL) - m);
-      store(s + c + i * VL, p);
-      sum[i] += p;
+      p[i] = exp2(load(s + c + i * VL) - m);
+      sum[i] += p[i];
     }
+    Panel::put(s + c, p);
+  }
   XS_UNROLL
   for (int i = 1; i < kVectors; i++) sum[0] += sum[i];
   return sum[0];
 }
 
-// p of every row and l, for pieces of one step.
+// p of a strip, M rows at most, and their l, for pieces of one step.
+template <int M, class Panel>
+XS_INLINE void update_strip_sums(const SoftmaxRows& x, const MaskScratch& scratch,
+                                 const Piece* pieces, int num_pieces, int r, int rows) {
+  vf sum[M] = {};
+  for (int j = 0; j < num_pieces; j++) {
+    const Range range = strip_range(pieces[j], scratch, r, rows);
+    for (int i = 0; i < rows; i++) {
+      float* s = x.s + (r + i) * kScoreStride + pieces[j].column + range.begin;
+      sum[i] += exponentiate<Panel>(s, range.end - range.begin, x.row_max[(r + i) * kMaxVector]);
+    }
+  }
+  for (int i = 0; i < rows; i++) x.l[r + i] = x.l[r + i] * x.alpha[r + i] + sum_lanes(sum[i]);
+}
+
 XS_INLINE void update_sums(const SoftmaxRows& x, const MaskScratch& scratch, const Piece* pieces,
                            int num_pieces, int rows) {
   for_strips(rows, [&](auto strip, int r) __attribute__((always_inline)) {
     constexpr int M = decltype(strip)::value;
-    vf sum[M] = {};
-    for (int j = 0; j < num_pieces; j++) {
-      const Range range = strip_range(pieces[j], scratch, r, M);
-      for (int i = 0; i < M; i++) {
-        float* s = x.s + (r + i) * kScoreStride + pieces[j].column + range.begin;
-        sum[i] += exponentiate(s, range.end - range.begin, x.row_max[(r + i) * kMaxVector]);
-      }
-    }
-    for (int i = 0; i < M; i++) x.l[r + i] = x.l[r + i] * x.alpha[r + i] + sum_lanes(sum[i]);
+    update_strip_sums<M, FloatPanel>(x, scratch, pieces, num_pieces, r, M);
   });
 }
 

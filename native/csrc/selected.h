@@ -1,8 +1,8 @@
 // Selected attention: every query over the keys of its own blocks, up to its own position.
 //
 // Queries that selected the same block are gathered into tiles, so that products are as large as
-// those of the block-sparse passes, whatever the group size. A forward task is a chunk of queries of
-// a kv head: its rows keep their softmax state in scratch, and a tile takes that of its rows and
+// those of the block-sparse passes, whatever the group size. A forward task is a chunk of queries
+// of a kv head: its rows keep their softmax state in scratch, and a tile takes that of its rows and
 // gives it back. Rows take their blocks in ascending order. A backward task owns the keys of a
 // range, as in backward.h.
 #pragma once
@@ -120,7 +120,7 @@ class SelectedForward : TileSoftmax {
     queries_.route(p_, chunk_.routes);
     queries_.for_tiles(p_, [&](const Tile& tile, int64_t row) {
       with_dtype(p_.dtype, [&](auto type) {
-        load_queries<decltype(type)>(p_, tile, chunk_.q + row * p_.dim, p_.dim);
+        load_queries<decltype(type)>(p_, tile, chunk_.q + row * arrays_.k_row, arrays_.k_row);
       });
     });
     SoftmaxRows states{};
@@ -135,7 +135,7 @@ class SelectedForward : TileSoftmax {
  private:
   void compute_tile(int64_t block) {
     const SoftmaxRows& x = x_.softmax;
-    rows_.gather(tile_, chunk_.q, p_.dim, x_.q, 0.f);
+    rows_.gather(tile_, chunk_.q, arrays_.k_row, x_.q, 0.f);
     rows_.gather(tile_, chunk_.acc, padded_v_dim_, x.acc, 0.f);
     rows_.gather(tile_, chunk_.m, 1, x.m, kNegInf);
     rows_.gather(tile_, chunk_.l, 1, x.l, 0.f);

@@ -49,7 +49,8 @@ class StatisticsTile : TileSoftmax {
 
   void run() {
     load_rows(p_, tile_, x_.rows);
-    with_dtype(p_.dtype, [&](auto type) { load_queries<decltype(type)>(p_, tile_, x_.q, p_.dim); });
+    with_dtype(p_.dtype,
+               [&](auto type) { load_queries<decltype(type)>(p_, tile_, x_.q, arrays_.k_row); });
     init_moments(total_, kTileRows);
     for (int64_t r = 0; r < tile_.count; r++)
       for (int64_t j = 0; j < p_.kv_blocks; j++) block_lse(r)[j] = kNegInf;
@@ -65,9 +66,7 @@ class StatisticsTile : TileSoftmax {
   }
 
  private:
-  float* block_lse(int64_t r) const {
-    return p_.block_lse + tile_.token_row(p_, r) * p_.kv_blocks;
-  }
+  float* block_lse(int64_t r) const { return p_.block_lse + tile_.token_row(p_, r) * p_.kv_blocks; }
 
   void add_statistics(int32_t item, int64_t kv_block) {
     const int64_t keys = min_of(p_.block_kv, p_.kv_tokens - kv_block * p_.block_kv);
@@ -109,15 +108,12 @@ static void statistics_pack(const Problem& p, int64_t item) {
   const PackedBlock block = packed_block(p, item);
   if (!p.is_listed[p.listed_index(block.b, block.hk, block.kv_block)]) return;
   FlushDenormals guard;
-  ForwardArrays arrays;
-  take_forward_arrays(p.workspace, sizes_of(p), &arrays);
+  const PackedArrays to(p);
   const int8_t bad[kStepKeys] = {};  // there are no values to isolate
   for_parts(p, block.kv_block, [&](int64_t first, int64_t padded, int64_t count) {
     const int64_t token = block.kv_block * p.block_kv + first;
-    float* to = arrays.k + (block.index * padded_block(p) + first) * p.dim;
     with_dtype(p.dtype, [&](auto type) {
-      pack_transposed(
-          kv_rows<decltype(type)>(p, p.k, p.dim, block.b, block.hk, token, count), padded, to, bad);
+      pack_keys<decltype(type)>(p, block, token, padded, count, to.keys(block.index, first), bad);
     });
   });
 }

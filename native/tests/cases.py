@@ -44,6 +44,8 @@ def window_by_head(widths):
     }
 
 
+BFLOAT16 = {"dtype": ml_dtypes.bfloat16, "dim": 96, "v_dim": 36}
+
 CASES = {
     "full": {},
     "causal": causal(),
@@ -92,5 +94,14 @@ CASES = {
     "large_logits": dict(amplitude=6.0, **causal()),
     "bfloat16": dict(dtype=ml_dtypes.bfloat16, dim=64, **causal()),
     "float16": dict(dtype=np.float16, dim=64, **causal()),
+    # Head sizes that register tiles serve, with what each step of the softmax may meet.
+    "bfloat16_ragged": dict(BFLOAT16, q_tokens=640, density=0.3, layout_heads=2, **causal()),
+    "bfloat16_small_blocks": dict(BFLOAT16, block_q=8, block_kv=8, density=0.5, **causal()),
+    "bfloat16_odd_blocks": dict(BFLOAT16, block_q=24, block_kv=40, density=0.6, **window(70)),
+    "bfloat16_large_blocks": dict(BFLOAT16, q_tokens=1100, block_q=512, block_kv=512, **causal()),
+    "bfloat16_bias_and_softcap": dict(BFLOAT16, bias=(1, 2), softcap=5.0, **causal()),
+    "bfloat16_mask_blocks": dict(BFLOAT16, mask_blocks=True, layout_heads=2),
+    "bfloat16_segments": dict(BFLOAT16, batch=2, positions=True, segments=True, **causal()),
+    "bfloat16_large_logits": dict(BFLOAT16, amplitude=6.0, **causal()),
     "bfloat16_odd": {"dtype": ml_dtypes.bfloat16, "dim": 20, "v_dim": 36, "q_tokens": 77},
 }

@@ -98,10 +98,10 @@ def test_workspace_is_at_most_twice_k_and_v():
 def test_versions():
     built, runtime = xsake_cpu.ffi_api_version(), xsake_cpu.runtime_ffi_api_version()
     assert built[0] == runtime[0] and built[1] <= runtime[1]
-    assert xsake_cpu.isa() in ("avx512", "avx2", "base", "neon")
+    assert xsake_cpu.isa() in ("amx", "avx512", "avx2", "base", "neon")
 
 
-@pytest.mark.parametrize("isa", ["base", "avx2"])
+@pytest.mark.parametrize("isa", ["base", "avx2", "avx512"])
 def test_lower_isa_can_be_forced(isa):
     if xsake_cpu.isa() == "neon":
         pytest.skip("one ISA on aarch64")

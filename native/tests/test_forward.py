@@ -1,5 +1,6 @@
 """Forward and decode handlers against a float64 oracle."""
 
+import ml_dtypes
 import native_call
 import numpy as np
 import oracle
@@ -32,9 +33,10 @@ def test_against_float64(name, target):
 @pytest.mark.parametrize("target", ATTEND)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("array", ["k", "v", "q"])
-def test_nonfinite_values_reach_only_queries_that_see_them(array, bad, target):
-    rng = np.random.default_rng(1)
-    case = oracle.build_case(rng, batch=2, q_tokens=257, q_heads=4, kv_heads=2, dim=32, **causal())
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+def test_nonfinite_values_reach_only_queries_that_see_them(dtype, array, bad, target):
+    sizes = {"batch": 2, "q_tokens": 257, "q_heads": 4, "kv_heads": 2, "dim": 32, "dtype": dtype}
+    case = oracle.build_case(np.random.default_rng(1), **sizes, **causal())
     before = ATTEND[target](case)
     token, head = 130, 1
     x = getattr(case, array).copy()

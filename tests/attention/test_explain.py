@@ -21,7 +21,7 @@ V = jax.ShapeDtypeStruct((2, 1000, 2, 32), jnp.float32)
 
 
 def test_counts_of_a_causal_call_follow_from_its_sizes():
-    told = xsake.explain(Q, K, V, mask=Causal())
+    told = xsake.explain(Q, K, V, mask=Causal(), implementation="xla")
     planes, blocks = 2 * 4, 8
     listed = planes * blocks * (blocks + 1) // 2
     assert told.implementation == "xla" and told.platform == "cpu"
@@ -82,16 +82,17 @@ def test_the_predicted_blocks_are_those_the_passes_really_compute(traced, biased
     )
     layout = layout.traced() if traced else layout
     bias = jnp.ones((1, 4, 75, 75)) if biased else None
-    run = lambda q, k, v: (xsake.attention(q, k, v, bias=bias, layout=layout) ** 2).sum()
+    call = {"bias": bias, "layout": layout, "implementation": "xla"}
+    run = lambda q, k, v: (xsake.attention(q, k, v, **call) ** 2).sum()
     jax.block_until_ready(jax.grad(run, argnums=(0, 1, 2))(q, k, v))
     jax.effects_barrier()
-    told = xsake.explain(q, k, v, bias=bias, layout=layout)
+    told = xsake.explain(q, k, v, **call)
     assert [each.computed for each in told.passes] == [count for count in counts if count]
     assert told.passes[0].computed > told.passes[0].listed  # so that waiting is counted too
 
 
 def test_tile_sizes_are_those_of_the_backend():
-    told = xsake.explain(Q, K, V, mask=Causal())
+    told = xsake.explain(Q, K, V, mask=Causal(), implementation="xla")
     layout = BlockLayout.from_mask(Causal(), q_tokens=1000)
     assert told.passes[0].tiles == xla.default_sizes(layout, 2 * 4 * 8, "cpu")
     assert told.passes[1].tiles == xla.default_sizes(layout, 2 * 8, "cpu")  # of one batch element
@@ -140,7 +141,8 @@ def test_a_static_layout_says_it_is_part_of_the_program():
 
 
 def test_the_text_is_one_screen_and_the_dict_is_json():
-    told = xsake.explain(Q, K, V, mask=Causal() & Window(200, 0), softcap=30.0, scale=0.5)
+    mask = Causal() & Window(200, 0)
+    told = xsake.explain(Q, K, V, mask=mask, softcap=30.0, scale=0.5, implementation="xla")
     text = str(told)
     assert len(text.splitlines()) <= 15
     words = ("xla on cpu", "not reference", "Window(left=200", "softcap 30", "FLOP", "tiles of")

@@ -86,7 +86,7 @@ def _library() -> ctypes.CDLL:
 
 
 def isa() -> str:
-    """Instruction set in use: avx512, avx2, base or neon; XSAKE_CPU_ISA selects a lower one."""
+    """The instruction set: amx, avx512, avx2, base or neon; XSAKE_CPU_ISA selects a lower one."""
     return _library().xsake_cpu_isa().decode()
 
 

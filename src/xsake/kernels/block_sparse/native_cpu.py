@@ -66,7 +66,9 @@ def count_passes(
     inputs: BlockSparseInputs, config: BlockSparseConfig, platform: str
 ) -> tuple[cost.KernelCost, ...]:
     """Cost of the forward and backward passes: no block is computed that is not listed."""
-    schedule = cost.ScheduleCost(tiles=None, computed=cost.count_blocks(inputs))
+    known = cost.is_known(*jax.tree.leaves(inputs.layout))
+    listed = cost.count_blocks(inputs) if known else None
+    schedule = cost.ScheduleCost(tiles=None, computed=listed)
     return cost.blockwise(inputs, schedule, schedule, widens=False, one_pass=True)
 
 
