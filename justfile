@@ -5,7 +5,7 @@ venv := ".venv"
 export PATH := justfile_directory() / venv / "bin:" + env("PATH")
 # Some machines forbid it: every process would then compile all of JAX's modules again, 10 s of them.
 export PYTHONDONTWRITEBYTECODE := ""
-all_types := "xsake,beartype.beartype(conf=beartype.BeartypeConf(strategy=beartype.BeartypeStrategy.On))"
+all_types := "xsake,beartype.beartype(conf=beartype.BeartypeConf(strategy=beartype.BeartypeStrategy.On, is_pep484_tower=True))"
 extras := "--extra flax --extra model --extra train --extra serve --extra trackers --extra equinox --extra viz --extra bench --extra testing"
 compile := "uv pip compile --quiet --universal --python-version 3.12 --generate-hashes --no-annotate --no-emit-index-url --no-emit-find-links --custom-compile-command 'just lock'"
 

@@ -49,7 +49,7 @@ class JsonDocument(Frozen, populate_by_name=True, serialize_by_alias=True):
         """Return the JSON text of the file."""
 
     @classmethod
-    def from_json[Document: JsonDocument](cls: type[Document], data: bytes) -> Document:
+    def from_json[Document: "JsonDocument"](cls: type[Document], data: bytes) -> Document:
         """Parse and validate a file."""
         document = _json.loads(
             data, what=cls.file_type, max_bytes=cls.max_bytes, max_containers=cls.max_containers,
@@ -62,7 +62,7 @@ class JsonDocument(Frozen, populate_by_name=True, serialize_by_alias=True):
         _json.write(path, self.to_json(), max_bytes=self.max_bytes)
 
     @classmethod
-    def load[Document: JsonDocument](cls: type[Document], path: Path) -> Document:
+    def load[Document: "JsonDocument"](cls: type[Document], path: Path) -> Document:
         """Read a file."""
         return cls.from_json(_json.read(path, max_bytes=cls.max_bytes))
 
