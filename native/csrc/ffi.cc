@@ -505,21 +505,22 @@ XSAKE_EXPORT void xsake_cpu_ffi_version(int32_t* major, int32_t* minor) {
 
 // Bytes of the workspace of a call with scratch for `workers` threads. More threads than that do
 // not take part; results do not depend on their number.
-#define XS_WORKSPACE(name, last, steps, slots)                                               \
+#define XS_WORKSPACE(name, steps)                                                            \
   XSAKE_EXPORT int64_t xsake_cpu_##name##_workspace(                                         \
       int64_t batch, int64_t q_tokens, int64_t kv_tokens, int64_t q_heads, int64_t kv_heads, \
-      int64_t dim, int64_t v_dim, int64_t block_kv, int64_t last, int64_t workers) {         \
+      int64_t dim, int64_t v_dim, int64_t block_kv, [[maybe_unused]] int64_t program_steps,  \
+      int64_t num_slots, int64_t workers) {                                                  \
     const WorkspaceSizes z{batch, q_tokens, kv_tokens, q_heads, kv_heads,                    \
-                           dim,   v_dim,    block_kv,  steps,   slots};                      \
+                           dim,   v_dim,    block_kv,  steps,   num_slots};                  \
     const JobSizes sizes = name##_sizes(z);                                                  \
     return sizes.arrays + kAlign + max_of(1, workers) * sizes.slot;                          \
   }
-XS_WORKSPACE(forward, program_steps, program_steps, 0)
-XS_WORKSPACE(backward, program_steps, program_steps, 0)
-XS_WORKSPACE(decode, program_steps, program_steps, 0)
+XS_WORKSPACE(forward, program_steps)
+XS_WORKSPACE(backward, program_steps)
+XS_WORKSPACE(decode, program_steps)
 // The causal rule is a program of one step.
-XS_WORKSPACE(selected, num_slots, 1, num_slots)
-XS_WORKSPACE(selected_backward, num_slots, 1, num_slots)
+XS_WORKSPACE(selected, 1)
+XS_WORKSPACE(selected_backward, 1)
 
 // Building blocks, for tests.
 XSAKE_EXPORT void xsake_cpu_test_exp2(const float* x, float* y, int64_t n) {

@@ -50,7 +50,7 @@ def _attributes(case):
 
 
 def workspace_sizes(case, workers=2):
-    """Keyword arguments of the workspace functions."""
+    """Keyword arguments of `xsake_cpu.workspace`."""
     batch, q_tokens, q_heads, dim = case.q.shape
     _, kv_tokens, kv_heads, v_dim = case.v.shape
     steps = case.program[0] if case.program else 0
@@ -96,7 +96,7 @@ def _workspace(size):
 
 def forward(case, workers=2, target="forward"):
     """`(o, lse)`."""
-    size = getattr(xsake_cpu, f"{target}_workspace")(**workspace_sizes(case, workers))
+    size = xsake_cpu.workspace(target, **workspace_sizes(case, workers))
     results = (*_outputs(case), _workspace(size))
     return _call(f"xsake_cpu_{target}", results, _arguments(case), _attributes(case))
 
@@ -108,7 +108,7 @@ def decode(case, workers=2):
 
 def backward(case, o, lse, do, dlse, workers=2):
     """`(dq, dk, dv, dbias)`."""
-    size = xsake_cpu.backward_workspace(**workspace_sizes(case, workers))
+    size = xsake_cpu.workspace("backward", **workspace_sizes(case, workers))
     like = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
     dbias = jax.ShapeDtypeStruct(case.bias.shape, np.float32)
     results = like(case.q), like(case.k), like(case.v), dbias, _workspace(size)

@@ -47,7 +47,7 @@ REFUSALS = {
 def test_inconsistent_calls_raise(name, target):
     case = _case(**causal())
     results = native_call._outputs(case)
-    size = getattr(xsake_cpu, f"{target}_workspace")(**native_call.workspace_sizes(case))
+    size = xsake_cpu.workspace(target, **native_call.workspace_sizes(case))
     bad = dataclasses.replace(case, **REFUSALS[name](case))
     results = (*results, native_call._workspace(size))
     with pytest.raises(native_call.ERRORS, match="xsake_cpu: "):
@@ -88,9 +88,10 @@ def test_workspace_is_at_most_twice_k_and_v():
         "kv_heads": 8,
         "dim": 64,
         "v_dim": 64,
+        "block_kv": 128,
     }
     arrays = 2 * 2 * 4096 * 8 * 64 * 4
-    one, two = (xsake_cpu.forward_workspace(**sizes, block_kv=128, workers=n) for n in (1, 2))
+    one, two = (xsake_cpu.workspace("forward", **sizes, workers=n) for n in (1, 2))
     assert one - (two - one) <= 2 * arrays
     assert two - one < 2**20
 
@@ -147,7 +148,7 @@ assert jax.device_count() == 8
 sizes = dict(q_tokens=256, q_heads=4, dim=32)
 case = oracle.build_case(np.random.default_rng(0), **sizes, **causal())
 expected = native_call.forward(case)
-size = native_call.xsake_cpu.forward_workspace(**native_call.workspace_sizes(case, 8))
+size = native_call.xsake_cpu.workspace("forward", **native_call.workspace_sizes(case, 8))
 results = (*native_call._outputs(case), native_call._workspace(size))
 key = tuple((x.shape, np.dtype(x.dtype)) for x in results)
 call = native_call._compile("xsake_cpu_forward", key, tuple(native_call._attributes(case).items()))
@@ -177,7 +178,7 @@ def test_many_devices_do_not_deadlock():
 
 def test_scan_and_sequential_vmap():
     case = _case(batch=1, q_tokens=100, **causal())
-    size = xsake_cpu.forward_workspace(**native_call.workspace_sizes(case))
+    size = xsake_cpu.workspace("forward", **native_call.workspace_sizes(case))
     native_call.register()
     call = jax.ffi.ffi_call(
         "xsake_cpu_forward",

@@ -27,7 +27,7 @@ def arrays():
 def run(name, arrays, results, *, workers=2, block=16):
     """Results of a handler without its workspace."""
     native_call.register()
-    size = getattr(xsake_cpu, f"{name}_workspace")(**SIZES, workers=workers)
+    size = xsake_cpu.workspace(name, **SIZES, workers=workers)
     like = [jax.ShapeDtypeStruct(x, np.float32) for x in results]
     call = jax.ffi.ffi_call(f"xsake_cpu_{name}", (*like, native_call._workspace(size)))
     outputs = jax.jit(lambda *x: call(*x, scale=np.float32(0.2), block=block))(*arrays)

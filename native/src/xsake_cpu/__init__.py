@@ -14,17 +14,13 @@ from collections.abc import Sequence
 from typing import Any
 
 __all__ = [
-    "backward_workspace",
-    "decode_workspace",
     "encode_program",
     "ffi_api_version",
-    "forward_workspace",
     "handlers",
     "isa",
     "runtime_ffi_api_version",
-    "selected_backward_workspace",
-    "selected_workspace",
     "version",
+    "workspace",
 ]
 
 _TARGETS = (
@@ -80,8 +76,8 @@ def _library() -> ctypes.CDLL:
     library = ctypes.CDLL(path)
     library.xsake_cpu_isa.restype = ctypes.c_char_p
     for target in _TARGETS[:-1]:  # the workspace of statistics is that of a forward call
-        workspace = getattr(library, f"{target}_workspace")
-        workspace.restype, workspace.argtypes = ctypes.c_int64, [ctypes.c_int64] * 10
+        size = getattr(library, f"{target}_workspace")
+        size.restype, size.argtypes = ctypes.c_int64, [ctypes.c_int64] * 11
     return library
 
 
@@ -137,12 +133,8 @@ def handlers() -> dict[str, Any]:
     return {target: jax.ffi.pycapsule(getattr(_library(), target)) for target in _TARGETS}
 
 
-def _workspace(target: str, sizes: Sequence[int], workers: int | None) -> int:
-    workers = os.cpu_count() or 1 if workers is None else workers
-    return getattr(_library(), f"{target}_workspace")(*sizes, workers)
-
-
-def forward_workspace(
+def workspace(
+    name: str,
     *,
     batch: int,
     q_tokens: int,
@@ -153,87 +145,21 @@ def forward_workspace(
     v_dim: int,
     block_kv: int,
     program_steps: int = 0,
+    num_slots: int = 0,
     workers: int | None = None,
 ) -> int:
-    """Bytes of the workspace of a forward call.
+    """Bytes of the workspace of a call of the handler `xsake_cpu_<name>`.
 
-    `workers` is the number of threads that it has scratch for, by default those of the machine. It
-    changes no result.
+    `program_steps` are those of the mask program, `num_slots` those of selected attention.
+    `workers` is the number of threads that there is scratch for, by default those of the machine.
+    It changes no result.
     """
-    sizes = (batch, q_tokens, kv_tokens, q_heads, kv_heads, dim, v_dim, block_kv, program_steps)
-    return _workspace("xsake_cpu_forward", sizes, workers)
-
-
-def backward_workspace(
-    *,
-    batch: int,
-    q_tokens: int,
-    kv_tokens: int,
-    q_heads: int,
-    kv_heads: int,
-    dim: int,
-    v_dim: int,
-    block_kv: int,
-    program_steps: int = 0,
-    workers: int | None = None,
-) -> int:
-    """Bytes of the workspace of a backward call; see `forward_workspace`."""
-    sizes = (batch, q_tokens, kv_tokens, q_heads, kv_heads, dim, v_dim, block_kv, program_steps)
-    return _workspace("xsake_cpu_backward", sizes, workers)
-
-
-def decode_workspace(
-    *,
-    batch: int,
-    q_tokens: int,
-    kv_tokens: int,
-    q_heads: int,
-    kv_heads: int,
-    dim: int,
-    v_dim: int,
-    block_kv: int,
-    program_steps: int = 0,
-    workers: int | None = None,
-) -> int:
-    """Bytes of the workspace of a decode call; see `forward_workspace`."""
-    sizes = (batch, q_tokens, kv_tokens, q_heads, kv_heads, dim, v_dim, block_kv, program_steps)
-    return _workspace("xsake_cpu_decode", sizes, workers)
-
-
-def selected_workspace(
-    *,
-    batch: int,
-    q_tokens: int,
-    kv_tokens: int,
-    q_heads: int,
-    kv_heads: int,
-    dim: int,
-    v_dim: int,
-    block_kv: int,
-    num_slots: int,
-    workers: int | None = None,
-) -> int:
-    """Bytes of the workspace of a forward call of selected attention; see `forward_workspace`."""
-    sizes = (batch, q_tokens, kv_tokens, q_heads, kv_heads, dim, v_dim, block_kv, num_slots)
-    return _workspace("xsake_cpu_selected", sizes, workers)
-
-
-def selected_backward_workspace(
-    *,
-    batch: int,
-    q_tokens: int,
-    kv_tokens: int,
-    q_heads: int,
-    kv_heads: int,
-    dim: int,
-    v_dim: int,
-    block_kv: int,
-    num_slots: int,
-    workers: int | None = None,
-) -> int:
-    """Bytes of the workspace of a backward call of selected attention; see `forward_workspace`."""
-    sizes = (batch, q_tokens, kv_tokens, q_heads, kv_heads, dim, v_dim, block_kv, num_slots)
-    return _workspace("xsake_cpu_selected_backward", sizes, workers)
+    if name == "statistics":  # read no values
+        name, v_dim = "forward", 0
+    workers = os.cpu_count() or 1 if workers is None else workers
+    sizes = (batch, q_tokens, kv_tokens, q_heads, kv_heads, dim, v_dim, block_kv)
+    size = getattr(_library(), f"xsake_cpu_{name}_workspace")
+    return size(*sizes, program_steps, num_slots, workers)
 
 
 def encode_program(steps: Sequence[Any], answer: Any) -> list[int]:

@@ -6,8 +6,6 @@ candidate for the current platform, so a CPU never imports a GPU kernel. The mod
     forward(inputs, config, platform) -> (o, lse, ...)
     backward(inputs, config, platform, o, lse, do, dlse) -> Gradients
     unsupported_reason(inputs, config, platform) -> str | None      if it cannot serve every call
-    unavailable_reason() -> str | None                              if it needs an extra
-    describe_library() -> str                                       if it needs an extra
     count_passes(inputs, config, platform) -> (KernelCost, ...)     of block-sparse attention
 """
 
@@ -21,6 +19,7 @@ from typing import Any, NamedTuple
 import jax
 
 from xsake.errors import ArgumentError, UnsupportedError
+from xsake.kernels import native_library
 from xsake.kernels.lowering import (
     EXPORTED_CPU,
     PLATFORMS,
@@ -58,14 +57,14 @@ class BackendSpec(NamedTuple):
     jax_releases: tuple[str, ...] | None = None  # its kernels were certified with; None: all
     is_on_request: bool = False  # used only when it is named
     is_portable: bool = False  # one program for all platforms, so it can be differentiated again
-    extra: tuple[str, str] | None = None  # package that it needs, and the extra that installs it
+    handler: str | None = None  # of the native library; None: it needs no library
     is_exported: bool = True  # by `jax.export`, also when it is not named
 
     @classmethod
-    def of_native_library(cls, package: str) -> "BackendSpec":
+    def of_native_library(cls, package: str, handler: str) -> "BackendSpec":
         """Return the backend of an operation's package that calls `xsake-cpu`."""
-        module, extra = f"{package}.native_cpu", ("xsake_cpu", "cpu")
-        return cls("native_cpu", module, ("cpu",), extra=extra, is_exported=False)
+        module = f"{package}.native_cpu"
+        return cls("native_cpu", module, ("cpu",), handler=handler, is_exported=False)
 
     def load(self) -> Any:
         """Import the module."""
@@ -81,16 +80,15 @@ class BackendSpec(NamedTuple):
         if self.jax_releases is not None and not is_release(self.jax_releases, jax.__version__):
             releases = " and ".join(self.jax_releases)
             return f"its kernels were certified with jax {releases}, this is jax {jax.__version__}"
-        if self.extra is None:
+        if self.handler is None:
             return None
-        package, extra = self.extra
-        if importlib.util.find_spec(package) is None:
-            return f'it needs the package {package}: pip install "xsake[{extra}]"'
-        return self.load().unavailable_reason()
+        if importlib.util.find_spec("xsake_cpu") is None:
+            return 'it needs the package xsake_cpu: pip install "xsake[cpu]"'
+        return native_library.missing_handler(self.handler)
 
     def describe_library(self) -> str | None:
         """Version and instruction set of the library that it needs; None if it needs none."""
-        return None if self.extra is None else self.load().describe_library()
+        return None if self.handler is None else native_library.describe()
 
     def unsupported_reason(self, inputs: Any, config: Any, platform: str) -> str | None:
         """Why it cannot serve a call on a platform; None if it can."""

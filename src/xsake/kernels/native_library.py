@@ -2,9 +2,16 @@
 
 import functools
 import importlib
+from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from xsake.kernels.mask_program import MaskProgram
+from xsake.kernels.sharding import axes_of, vary
 
 DTYPES = ("float32", "bfloat16", "float16")  # of arrays; sums are float32
 
@@ -27,7 +34,7 @@ def load() -> Any:
 
 
 def missing_handler(name: str) -> str | None:
-    """Why an operation that came after the first release cannot run; None if it can."""
+    """Why a handler cannot be used in this process; None if it can."""
     library = load()
     if isinstance(library, str) or f"xsake_cpu_{name}" in library.handlers():
         return library if isinstance(library, str) else None
@@ -40,3 +47,46 @@ def describe() -> str:
     if isinstance(library, str):
         return library
     return f"xsake-cpu {library.version()}, {library.isa()}"
+
+
+def call(
+    name: str,
+    operands: Sequence[Any],
+    results: Sequence[jax.ShapeDtypeStruct],
+    *,
+    sizes: dict[str, int],
+    **attributes: Any,
+) -> Sequence[Array]:
+    """Results of the handler `xsake_cpu_<name>`.
+
+    Its workspace is one more result, so that XLA knows of the memory. `sizes` are those that the
+    workspace depends on, besides the shapes of the first three operands, which are q, k and v.
+    """
+    q, _, v = operands[:3]
+    batch, q_tokens, q_heads, dim = q.shape
+    _, kv_tokens, kv_heads, v_dim = v.shape
+    workspace = load().workspace(
+        name, batch=batch, q_tokens=q_tokens, kv_tokens=kv_tokens, q_heads=q_heads,
+        kv_heads=kv_heads, dim=dim, v_dim=v_dim, **sizes,
+    )  # fmt: skip
+    arrays = tuple(map(jnp.asarray, operands))
+    axes = axes_of(arrays)
+    handler = jax.ffi.ffi_call(
+        f"xsake_cpu_{name}",
+        (*results, jax.ShapeDtypeStruct((workspace,), np.uint8)),
+        vmap_method="sequential",
+    )
+    return vary(handler(*vary(arrays, axes), **attributes), axes)[:-1]
+
+
+def encode(program: MaskProgram | None) -> tuple[np.ndarray, int, int]:
+    """A mask program as the handlers read it, its steps and its heads."""
+    if program is None:
+        return np.zeros(0, np.int32), 0, 1
+    words = load().encode_program(program.steps, program.answer)
+    return np.array(words, np.int32), len(program.steps), program.heads
+
+
+def or_empty(x: Array | None, ndim: int, dtype: Any) -> Array:
+    """An optional operand; without elements if it is absent."""
+    return jnp.zeros((0,) * ndim, dtype) if x is None else x

@@ -26,7 +26,7 @@ OP = Op(
     BackendSpec("mosaic_gpu_hopper", f"{_PACKAGE}.mosaic_gpu.hopper", ("cuda",), MOSAIC_RELEASES),
     BackendSpec("mosaic_gpu", f"{_PACKAGE}.mosaic_gpu.ampere", ("cuda",), MOSAIC_RELEASES),
     BackendSpec("mosaic_tpu", f"{_PACKAGE}.mosaic_tpu.kernels", ("tpu",), MOSAIC_RELEASES),
-    BackendSpec.of_native_library(_PACKAGE),
+    BackendSpec.of_native_library(_PACKAGE, "forward"),
     BackendSpec("xla", f"{_PACKAGE}.xla.kernels"),
     BackendSpec("reference", f"{_PACKAGE}.reference", is_on_request=True, is_portable=True),
 )

@@ -18,22 +18,10 @@ from xsake.kernels.batching import fold_batch
 from xsake.kernels.block_sparse import cost
 from xsake.kernels.block_sparse.types import BlockSparseConfig, BlockSparseInputs, Gradients
 from xsake.kernels.mask_program import MaskProgram, flat_tables, trace_mask, unsupported_mask
-from xsake.kernels.sharding import axes_of, vary
 from xsake.layout import BlockLayout
 from xsake.layout.numbering import RaggedGrid, build_mask_blocks, flat_items
 
 MAX_DECODE_ROWS = 64  # queries of a kv head that one read of a key serves
-
-
-def unavailable_reason() -> str | None:
-    """Why the library cannot be used in this process; None if it can."""
-    library = native_library.load()
-    return library if isinstance(library, str) else None
-
-
-def describe_library() -> str:
-    """Name, version and instruction set of the library."""
-    return native_library.describe()
 
 
 def unsupported_reason(
@@ -107,31 +95,21 @@ def _call(
     residuals: tuple[Array, ...],
     results: tuple[jax.ShapeDtypeStruct, ...],
 ) -> Sequence[Array]:
-    """Results of one handler; its workspace is one more, so that XLA knows of the memory."""
-    library, layout, mask = native_library.load(), inputs.layout, _element_masks(inputs)
-    batch, q_tokens, q_heads, dim = inputs.q.shape
-    _, kv_tokens, kv_heads, v_dim = inputs.v.shape
-    workspace = getattr(library, f"{name}_workspace")(
-        batch=batch, q_tokens=q_tokens, kv_tokens=kv_tokens, q_heads=q_heads, kv_heads=kv_heads,
-        dim=dim, v_dim=v_dim, block_kv=layout.block_kv, program_steps=mask.num_steps,
-    )  # fmt: skip
+    layout, mask = inputs.layout, _element_masks(inputs)
+    or_empty = native_library.or_empty
     operands = (
-        inputs.q, inputs.k, inputs.v, *map(jnp.asarray, layout_lists(layout)), mask.tables,
-        mask.blocks, mask.index, _or_empty(inputs.bias, 4, inputs.q.dtype),
-        *(_or_empty(x, 2, np.int32) for x in inputs[5:]), *residuals,
+        inputs.q, inputs.k, inputs.v, *layout_lists(layout), mask.tables, mask.blocks, mask.index,
+        or_empty(inputs.bias, 4, inputs.q.dtype), *(or_empty(x, 2, np.int32) for x in inputs[5:]),
+        *residuals,
     )  # fmt: skip
-    axes = axes_of(operands)
-    call = jax.ffi.ffi_call(
-        f"xsake_cpu_{name}", (*results, jax.ShapeDtypeStruct((workspace,), np.uint8))
-    )
-    outputs = call(
-        *vary(operands, axes),
+    return native_library.call(
+        name, operands, results,
+        sizes={"block_kv": layout.block_kv, "program_steps": mask.num_steps},
         scale=np.float32(config.scale), softcap=np.float32(config.softcap or 0),
         block_q=layout.block_q, block_kv=layout.block_kv,
         layout_batch=layout.batch, layout_heads=layout.heads,
-        program=np.array(mask.program, np.int32), program_heads=mask.program_heads,
+        program=mask.program, program_heads=mask.program_heads,
     )  # fmt: skip
-    return vary(outputs, axes)[:-1]
 
 
 def layout_lists(layout: BlockLayout) -> tuple[Any, Any, Any]:
@@ -142,7 +120,7 @@ def layout_lists(layout: BlockLayout) -> tuple[Any, Any, Any]:
 class _ElementMasks(NamedTuple):
     """The rule of partial blocks: a program with its integers, or precomputed blocks."""
 
-    program: list[int]  # encoded; empty without a program
+    program: np.ndarray  # encoded; empty without a program
     num_steps: int
     program_heads: int
     tables: np.ndarray
@@ -153,14 +131,11 @@ class _ElementMasks(NamedTuple):
 def _element_masks(inputs: BlockSparseInputs) -> _ElementMasks:
     layout, program = inputs.layout, _program(inputs.layout)
     empty = np.zeros((0, layout.block_q, layout.block_kv), np.uint8), np.zeros(0, np.int32)
-    if isinstance(program, MaskProgram):
-        words = native_library.load().encode_program(program.steps, program.answer)
-        tables = flat_tables(program)
-        return _ElementMasks(words, len(program.steps), program.heads, tables, *empty)
-    if program is None:
-        return _ElementMasks([], 0, 1, flat_tables(None), *empty)
+    if not isinstance(program, str):
+        return _ElementMasks(*native_library.encode(program), flat_tables(program), *empty)
     grid = RaggedGrid.of(layout, inputs.q.shape, inputs.k.shape)
-    return _ElementMasks([], 0, 1, flat_tables(None), *_mask_blocks(layout, grid))
+    blocks = _mask_blocks(layout, grid)
+    return _ElementMasks(*native_library.encode(None), flat_tables(None), *blocks)
 
 
 @functools.lru_cache(maxsize=16)
@@ -174,8 +149,3 @@ def _mask_blocks(layout: BlockLayout, grid: RaggedGrid) -> tuple[np.ndarray, np.
 
 def _program(layout: BlockLayout) -> MaskProgram | str | None:
     return None if layout.mask is None else trace_mask(layout.mask)
-
-
-def _or_empty(x: Array | None, ndim: int, dtype: Any) -> Array:
-    """An optional operand; without elements if it is absent."""
-    return jnp.zeros((0,) * ndim, dtype) if x is None else x

@@ -17,7 +17,7 @@ _PACKAGE = "xsake.kernels.selected"
 OP = Op(
     BackendSpec("mosaic_gpu", f"{_PACKAGE}.mosaic_gpu", ("cuda",), MOSAIC_RELEASES),
     BackendSpec("mosaic_tpu", f"{_PACKAGE}.mosaic_tpu", ("tpu",), MOSAIC_RELEASES),
-    BackendSpec.of_native_library(_PACKAGE),
+    BackendSpec.of_native_library(_PACKAGE, "selected"),
     BackendSpec("xla", f"{_PACKAGE}.xla"),
     BackendSpec("reference", f"{_PACKAGE}.reference", is_on_request=True, is_portable=True),
 )

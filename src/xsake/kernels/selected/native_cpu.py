@@ -14,17 +14,6 @@ from jax import Array
 from xsake.kernels import native_library
 from xsake.kernels.block_sparse.types import Gradients
 from xsake.kernels.selected.types import SelectedConfig, SelectedInputs
-from xsake.kernels.sharding import axes_of, vary
-
-
-def unavailable_reason() -> str | None:
-    """Why the library cannot be used in this process; None if it can."""
-    return native_library.missing_handler("selected")
-
-
-def describe_library() -> str:
-    """Name, version and instruction set of the library."""
-    return native_library.describe()
 
 
 def unsupported_reason(inputs: SelectedInputs, config: SelectedConfig, platform: str) -> str | None:
@@ -63,22 +52,10 @@ def _call(
     residuals: tuple[Array, ...],
     results: tuple[jax.ShapeDtypeStruct, ...],
 ) -> Sequence[Array]:
-    """Results of one handler; its workspace is one more, so that XLA knows of the memory."""
-    batch, q_tokens, q_heads, dim = inputs.q.shape
-    _, kv_tokens, kv_heads, v_dim = inputs.v.shape
-    workspace = getattr(native_library.load(), f"{name}_workspace")(
-        batch=batch, q_tokens=q_tokens, kv_tokens=kv_tokens, q_heads=q_heads, kv_heads=kv_heads,
-        dim=dim, v_dim=v_dim, block_kv=config.block, num_slots=inputs.blocks.shape[-1],
+    positions = native_library.or_empty(inputs.q_positions, 2, jnp.int32)
+    lists = (x.astype(jnp.int32) for x in (inputs.blocks, positions))
+    return native_library.call(
+        name, (*inputs[:3], *lists, *residuals), results,
+        sizes={"block_kv": config.block, "num_slots": inputs.blocks.shape[-1]},
+        scale=np.float32(config.scale), block=config.block,
     )  # fmt: skip
-    positions = inputs.q_positions
-    if positions is None:
-        positions = jnp.zeros((0, 0), jnp.int32)
-    operands = (*inputs[:3], *(x.astype(jnp.int32) for x in (inputs.blocks, positions)), *residuals)
-    axes = axes_of(operands)
-    call = jax.ffi.ffi_call(
-        f"xsake_cpu_{name}",
-        (*results, jax.ShapeDtypeStruct((workspace,), np.uint8)),
-        vmap_method="sequential",
-    )
-    outputs = call(*vary(operands, axes), scale=np.float32(config.scale), block=config.block)
-    return vary(outputs, axes)[:-1]

@@ -28,7 +28,7 @@ Integers = Int[Array | np.ndarray, "..."]
 
 _PACKAGE = "xsake.kernels.statistics"
 OP = Op(
-    BackendSpec.of_native_library(_PACKAGE),
+    BackendSpec.of_native_library(_PACKAGE, "statistics"),
     BackendSpec("xla", f"{_PACKAGE}.xla"),
     BackendSpec("reference", f"{_PACKAGE}.reference", is_on_request=True, is_portable=True),
 )
