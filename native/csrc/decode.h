@@ -1,18 +1,18 @@
 // Decode: few queries, many keys. Memory bandwidth is the limit, so K and V are read in place, once
 // for all query heads of a kv head.
 //
-// A task is a (batch, kv head, chunk of 512 keys). Its rows are the pairs (query, head of the
-// group), whose lists may differ: a block is computed if any row lists it, and masked for the
-// others. The states of the chunks are merged in their order, so neither the batch nor the number
-// of threads changes a result.
+// A task is a (batch, chunk of 512 keys, as many kv heads as have 64 rows together). The rows of a
+// head are the pairs (query, head of the group), whose lists may differ: a block is computed if any
+// row lists it, and masked for the others. The states of the chunks are merged in their order, so
+// neither the batch nor the number of threads changes a result.
 #pragma once
 
 #include "backward.h"
 
 namespace xsake_cpu::XSAKE_ISA {
 
-// Rows and keys of a block of dot products: one vector of results.
-constexpr int kDotRows = 4, kDotKeys = VL / kDotRows;
+// Keys of a block of dot products with kDotRows rows: one vector of results.
+constexpr int kDotKeys = VL / kDotRows;
 
 // s of kDotRows queries and kDotKeys keys.
 template <class T>
@@ -30,8 +30,8 @@ XS_INLINE vf dot_products(const float* q, int64_t q_row, const T* k, int64_t k_r
   return sum_each(acc);
 }
 
-// acc = alpha acc + p v for kDotRows rows and N vectors of columns; returns NaN lanes if a value of
-// v is not finite, without a pass of its own over v.
+// acc = alpha acc + p v for kDotRows rows and N vectors of columns, alpha by row; null: 1. Returns
+// NaN lanes if a value of v is not finite, without a pass of its own over v.
 template <int N, class T>
 XS_NOINLINE vf add_values(const float* p, const T* v, int64_t v_row, int64_t keys, float* acc,
                           int64_t acc_row, const float* alpha) {
@@ -49,11 +49,13 @@ XS_NOINLINE vf add_values(const float* p, const T* v, int64_t v_row, int64_t key
       XS_FOR (n, N) sum[r][n] += x * y[n];
     }
   }
-  XS_FOR (r, kDotRows)
+  XS_FOR (r, kDotRows) {
+    const vf x = splat(alpha ? alpha[r] : 1.f);
     XS_FOR (n, N) {
       float* to = acc + r * acc_row + n * VL;
-      store(to, load(to) * alpha[r] + sum[r][n]);
+      store(to, load(to) * x + sum[r][n]);
     }
+  }
   XS_UNROLL
   for (int n = 1; n < N; n++) zero[0] += zero[n];
   return zero[0];
@@ -64,56 +66,83 @@ class DecodeTask {
   DecodeTask(const Problem& p, int64_t item, char* scratch) : p_(p) {
     take_decode(scratch, p.dim, p.v_dim, p.program ? p.program->num_steps : 0, &x_);
     take_decode_arrays(p.workspace, sizes_of(p), &arrays_);
-    chunks_ = max_of(1, num_chunks(p.kv_blocks, p.block_kv));
-    // Heads of one chunk follow each other: their rows lie in the same pages.
-    hk_ = item % p.kv_heads;
-    chunk_ = item / p.kv_heads % chunks_;
-    b_ = item / p.kv_heads / chunks_;
+    task_ = decode_task(p, item);
     padded_dim_ = round_up(p.dim, VL);
     padded_v_dim_ = round_up(p.v_dim, kPanel);
   }
 
   void run() {
     const int64_t rows = p_.q_tokens * p_.group();
+    const int64_t blocks = chunk_blocks(p_.block_kv), begin = task_.chunk * blocks;
     for (first_ = 0; first_ < rows; first_ += kDecodeRows) {
       count_ = min_of(kDecodeRows, rows - first_);
       padded_ = round_up(count_, kDotRows);
       load_tile();
-      const int64_t blocks = chunk_blocks(p_.block_kv), begin = chunk_ * blocks;
       for (int64_t j = begin; j < min_of(begin + blocks, p_.kv_blocks); j++) add_block(j);
       store_states();
     }
   }
 
  private:
+  // Rows of one kv head of the task, and what its lists say of a block.
+  struct Head {
+    int64_t hk;
+    float* q;
+    SoftmaxRows softmax;
+    TileRows rows;
+    float *acc, *m, *l;  // before the last step
+    bool is_listed, is_masked, is_in_place;
+  };
+
   void load_tile() {
-    for (int64_t r = 0; r < count_; r++) {
-      const int64_t token = (first_ + r) / p_.group();
-      x_.rows.token[r] = (int32_t)token;
-      x_.rows.head[r] = (int32_t)(hk_ * p_.group() + (first_ + r) % p_.group());
-      x_.rows.position[r] = (int32_t)token;
-      if (p_.q_positions)
-        x_.rows.position[r] = p_.q_positions[b_ % p_.q_positions_batch * p_.q_tokens + token];
-      x_.rows.segment[r] = p_.q_segments ? p_.q_segments[b_ * p_.q_tokens + token] : -1;
+    for (int64_t i = 0; i < task_.num_heads; i++) {
+      Head& x = heads_[i];
+      const int64_t at = i * padded_;
+      x.hk = task_.first_head + i;
+      x.q = x_.q + at * padded_dim_;
+      x.softmax = {x_.softmax.acc + at * padded_v_dim_,
+                   x_.softmax.s + at * kScoreStride,
+                   x_.softmax.row_max + at * kMaxVector,
+                   x_.softmax.m + at,
+                   x_.softmax.l + at,
+                   x_.softmax.alpha + at};
+      x.rows = {x_.rows.token + at, x_.rows.position + at, x_.rows.segment + at, x_.rows.head + at,
+                x_.rows.item + at};
+      x.acc = x_.acc + at * padded_v_dim_;
+      x.m = x_.m + at;
+      x.l = x_.l + at;
+      load_head(x);
     }
-    with_dtype(p_.dtype, [&](auto type) { load_q<decltype(type)>(); });
-    init_rows(x_.softmax, padded_, padded_v_dim_);
   }
 
-  int64_t output_row(int64_t r) const {
-    return (b_ * p_.q_tokens + x_.rows.token[r]) * p_.q_heads + x_.rows.head[r];
+  void load_head(Head& x) {
+    for (int64_t r = 0; r < count_; r++) {
+      const int64_t token = (first_ + r) / p_.group();
+      x.rows.token[r] = (int32_t)token;
+      x.rows.head[r] = (int32_t)(x.hk * p_.group() + (first_ + r) % p_.group());
+      x.rows.position[r] = (int32_t)token;
+      if (p_.q_positions)
+        x.rows.position[r] = p_.q_positions[task_.b % p_.q_positions_batch * p_.q_tokens + token];
+      x.rows.segment[r] = p_.q_segments ? p_.q_segments[task_.b * p_.q_tokens + token] : -1;
+    }
+    with_dtype(p_.dtype, [&](auto type) { load_q<decltype(type)>(x); });
+    init_rows(x.softmax, padded_, padded_v_dim_);
+  }
+
+  int64_t output_row(const Head& x, int64_t r) const {
+    return (task_.b * p_.q_tokens + x.rows.token[r]) * p_.q_heads + x.rows.head[r];
   }
 
   template <class T>
-  void load_q() {
+  void load_q(const Head& x) {
     const float factor = query_factor(p_);
     for (int64_t r = 0; r < padded_; r++)
       for (int64_t d = 0; d < padded_dim_; d += VL) {
-        vf x = vf{};
+        vf q = vf{};
         if (r < count_)
-          x = load_upto(static_cast<const T*>(p_.q) + output_row(r) * p_.dim + d, p_.dim - d) *
+          q = load_upto(static_cast<const T*>(p_.q) + output_row(x, r) * p_.dim + d, p_.dim - d) *
               factor;
-        store(x_.q + r * padded_dim_ + d, x);
+        store(x.q + r * padded_dim_ + d, q);
       }
   }
 
@@ -136,50 +165,96 @@ class DecodeTask {
     return begin < p_.row_starts[row + 1] && p_.kv_block[begin] == kv_block ? begin : -1;
   }
 
-  void add_block(int64_t kv_block) {
-    bool is_listed = false, is_masked = false;
+  void find_items(Head& x, int64_t kv_block) const {
+    x.is_listed = x.is_masked = false;
     int64_t last_row = -1;
     for (int64_t r = 0; r < count_; r++) {
-      const int64_t row = p_.list_row(b_, x_.rows.head[r], x_.rows.token[r] / p_.block_q);
-      x_.rows.item[r] = row == last_row ? x_.rows.item[r - 1] : find_item(row, kv_block);
+      const int64_t row = p_.list_row(task_.b, x.rows.head[r], x.rows.token[r] / p_.block_q);
+      x.rows.item[r] = row == last_row ? x.rows.item[r - 1] : find_item(row, kv_block);
       last_row = row;
-      const int32_t item = x_.rows.item[r];
-      is_listed |= item >= 0;
-      is_masked |= item < 0 || p_.is_partial[item];
+      const int32_t item = x.rows.item[r];
+      x.is_listed |= item >= 0;
+      x.is_masked |= item < 0 || p_.is_partial[item];
     }
-    if (!is_listed) return;
+  }
+
+  void add_block(int64_t kv_block) {
+    for (int64_t i = 0; i < task_.num_heads; i++) find_items(heads_[i], kv_block);
     const int64_t keys = min_of(p_.block_kv, p_.kv_tokens - kv_block * p_.block_kv);
     for (int64_t at = 0; at < keys; at += kStepKeys) {
-      const int64_t count = min_of(kStepKeys, keys - at), width = round_up(count, kPanel);
-      const Piece piece{nullptr, nullptr, kv_block, at,
-                        0,       width,   count,    is_masked || count < width};
-      if (piece.is_masked)
-        MaskBuilder(p_, x_.rows, x_.mask, b_).build<kPanel>(piece, count_, padded_);
+      const int64_t count = min_of(kStepKeys, keys - at);
+      const Piece piece{nullptr, nullptr, kv_block, at, 0, round_up(count, kPanel), count, false};
       with_dtype(p_.dtype, [&](auto type) { add_piece<decltype(type)>(piece); });
     }
   }
 
+  // Whole vectors of finite values can stay where they are. Others are so rare that the step is
+  // computed again, from a copy. Narrow values are widened for every kDotRows rows.
   template <class T>
   void add_piece(const Piece& piece) {
-    const int64_t token = piece.kv_block * p_.block_kv + piece.first;
-    const TokenRows<T> k = kv_rows<T>(p_, p_.k, p_.dim, b_, hk_, token, piece.count);
-    const TokenRows<T> v = kv_rows<T>(p_, p_.v, p_.v_dim, b_, hk_, token, piece.count);
-    // Whole vectors of finite values can stay where they are. Others are so rare that the step is
-    // computed again, from a copy. Narrow values are widened for every kDotRows rows.
     const bool is_cheap = std::is_same_v<T, float> || (VL > 4 && padded_ <= 2 * kDotRows);
     if (is_cheap && p_.dim % VL == 0 && p_.v_dim % kPanel == 0) {
-      save_state();
-      if (add_rows(piece, k.data, k.stride, v.data, v.stride)) return;
-      restore_state();
+      add_in_place<T>(piece);
+    } else {
+      for_listed([&](Head& x) { add_copy<T>(x, piece); });
     }
-    copy_rows(k, v);
-    add_rows<float>(piece, x_.k, padded_dim_, x_.v, padded_v_dim_);
   }
 
-  void save_state() { copy_state(x_.softmax.acc, x_.softmax.m, x_.softmax.l, x_.acc, x_.m, x_.l); }
-  void restore_state() {
-    copy_state(x_.acc, x_.m, x_.l, x_.softmax.acc, x_.softmax.m, x_.softmax.l);
+  // Heads take turns every few keys: their rows lie in the same pages, which are read once, in
+  // their order.
+  template <class T>
+  void add_in_place(const Piece& piece) {
+    for (int64_t t = 0; t < piece.count; t += kTurnKeys) {
+      const int64_t end = min_of(t + kTurnKeys, piece.count);
+      for_listed([&](Head& x) {
+        const TokenRows<T> k = keys<T>(x, piece);
+        find_scores(x, k.data, k.stride, t, end);
+      });
+    }
+    for_listed([&](Head& x) {
+      copy_state(x.softmax.acc, x.softmax.m, x.softmax.l, x.acc, x.m, x.l);
+      update(x, piece);
+      x.is_in_place = true;
+    });
+    for (int64_t t = 0; t < piece.count; t += kTurnKeys) {
+      const int64_t end = min_of(t + kTurnKeys, piece.count);
+      for_listed([&](Head& x) {
+        const TokenRows<T> v = values<T>(x, piece);
+        x.is_in_place &= add_rows(x, v.data, v.stride, t, end);
+      });
+    }
+    for_listed([&](Head& x) {
+      if (x.is_in_place) return;
+      copy_state(x.acc, x.m, x.l, x.softmax.acc, x.softmax.m, x.softmax.l);
+      add_copy<T>(x, piece);
+    });
   }
+
+  template <class T>
+  void add_copy(Head& x, const Piece& piece) {
+    copy_rows(keys<T>(x, piece), values<T>(x, piece));
+    find_scores(x, x_.k, padded_dim_, 0, piece.count);
+    update(x, piece);
+    add_rows(x, x_.v, padded_v_dim_, 0, piece.count);
+  }
+
+  template <class F>
+  void for_listed(F&& f) {
+    for (int64_t i = 0; i < task_.num_heads; i++)
+      if (heads_[i].is_listed) f(heads_[i]);
+  }
+  template <class T>
+  TokenRows<T> keys(const Head& x, const Piece& piece) const {
+    return kv_rows<T>(p_, p_.k, p_.dim, task_.b, x.hk, first_token(piece), piece.count);
+  }
+  template <class T>
+  TokenRows<T> values(const Head& x, const Piece& piece) const {
+    return kv_rows<T>(p_, p_.v, p_.v_dim, task_.b, x.hk, first_token(piece), piece.count);
+  }
+  int64_t first_token(const Piece& piece) const {
+    return piece.kv_block * p_.block_kv + piece.first;
+  }
+
   void copy_state(const float* acc, const float* m, const float* l, float* to_acc, float* to_m,
                   float* to_l) const {
     std::memcpy(to_acc, acc, static_cast<size_t>(padded_ * padded_v_dim_) * sizeof(float));
@@ -208,77 +283,85 @@ class DecodeTask {
     }
   }
 
-  // False if a value of v is not finite.
+  // s of keys [t, end) of a piece.
   template <class T>
-  bool add_rows(const Piece& piece, const T* k, int64_t k_row, const T* v, int64_t v_row) {
-    const SoftmaxRows& x = x_.softmax;
-    clear_max(x, padded_);
-    scores(piece, k, k_row);
-    finish_scores(p_, piece, x_.rows, x_.mask, x, b_, count_);
-    update_max(x, padded_);
-    Piece whole = piece;  // hidden columns have p = 0: the product below reads all of them
-    whole.is_masked = false;
-    update_sums(x, x_.mask, &whole, 1, (int)padded_);
-    vf zero = vf{};
-    int64_t d = 0;
-    for (; d + kWide * VL <= padded_v_dim_; d += kWide * VL)
-      for (int64_t r = 0; r < padded_; r += kDotRows)
-        zero += add_values<kWide>(x.s + r * kScoreStride, v + d, v_row, piece.count,
-                                  x.acc + r * padded_v_dim_ + d, padded_v_dim_, x.alpha + r);
-    for (; d < padded_v_dim_; d += kPanel)
-      for (int64_t r = 0; r < padded_; r += kDotRows)
-        zero += add_values<kVectors>(x.s + r * kScoreStride, v + d, v_row, piece.count,
-                                     x.acc + r * padded_v_dim_ + d, padded_v_dim_, x.alpha + r);
-    return !any(zero != zero);
-  }
-
-  template <class T>
-  void scores(const Piece& piece, const T* k, int64_t k_row) {
-    int64_t t = 0;
-    for (; t + kDotKeys <= piece.count; t += kDotKeys) {
+  void find_scores(const Head& x, const T* k, int64_t k_row, int64_t t, int64_t end) {
+    for (; t + kDotKeys <= end; t += kDotKeys) {
       for (int n = 0; n < kDotKeys; n++) prefetch_row(k + (t + n + kAhead) * k_row, p_.dim);
       for (int64_t r = 0; r < padded_; r += kDotRows)
         store_dots(
-            r, t, kDotKeys,
-            dot_products(x_.q + r * padded_dim_, padded_dim_, k + t * k_row, k_row, padded_dim_));
+            x.softmax.s + r * kScoreStride + t, kDotKeys,
+            dot_products(x.q + r * padded_dim_, padded_dim_, k + t * k_row, k_row, padded_dim_));
     }
-    for (; t < piece.count; t++)
+    for (; t < end; t++)
       for (int64_t r = 0; r < padded_; r += kDotRows)
-        store_dots(
-            r, t, 1,
-            dot_products(x_.q + r * padded_dim_, padded_dim_, k + t * k_row, 0, padded_dim_));
-    // Columns without a key: masked, but not left undefined.
-    for (int64_t r = 0; r < padded_; r++)
-      for (int64_t c = piece.count; c < piece.width; c++)
-        x_.softmax.s[r * kScoreStride + c] = kNegInf;
+        store_dots(x.softmax.s + r * kScoreStride + t, 1,
+                   dot_products(x.q + r * padded_dim_, padded_dim_, k + t * k_row, 0, padded_dim_));
   }
 
-  XS_INLINE void store_lanes(float* to, const float* from, int64_t n) {
-    for (int64_t i = 0; i < n; i++) to[i] = from[i];
-  }
-  void store_dots(int64_t r, int64_t t, int64_t keys, vf dots) {
+  void store_dots(float* s, int64_t keys, vf dots) {
     float lanes[VL];
     store(lanes, dots);
     for (int i = 0; i < kDotRows; i++)
-      store_lanes(x_.softmax.s + (r + i) * kScoreStride + t, lanes + i * kDotKeys, keys);
+      for (int64_t n = 0; n < keys; n++) s[i * kScoreStride + n] = lanes[i * kDotKeys + n];
+  }
+
+  // s -> p, and m, l, alpha.
+  void update(Head& x, Piece piece) {
+    // Columns without a key: masked, but not left undefined.
+    for (int64_t r = 0; r < padded_; r++)
+      for (int64_t c = piece.count; c < piece.width; c++)
+        x.softmax.s[r * kScoreStride + c] = kNegInf;
+    piece.is_masked = x.is_masked || piece.count < piece.width;
+    if (piece.is_masked)
+      MaskBuilder(p_, x.rows, x_.mask, task_.b).build<kPanel>(piece, count_, padded_);
+    clear_max(x.softmax, padded_);
+    finish_scores(p_, piece, x.rows, x_.mask, x.softmax, task_.b, count_);
+    update_max(x.softmax, padded_);
+    piece.is_masked = false;  // hidden columns have p = 0: the product below reads all of them
+    update_sums(x.softmax, x_.mask, &piece, 1, (int)padded_);
+  }
+
+  // acc += p v of keys [t, end) of a piece, acc *= alpha before the first; false if a value of v
+  // is not finite.
+  template <class T>
+  bool add_rows(const Head& x, const T* v, int64_t v_row, int64_t t, int64_t end) {
+    vf zero = vf{};
+    const auto add = [&](auto width, int64_t d) {
+      for (int64_t r = 0; r < padded_; r += kDotRows)
+        zero += add_values<decltype(width)::value>(
+            x.softmax.s + r * kScoreStride + t, v + t * v_row + d, v_row, end - t,
+            x.softmax.acc + r * padded_v_dim_ + d, padded_v_dim_,
+            t ? nullptr : x.softmax.alpha + r);
+    };
+    int64_t d = 0;
+    for (; d + kWide * VL <= padded_v_dim_; d += kWide * VL) add(Rows<kWide>{}, d);
+    for (; d < padded_v_dim_; d += kPanel) add(Rows<kVectors>{}, d);
+    return !any(zero != zero);
   }
 
   void store_states() {
-    for (int64_t r = 0; r < count_; r++) {
-      const int64_t state = (output_row(r) * chunks_ + chunk_);
-      arrays_.m[state] = x_.softmax.m[r];
-      arrays_.l[state] = x_.softmax.l[r];
-      const float* acc = x_.softmax.acc + r * padded_v_dim_;
-      for (int64_t d = 0; d < p_.v_dim; d += VL)
-        store_upto(arrays_.acc + state * p_.v_dim + d, load(acc + d), p_.v_dim - d);
-    }
+    const int64_t chunks = num_chunks(p_.kv_blocks, p_.block_kv);
+    for (int64_t i = 0; i < task_.num_heads; i++)
+      for (int64_t r = 0; r < count_; r++) {
+        const Head& x = heads_[i];
+        const int64_t state = output_row(x, r) * chunks + task_.chunk;
+        arrays_.m[state] = x.softmax.m[r];
+        arrays_.l[state] = x.softmax.l[r];
+        const float* acc = x.softmax.acc + r * padded_v_dim_;
+        for (int64_t d = 0; d < p_.v_dim; d += VL)
+          store_upto(arrays_.acc + state * p_.v_dim + d, load(acc + d), p_.v_dim - d);
+      }
   }
 
   static constexpr int kWide = VL == 16 ? 2 * kVectors : kVectors;
+  static constexpr int64_t kTurnKeys = 16;
   const Problem& p_;
+  DecodeItem task_;
   DecodeScratch x_;
   DecodeArrays arrays_;
-  int64_t chunks_, chunk_, b_, hk_, padded_dim_, padded_v_dim_;
+  Head heads_[kDecodeRows / kDotRows];
+  int64_t padded_dim_, padded_v_dim_;
   int64_t first_ = 0, count_ = 0, padded_ = 0;
 };
 
@@ -311,7 +394,7 @@ static void decode_merge(const Problem& p, int64_t item) {
   FlushDenormals guard;
   DecodeArrays x;
   take_decode_arrays(p.workspace, sizes_of(p), &x);
-  const int64_t chunks = max_of(1, num_chunks(p.kv_blocks, p.block_kv));
+  const int64_t chunks = num_chunks(p.kv_blocks, p.block_kv);
   const int64_t b = item / p.kv_heads, first = item % p.kv_heads * p.group();
   for (int64_t t = 0; t < p.q_tokens; t++)
     for (int64_t h = first; h < first + p.group(); h++)

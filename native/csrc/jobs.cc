@@ -48,15 +48,16 @@ std::shared_ptr<Job> forward_job(std::unique_ptr<Call> call) {
 std::shared_ptr<Job> decode_job(std::unique_ptr<Call> call) {
   const Problem& p = call->problem;
   const int64_t slot = decode_sizes(sizes_of(p)).slot;
-  const int64_t chunks = max_of(1, num_chunks(p.kv_blocks, p.block_kv));
-  count_tasks(call.get(), chunks);
+  count_tasks(call.get(), num_chunks(p.kv_blocks, p.block_kv));
   auto job = std::make_shared<Job>(std::move(call), slot);
-  job->add_phase(p.batch * p.kv_heads * chunks,
-                 [&p, &call = job->call(), chunks](int64_t item, char* scratch) {
-                   kernels().decode_chunk(p, item, scratch);
-                   const int64_t head = item / p.kv_heads / chunks * p.kv_heads + item % p.kv_heads;
-                   if (is_last_task(call, head)) kernels().decode_merge(p, head);
-                 });
+  job->add_phase(num_decode_tasks(p), [&p, &call = job->call()](int64_t item, char* scratch) {
+    kernels().decode_chunk(p, item, scratch);
+    const DecodeItem task = decode_task(p, item);
+    for (int64_t i = 0; i < task.num_heads; i++) {
+      const int64_t head = task.b * p.kv_heads + task.first_head + i;
+      if (is_last_task(call, head)) kernels().decode_merge(p, head);
+    }
+  });
   return job;
 }
 

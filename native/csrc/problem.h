@@ -15,13 +15,14 @@ namespace xsake_cpu {
 enum class DType : int32_t { f32, bf16, f16 };
 
 // Limits that workspace sizes are computed with; those of an ISA are not above them.
-constexpr int64_t kMaxVector = 16;   // floats of a vector
-constexpr int64_t kMaxPanel = 32;    // columns of a panel
-constexpr int64_t kTileRows = 128;   // queries of a tile
-constexpr int64_t kStepKeys = 256;   // keys of a step of the forward pass
-constexpr int64_t kGradKeys = 128;   // keys of a step of the backward pass
-constexpr int64_t kChunkKeys = 512;  // keys of a decode task
-constexpr int64_t kDecodeRows = 64;  // rows of a decode tile
+constexpr int64_t kMaxVector = 16;    // floats of a vector
+constexpr int64_t kMaxPanel = 32;     // columns of a panel
+constexpr int64_t kTileRows = 128;    // queries of a tile
+constexpr int64_t kStepKeys = 256;    // keys of a step of the forward pass
+constexpr int64_t kGradKeys = 128;    // keys of a step of the backward pass
+constexpr int64_t kChunkKeys = 512;   // keys of a decode task
+constexpr int64_t kDecodeRows = 64;   // rows of a decode tile
+constexpr int kDotRows = 4;           // rows of a block of dot products
 constexpr int64_t kChunkRows = 1024;  // rows of a chunk of selected attention, about
 constexpr int64_t kAlign = 64;
 
@@ -168,10 +169,28 @@ static inline int64_t selected_chunk(int64_t group) {
   return max_of(1, kChunkRows / group / kTileRows) * kTileRows;
 }
 
-// Blocks of a decode task.
+// Blocks of a decode task, and chunks of a sequence: at least one.
 static inline int64_t chunk_blocks(int64_t block_kv) { return max_of(1, kChunkKeys / block_kv); }
 static inline int64_t num_chunks(int64_t kv_blocks, int64_t block_kv) {
-  return (kv_blocks + chunk_blocks(block_kv) - 1) / chunk_blocks(block_kv);
+  return max_of(1, (kv_blocks + chunk_blocks(block_kv) - 1) / chunk_blocks(block_kv));
+}
+
+// A decode task: kv heads [first_head, first_head + num_heads) of a chunk. Rows of a head are
+// padded to blocks of dot products.
+struct DecodeItem {
+  int64_t b, chunk, first_head, num_heads;
+};
+static inline int64_t decode_heads(const Problem& p) {
+  return max_of(1, min_of(p.kv_heads, kDecodeRows / round_up(p.q_tokens * p.group(), kDotRows)));
+}
+static inline int64_t num_decode_tasks(const Problem& p) {
+  const int64_t groups = (p.kv_heads + decode_heads(p) - 1) / decode_heads(p);
+  return p.batch * num_chunks(p.kv_blocks, p.block_kv) * groups;
+}
+static inline DecodeItem decode_task(const Problem& p, int64_t item) {
+  const int64_t heads = decode_heads(p), groups = (p.kv_heads + heads - 1) / heads;
+  const int64_t chunks = num_chunks(p.kv_blocks, p.block_kv), first = item % groups * heads;
+  return {item / groups / chunks, item / groups % chunks, first, min_of(heads, p.kv_heads - first)};
 }
 
 // Entry points of one ISA. Every function computes one item of a phase; `scratch` belongs to the

@@ -199,7 +199,7 @@ struct DecodeArrays {
 static inline int64_t take_decode_arrays(char* base, const WorkspaceSizes& z, DecodeArrays* out) {
   Arena arena{base};
   const int64_t blocks = (z.kv_tokens + z.block_kv - 1) / z.block_kv;
-  const int64_t chunks = max_of(1, num_chunks(blocks, z.block_kv));
+  const int64_t chunks = num_chunks(blocks, z.block_kv);
   const int64_t states = z.batch * z.q_tokens * z.q_heads * chunks;
   DecodeArrays x;
   x.acc = arena.take<float>(states * z.v_dim);
