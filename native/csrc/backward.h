@@ -1,10 +1,15 @@
 // Backward pass: five products per listed block in one pass over the forward's own lists.
 //
-// A task is a (batch, kv head, range of kv blocks): it owns dk and dv of its keys, so no sum has
-// two writers. dq of a query is summed over the ranges afterwards, in their order. Values that are
-// not finite follow backward_rows and score_grad of the repository: products use finite copies of
-// q, k, v and do, and NaN travels through s, p and ds.
+// A task is a (batch, kv head, at least 128 keys): it owns dk and dv of its keys, so no sum has two
+// writers. It adds to dq of a tile of queries after all tasks of earlier keys have: their number is
+// known from the list of the tile. Tasks start in the order of their keys, so a task waits only for
+// tasks that threads are computing at that moment. The order of every sum follows from the lists.
+//
+// Values that are not finite follow backward_rows and score_grad of the repository: products use
+// finite copies of q, k, v and do, and NaN travels through s, p and ds.
 #pragma once
+
+#include <sched.h>
 
 #include "forward.h"
 
@@ -20,13 +25,16 @@ XS_INLINE void find_bad(const TokenRows<T>& from, int8_t* bad) {
   }
 }
 
+static GradArrays grad_arrays(const Problem& p) {
+  Arena arena{p.workspace};
+  return take_grad_arrays(arena, sizes_of(p));
+}
+
 template <class T>
 static void pack_backward_block(const Problem& p, const PackedBlock& block) {
-  const int64_t width = padded_block(p);
-  const int64_t padded_dim = round_up(p.dim, kPanel), padded_v_dim = round_up(p.v_dim, kPanel);
+  const int64_t width = padded_block(p), padded_dim = round_up(p.dim, kPanel);
   const int64_t keys = block.index * width;
-  BackwardArrays x;
-  take_backward_arrays(p.workspace, sizes_of(p), &x);
+  const GradArrays x = grad_arrays(p);
   for_parts(p, block.kv_block, [&](int64_t first, int64_t padded, int64_t count) {
     int8_t bad[kStepKeys];
     const int64_t token = block.kv_block * p.block_kv + first, at = keys + first;
@@ -37,9 +45,6 @@ static void pack_backward_block(const Problem& p, const PackedBlock& block) {
     pack_transposed(v, padded, x.v_t + at * p.v_dim, static_cast<const int8_t*>(nullptr));
     pack_rows(k, padded, x.k + keys * padded_dim + first * kPanel, width, nullptr);
   });
-  std::memset(x.dk + keys * padded_dim, 0, static_cast<size_t>(width * padded_dim) * sizeof(float));
-  std::memset(x.dv + keys * padded_v_dim, 0,
-              static_cast<size_t>(width * padded_v_dim) * sizeof(float));
 }
 
 static void backward_pack(const Problem& p, int64_t item) {
@@ -61,6 +66,67 @@ XS_INLINE RowOrigin origin_of(float lse) {
 XS_INLINE vf probabilities(vf s, const RowOrigin& row) {
   const vf p = exp2(s - splat(row.high) - splat(row.low));
   return select(p >= splat(row.one), splat(1.f), p);
+}
+
+template <class T>
+static bool load_query(const Problem& p, const T* from, int64_t r, const QueryResiduals& to) {
+  const int64_t padded_dim = round_up(p.dim, kPanel);
+  const float factor = query_factor(p);
+  vi flaws = vi{};
+  for (int64_t d = 0; d < padded_dim; d += VL) {
+    vf x = vf{};
+    if (d < p.dim) x = load_upto(from + d, p.dim - d);
+    const vi finite = is_finite(x);
+    flaws |= ~finite;
+    x *= factor;
+    store(to.q + r * padded_dim + d, x);
+    store(to.q_finite + r * padded_dim + d, select(finite, x, vf{}));
+  }
+  return !any(flaws);
+}
+
+template <class T>
+static void load_cotangent(const Problem& p, const T* from, const T* o, int64_t at, int64_t r,
+                           const QueryResiduals& to) {
+  const int64_t padded_v_dim = round_up(p.v_dim, kPanel);
+  vi flaws = vi{};
+  float sum = 0.f;  // in the order of the product do v: a query that sees one key has ds = 0
+  for (int64_t d = 0; d < padded_v_dim; d += VL) {
+    vf x = vf{}, y = vf{};
+    if (d < p.v_dim) x = load_upto(from + d, p.v_dim - d), y = load_upto(o + d, p.v_dim - d);
+    const vi finite = is_finite(x);
+    flaws |= ~finite;
+    x = select(finite, x, vf{});
+    store(to.do_ + r * padded_v_dim + d, x);
+    for (int i = 0; i < VL; i++) sum += x[i] * y[i];
+  }
+  to.origin[r] = any(flaws) ? RowOrigin{__builtin_nanf(""), 0.f, 1.f} : origin_of(p.lse[at]);
+  to.delta[r] = sum - p.dlse[at];
+}
+
+// Residuals of a tile, and of the row that pads its last strip; whether its queries are finite.
+template <class T>
+static bool load_residuals(const Problem& p, const Tile& tile, const QueryResiduals& to) {
+  bool is_finite_tile = true;
+  for (int64_t r = 0; r < tile.count; r++) {
+    const int64_t at = tile.token_row(p, r), later = at + kAhead * p.q_heads;
+    prefetch_row(static_cast<const T*>(p.q) + later * p.dim, p.dim);
+    prefetch_row(static_cast<const T*>(p.do_) + later * p.v_dim, p.v_dim);
+    prefetch_row(static_cast<const T*>(p.o) + later * p.v_dim, p.v_dim);
+    is_finite_tile &= load_query(p, static_cast<const T*>(p.q) + at * p.dim, r, to);
+    load_cotangent(p, static_cast<const T*>(p.do_) + at * p.v_dim,
+                   static_cast<const T*>(p.o) + at * p.v_dim, at, r, to);
+  }
+  const int64_t padded_dim = round_up(p.dim, kPanel), padded_v_dim = round_up(p.v_dim, kPanel);
+  for (int64_t r = tile.count; r < tile.padded; r++) {
+    const auto size = static_cast<size_t>(padded_dim) * sizeof(float);
+    std::memset(to.q + r * padded_dim, 0, size);
+    std::memset(to.q_finite + r * padded_dim, 0, size);
+    std::memset(to.do_ + r * padded_v_dim, 0, static_cast<size_t>(padded_v_dim) * sizeof(float));
+    to.origin[r] = {__builtin_inff(), 0.f, 1.f};
+    to.delta[r] = 0;
+  }
+  return is_finite_tile;
 }
 
 // p = 2^(q k - lse) of a strip and a panel; raw: q k.
@@ -99,35 +165,22 @@ XS_NOINLINE void score_grad_strip(const float* do_, int64_t do_row, const float*
     }
 }
 
-// Queries of a tile with their residuals, and p and ds of its pieces.
+// Gradients of a tile of queries: p and ds of the pieces of its blocks, and sums of their products.
 class TileGrads {
- public:
-  TileGrads(const Problem& p, char* scratch) : p_(p) {
-    take_backward(scratch, p.dim, p.v_dim, p.program ? p.program->num_steps : 0, &x_);
-    take_backward_arrays(p.workspace, sizes_of(p), &arrays_);
+ protected:
+  TileGrads(const Problem& p, const GradScratch& scratch)
+      : p_(p), x_(scratch), keys_(grad_arrays(p)) {
     padded_dim_ = round_up(p.dim, kPanel);
     padded_v_dim_ = round_up(p.v_dim, kPanel);
     width_ = padded_block(p);
   }
 
-  void load_tile(const Tile& tile) {
+  void set_tile(const Tile& tile, const QueryResiduals& residuals, bool is_finite) {
     tile_ = tile;
-    load_rows(p_, tile, x_.rows);
-    with_dtype(p_.dtype, [&](auto type) { load_residuals<decltype(type)>(); });
+    in_ = residuals;
+    if (is_finite) in_.q_finite = in_.q;
   }
 
-  // Calls f(piece) for the listed blocks from kv_begin up to kv_end, after their p and ds.
-  template <class F>
-  void for_pieces(int64_t kv_begin, int64_t kv_end, F&& f) {
-    const int64_t row = p_.list_row(tile_.b, tile_.h, tile_.q_block);
-    for (int32_t item = p_.row_starts[row]; item < p_.row_starts[row + 1]; item++) {
-      const int64_t kv_block = p_.kv_block[item];
-      if (kv_block >= kv_begin && kv_block < kv_end)
-        for_steps(item, kv_block, p_.is_partial[item], f);
-    }
-  }
-
- protected:
   // Calls f(piece) for the steps of one block, after their p and ds.
   template <class F>
   void for_steps(int32_t item, int64_t kv_block, bool is_partial, F&& f) {
@@ -151,61 +204,6 @@ class TileGrads {
     return (head * p_.kv_blocks + piece.kv_block) * width_ + piece.first;
   }
 
-  template <class T>
-  void load_residuals() {
-    const float factor = query_factor(p_);
-    bool is_finite_tile = true;
-    for (int64_t r = 0; r < tile_.count; r++) {
-      const int64_t at = tile_.token_row(p_, r), later = at + kAhead * p_.q_heads;
-      prefetch_row(static_cast<const T*>(p_.q) + later * p_.dim, p_.dim);
-      prefetch_row(static_cast<const T*>(p_.do_) + later * p_.v_dim, p_.v_dim);
-      prefetch_row(static_cast<const T*>(p_.o) + later * p_.v_dim, p_.v_dim);
-      is_finite_tile &= load_query(static_cast<const T*>(p_.q) + at * p_.dim, r, factor);
-      load_cotangent(static_cast<const T*>(p_.do_) + at * p_.v_dim,
-                     static_cast<const T*>(p_.o) + at * p_.v_dim, at, r);
-    }
-    for (int64_t r = tile_.count; r < tile_.padded; r++) {
-      std::memset(x_.q + r * padded_dim_, 0, static_cast<size_t>(padded_dim_) * sizeof(float));
-      std::memset(x_.do_ + r * padded_v_dim_, 0,
-                  static_cast<size_t>(padded_v_dim_) * sizeof(float));
-      x_.origin[r] = {__builtin_inff(), 0.f, 1.f};
-      x_.delta[r] = 0;
-    }
-    q_finite_ = is_finite_tile ? x_.q : x_.q_finite;
-  }
-
-  template <class T>
-  bool load_query(const T* from, int64_t r, float factor) {
-    vi flaws = vi{};
-    for (int64_t d = 0; d < padded_dim_; d += VL) {
-      vf x = vf{};
-      if (d < p_.dim) x = load_upto(from + d, p_.dim - d);
-      const vi finite = is_finite(x);
-      flaws |= ~finite;
-      x *= factor;
-      store(x_.q + r * padded_dim_ + d, x);
-      store(x_.q_finite + r * padded_dim_ + d, select(finite, x, vf{}));
-    }
-    return !any(flaws);
-  }
-
-  template <class T>
-  void load_cotangent(const T* from, const T* o, int64_t at, int64_t r) {
-    vi flaws = vi{};
-    float sum = 0.f;  // in the order of the product do v: a query that sees one key has ds = 0
-    for (int64_t d = 0; d < padded_v_dim_; d += VL) {
-      vf x = vf{}, y = vf{};
-      if (d < p_.v_dim) x = load_upto(from + d, p_.v_dim - d), y = load_upto(o + d, p_.v_dim - d);
-      const vi finite = is_finite(x);
-      flaws |= ~finite;
-      x = select(finite, x, vf{});
-      store(x_.do_ + r * padded_v_dim_ + d, x);
-      for (int i = 0; i < VL; i++) sum += x[i] * y[i];
-    }
-    x_.origin[r] = any(flaws) ? RowOrigin{__builtin_nanf(""), 0.f, 1.f} : origin_of(p_.lse[at]);
-    x_.delta[r] = sum - p_.dlse[at];
-  }
-
   XS_INLINE void clear_strip(float* x, int rows) {
     for (int r = 0; r < rows; r++)
       for (int n = 0; n < kVectors; n++) store(x + r * kGradStride + n * VL, vf{});
@@ -215,19 +213,19 @@ class TileGrads {
   void plain_grads(const Piece& piece) {
     const int64_t key = packed_key(piece);
     for (int64_t c = 0; c < piece.width; c += kPanel) {
-      const float* k = arrays_.k_t + (key + c) * p_.dim;
+      const float* k = keys_.k_t + (key + c) * p_.dim;
       for_strips((int)tile_.padded, [&](auto strip, int r) __attribute__((always_inline)) {
         constexpr int M = decltype(strip)::value;
-        const float* q = x_.q + r * padded_dim_;
+        const float* q = in_.q + r * padded_dim_;
         float* p = x_.p + r * kGradStride + c;
         const int8_t* mask = x_.mask.mask + r * kStepKeys + c;
         const int state = piece.is_masked ? panel_state(x_.mask, r, M, c) : 1;
         if (!(state & 1)) {
           clear_strip(p, M);
         } else if (state == 1) {
-          probability_strip<M, Scores::full>(q, padded_dim_, k, p_.dim, p, x_.origin + r, nullptr);
+          probability_strip<M, Scores::full>(q, padded_dim_, k, p_.dim, p, in_.origin + r, nullptr);
         } else {
-          probability_strip<M, Scores::masked>(q, padded_dim_, k, p_.dim, p, x_.origin + r, mask);
+          probability_strip<M, Scores::masked>(q, padded_dim_, k, p_.dim, p, in_.origin + r, mask);
         }
       });
       score_grads<false>(piece, c, key);
@@ -236,21 +234,21 @@ class TileGrads {
 
   template <bool capped>
   void score_grads(const Piece& piece, int64_t c, int64_t key) {
-    const float* v = arrays_.v_t + (key + c) * p_.v_dim;
+    const float* v = keys_.v_t + (key + c) * p_.v_dim;
     for_strips((int)tile_.padded, [&](auto strip, int r) __attribute__((always_inline)) {
       constexpr int M = decltype(strip)::value;
       const float* p = x_.p + r * kGradStride + c;
       float* ds = x_.ds + r * kGradStride + c;
-      const float* do_ = x_.do_ + r * padded_v_dim_;
+      const float* do_ = in_.do_ + r * padded_v_dim_;
       const int8_t* mask = x_.mask.mask + r * kStepKeys + c;
       const int state = piece.is_masked ? panel_state(x_.mask, r, M, c) : 1;
       if (!(state & 1)) {
         clear_strip(ds, M);
       } else if (state == 1) {
-        score_grad_strip<M, false, capped>(do_, padded_v_dim_, v, p_.v_dim, p, ds, x_.delta + r,
+        score_grad_strip<M, false, capped>(do_, padded_v_dim_, v, p_.v_dim, p, ds, in_.delta + r,
                                            nullptr);
       } else {
-        score_grad_strip<M, true, capped>(do_, padded_v_dim_, v, p_.v_dim, p, ds, x_.delta + r,
+        score_grad_strip<M, true, capped>(do_, padded_v_dim_, v, p_.v_dim, p, ds, in_.delta + r,
                                           mask);
       }
     });
@@ -262,9 +260,9 @@ class TileGrads {
     for (int64_t c = 0; c < piece.width; c += kPanel)
       for_strips((int)tile_.padded, [&](auto strip, int r) __attribute__((always_inline)) {
         constexpr int M = decltype(strip)::value;
-        probability_strip<M, Scores::raw>(x_.q + r * padded_dim_, padded_dim_,
-                                          arrays_.k_t + (key + c) * p_.dim, p_.dim,
-                                          x_.p + r * kGradStride + c, x_.origin + r, nullptr);
+        probability_strip<M, Scores::raw>(in_.q + r * padded_dim_, padded_dim_,
+                                          keys_.k_t + (key + c) * p_.dim, p_.dim,
+                                          x_.p + r * kGradStride + c, in_.origin + r, nullptr);
       });
     for (int64_t r = 0; r < tile_.count; r++) finish_row(piece, r);
     for (int64_t c = 0; c < piece.width; c += kPanel) score_grads<true>(piece, c, key);
@@ -276,7 +274,7 @@ class TileGrads {
     for (int64_t c = 0; c < piece.width; c += VL) {
       float* p = x_.p + r * kGradStride + c;
       const vf s = to_scores(p_, load(p), tile_.b, tile_.h, x_.rows.token[r], token + c);
-      vf x = probabilities(s, x_.origin[r]);
+      vf x = probabilities(s, in_.origin[r]);
       if (piece.is_masked) x = select(load_mask(x_.mask.mask + r * kStepKeys + c), x, vf{});
       store(p, x);
       // Without a softcap s may be -inf, by a bias, and a factor 0 would make it NaN.
@@ -285,81 +283,17 @@ class TileGrads {
     }
   }
 
-  const Problem& p_;
-  Tile tile_;
-  BackwardScratch x_;
-  BackwardArrays arrays_;
-  const float* q_finite_ = nullptr;
-  int64_t padded_dim_, padded_v_dim_, width_;
-};
-
-// kv blocks of a range.
-XS_INLINE Range blocks_of_range(const Problem& p, int64_t range, int64_t ranges) {
-  return {range * p.kv_blocks / ranges, (range + 1) * p.kv_blocks / ranges};
-}
-// Whether the list of a tile has a block of a range.
-XS_INLINE bool has_items(const Problem& p, const Tile& tile, Range blocks) {
-  const int64_t row = p.list_row(tile.b, tile.h, tile.q_block);
-  for (int32_t item = p.row_starts[row]; item < p.row_starts[row + 1]; item++)
-    if (p.kv_block[item] >= blocks.begin && p.kv_block[item] < blocks.end) return true;
-  return false;
-}
-
-class BackwardRange : protected TileGrads {
- public:
-  BackwardRange(const Problem& p, int64_t item, char* scratch) : TileGrads(p, scratch) {
-    const int64_t heads = p.batch * p.kv_heads;
-    ranges_ = num_ranges(p.batch, p.kv_heads, p.kv_tokens, p.block_kv);
-    range_ = item / heads;
-    blocks_ = blocks_of_range(p, range_, ranges_);
-    b_ = item % heads / p.kv_heads;
-    hk_ = item % p.kv_heads;
-  }
-
-  void run() {
-    const int64_t tiles = p_.q_blocks * p_.tiles_per_block(), first = hk_ * p_.group();
-    for (int64_t h = first; h < first + p_.group(); h++)
-      for (int64_t i = tiles - 1; i >= 0; i--) {
-        const Tile tile = tile_of(p_, (b_ * p_.q_heads + h) * tiles + i);
-        if (tile.count) run_tile(tile);
-      }
-    with_dtype(p_.dtype, [&](auto type) { store_keys<decltype(type)>(); });
-  }
-
- protected:
-  void run_tile(const Tile& tile) {
-    const bool has_any = has_items(p_, tile, blocks_);
-    if (!has_any && ranges_ > 1) return;  // the merge skips it too
-    std::memset(x_.dq, 0, static_cast<size_t>(tile.padded * padded_dim_) * sizeof(float));
-    if (has_any) {
-      load_tile(tile);
-      for_pieces(blocks_.begin, blocks_.end, [&](const Piece& piece) { add_piece(piece); });
-    }
-    with_dtype(p_.dtype, [&](auto type) { store_queries<decltype(type)>(tile, x_.dq); });
-  }
-
-  void add_piece(const Piece& piece) {
-    const int64_t key = packed_key(piece);
-    const int64_t block_key = key - piece.first;
+  // dk and dv of the keys of a piece, which start at `dk` and `dv`.
+  void add_to_keys(const Piece& piece, float* dk, float* dv) {
     find_rows(piece);
     for (int64_t d = 0; d < padded_v_dim_; d += kPanel)
-      add_to_keys(piece, x_.p, x_.do_ + d, padded_v_dim_, arrays_.dv + key * padded_v_dim_ + d);
-    for (int64_t d = 0; d < padded_dim_; d += kPanel) {
-      add_to_keys(piece, x_.ds, q_finite_ + d, padded_dim_, arrays_.dk + key * padded_dim_ + d);
-      const float* k = arrays_.k + block_key * padded_dim_ + d * width_ + piece.first * kPanel;
-      for_strips((int)tile_.padded, [&](auto strip, int r) __attribute__((always_inline)) {
-        constexpr int M = decltype(strip)::value;
-        const Range range = strip_range(piece, x_.mask, r, M);
-        if (range.begin >= range.end) return;
-        scale_add<M>(x_.ds + r * kGradStride + range.begin, kGradStride, k + range.begin * kPanel,
-                     kPanel, range.end - range.begin, x_.dq + r * padded_dim_ + d, padded_dim_,
-                     nullptr);
-      });
-    }
+      add_products(piece, x_.p, in_.do_ + d, padded_v_dim_, dv + d);
+    for (int64_t d = 0; d < padded_dim_; d += kPanel)
+      add_products(piece, x_.ds, in_.q_finite + d, padded_dim_, dk + d);
   }
 
   // to[keys] += x^T y, without the rows at both ends that see no key of a panel.
-  void add_to_keys(const Piece& piece, const float* x, const float* y, int64_t row, float* to) {
+  void add_products(const Piece& piece, const float* x, const float* y, int64_t row, float* to) {
     for_strips((int)piece.width, [&](auto strip, int key) __attribute__((always_inline)) {
       constexpr int M = decltype(strip)::value;
       const Range first = rows_[key / kPanel], last = rows_[(key + M - 1) / kPanel];
@@ -381,90 +315,182 @@ class BackwardRange : protected TileGrads {
     }
   }
 
-  template <class T>
-  void store_queries(const Tile& tile, const float* dq) {
-    for (int64_t r = 0; r < tile.count; r++) {
-      const int64_t at = tile.token_row(p_, r);
-      const float* from = dq + r * padded_dim_;
-      float* part = arrays_.dq + (range_ * p_.batch * p_.q_tokens * p_.q_heads + at) * p_.dim;
-      for (int64_t d = 0; d < p_.dim; d += VL) {
-        const vf x = load(from + d) * p_.scale;
-        if (ranges_ > 1) {
-          store_upto(part + d, x, p_.dim - d);
-        } else {
-          store_upto(static_cast<T*>(p_.dq) + at * p_.dim + d, x, p_.dim - d);
-        }
-      }
+  // dq of the rows of the tile.
+  void add_to_queries(const Piece& piece, float* dq) {
+    const int64_t key = packed_key(piece), block_key = key - piece.first;
+    for (int64_t d = 0; d < padded_dim_; d += kPanel) {
+      const float* k = keys_.k + block_key * padded_dim_ + d * width_ + piece.first * kPanel;
+      for_strips((int)tile_.padded, [&](auto strip, int r) __attribute__((always_inline)) {
+        constexpr int M = decltype(strip)::value;
+        const Range range = strip_range(piece, x_.mask, r, M);
+        if (range.begin >= range.end) return;
+        scale_add<M>(x_.ds + r * kGradStride + range.begin, kGradStride, k + range.begin * kPanel,
+                     kPanel, range.end - range.begin, dq + r * padded_dim_ + d, padded_dim_,
+                     nullptr);
+      });
     }
   }
 
+  // Results of kv blocks [kv_begin, kv_end) from the sums of their keys.
   template <class T>
-  void store_keys() {
+  void store_keys(int64_t b, int64_t hk, int64_t kv_begin, int64_t kv_end, const float* dk,
+                  const float* dv) {
     // The queries came with query_factor; dk needs scale.
     const float factor = p_.softcap > 0 ? 1.f : kLn2;
-    for (int64_t kv_block = blocks_.begin; kv_block < blocks_.end; kv_block++) {
-      const int64_t block = (b_ * p_.kv_heads + hk_) * p_.kv_blocks + kv_block;
-      const bool is_listed = p_.is_listed[p_.listed_index(b_, hk_, kv_block)];
+    for (int64_t kv_block = kv_begin; kv_block < kv_end; kv_block++) {
       const int64_t first = kv_block * p_.block_kv,
                     keys = min_of(p_.block_kv, p_.kv_tokens - first);
       for (int64_t t = 0; t < keys; t++) {
-        const int64_t to = (b_ * p_.kv_tokens + first + t) * p_.kv_heads + hk_;
-        const float* dk = arrays_.dk + (block * width_ + t) * padded_dim_;
-        const float* dv = arrays_.dv + (block * width_ + t) * padded_v_dim_;
-        store_row(dk, factor, is_listed, static_cast<T*>(p_.dk) + to * p_.dim, p_.dim);
-        store_row(dv, 1.f, is_listed, static_cast<T*>(p_.dv) + to * p_.v_dim, p_.v_dim);
+        const int64_t to = (b * p_.kv_tokens + first + t) * p_.kv_heads + hk;
+        const int64_t from = (kv_block - kv_begin) * width_ + t;
+        store_row(dk + from * padded_dim_, factor, static_cast<T*>(p_.dk) + to * p_.dim, p_.dim);
+        store_row(dv + from * padded_v_dim_, 1.f, static_cast<T*>(p_.dv) + to * p_.v_dim, p_.v_dim);
       }
     }
   }
   template <class T>
-  static void store_row(const float* from, float factor, bool exists, T* to, int64_t n) {
-    for (int64_t d = 0; d < n; d += VL)
-      store_upto(to + d, exists ? load(from + d) * factor : vf{}, n - d);
+  static void store_row(const float* from, float factor, T* to, int64_t n) {
+    for (int64_t d = 0; d < n; d += VL) store_upto(to + d, load(from + d) * factor, n - d);
   }
 
-  int64_t ranges_, range_, b_, hk_;
-  Range blocks_;
-  Range rows_[kGradKeys / kPanel];
+  const Problem& p_;
+  const GradScratch x_;
+  const GradArrays keys_;
+  Tile tile_{};
+  QueryResiduals in_{};
+  int64_t padded_dim_, padded_v_dim_, width_;
+  Range rows_[kGradKeys / kPanel];  // of a panel: rows that see a key of it
 };
 
-static void backward_range(const Problem& p, int64_t item, char* scratch) {
-  FlushDenormals guard;
-  BackwardRange(p, item, scratch).run();
+// Items of a list with blocks in [kv_begin, kv_end).
+struct ListPart {
+  int32_t begin, end;      // where they are, in a list that ascends without others between them
+  int32_t earlier, count;  // items of blocks below kv_begin, and of these
+};
+static ListPart list_part(const Problem& p, int64_t row, int64_t kv_begin, int64_t kv_end) {
+  ListPart x{p.row_starts[row], p.row_starts[row + 1], 0, 0};
+  if (p.is_ascending) {
+    const int32_t begin = first_item(p, row, kv_begin), end = first_item(p, row, kv_end);
+    return {begin, end, begin - x.begin, end - begin};
+  }
+  for (int32_t item = x.begin; item < x.end; item++) {
+    x.earlier += p.kv_block[item] < kv_begin;
+    x.count += p.kv_block[item] >= kv_begin && p.kv_block[item] < kv_end;
+  }
+  return x;
 }
 
-// dq of the query heads of one kv head: parts of the ranges in their order.
-template <class T, class F>
-static void merge_queries(const Problem& p, int64_t item, F&& has_part) {
-  BackwardArrays x;
-  take_backward_arrays(p.workspace, sizes_of(p), &x);
-  const int64_t ranges = num_ranges(p.batch, p.kv_heads, p.kv_tokens, p.block_kv);
-  const int64_t tiles = p.q_blocks * p.tiles_per_block(),
-                part = p.batch * p.q_tokens * p.q_heads * p.dim;
-  const int64_t b = item / p.kv_heads, first = item % p.kv_heads * p.group();
-  for (int64_t h = first; h < first + p.group(); h++)
-    for (int64_t i = 0; i < tiles; i++) {
-      const Tile tile = tile_of(p, (b * p.q_heads + h) * tiles + i);
-      bool exists[8];
-      for (int64_t j = 0; j < ranges; j++)
-        exists[j] = tile.count && has_part(tile, blocks_of_range(p, j, ranges));
-      for (int64_t r = 0; r < tile.count; r++) {
-        const int64_t at = tile.token_row(p, r) * p.dim;
-        for (int64_t d = 0; d < p.dim; d += VL) {
-          vf sum = vf{};
-          for (int64_t j = 0; j < ranges; j++)
-            if (exists[j]) sum += load_upto(x.dq + j * part + at + d, p.dim - d);
-          store_upto(static_cast<T*>(p.dq) + at + d, sum, p.dim - d);
-        }
-      }
-    }
-}
+// A tile of queries in the arrays of the call.
+struct QueryTile {
+  Tile tile;
+  QueryResiduals residuals;
+  float* dq;
+  TileState* state;
+  int64_t list_row, list_size;
 
-static void backward_merge(const Problem& p, int64_t item) {
+  QueryTile(const Problem& p, int64_t item) : tile(tile_of(p, item)) {
+    BackwardArrays x;
+    take_backward_arrays(p.workspace, sizes_of(p), &x);
+    const int64_t padded_dim = round_up(p.dim, kPanel), padded_v_dim = round_up(p.v_dim, kPanel);
+    const int64_t row = item * padded_tile_rows(p.block_q);
+    residuals = x.queries.from_row(row, padded_dim, padded_v_dim);
+    dq = x.dq + row * padded_dim;
+    state = x.tiles + item;
+    list_row = p.list_row(tile.b, tile.h, tile.q_block);
+    list_size = p.row_starts[list_row + 1] - p.row_starts[list_row];
+  }
+
+  // dq to the result.
+  template <class T>
+  void store_dq(const Problem& p) const {
+    const int64_t padded_dim = round_up(p.dim, kPanel);
+    for (int64_t r = 0; r < tile.count; r++)
+      for (int64_t d = 0; d < p.dim; d += VL)
+        store_upto(static_cast<T*>(p.dq) + tile.token_row(p, r) * p.dim + d,
+                   load(dq + r * padded_dim + d) * p.scale, p.dim - d);
+  }
+};
+
+static void backward_pack_queries(const Problem& p, int64_t item) {
   FlushDenormals guard;
+  const QueryTile x(p, item);
+  if (!x.tile.count) return;
+  x.state->num_added = 0;
+  std::memset(x.dq, 0,
+              static_cast<size_t>(x.tile.padded * round_up(p.dim, kPanel)) * sizeof(float));
   with_dtype(p.dtype, [&](auto type) {
-    merge_queries<decltype(type)>(
-        p, item, [&](const Tile& tile, Range blocks) { return has_items(p, tile, blocks); });
+    x.state->is_finite = load_residuals<decltype(type)>(p, x.tile, x.residuals);
+    if (x.list_size == 0) x.store_dq<decltype(type)>(p);
   });
+}
+
+class KeyGrads : TileGrads {
+ public:
+  KeyGrads(const Problem& p, int64_t item, const BackwardScratch& scratch)
+      : TileGrads(p, scratch.grads), dk_(scratch.dk), dv_(scratch.dv) {
+    // Heads of the same keys follow each other. Later keys of a causal mask have fewer queries.
+    const int64_t heads = p.batch * p.kv_heads;
+    b_ = item % heads / p.kv_heads;
+    hk_ = item % p.kv_heads;
+    kv_begin_ = item / heads * grad_blocks(p.block_kv);
+    kv_end_ = min_of(p.kv_blocks, kv_begin_ + grad_blocks(p.block_kv));
+  }
+
+  void run() {
+    const auto keys = static_cast<size_t>((kv_end_ - kv_begin_) * width_) * sizeof(float);
+    std::memset(dk_, 0, keys * static_cast<size_t>(padded_dim_));
+    std::memset(dv_, 0, keys * static_cast<size_t>(padded_v_dim_));
+    const int64_t tiles = p_.tiles_per_head(), first = hk_ * p_.group();
+    for (int64_t h = first; h < first + p_.group(); h++)
+      for (int64_t i = tiles - 1; i >= 0; i--)
+        add_tile(QueryTile(p_, (b_ * p_.q_heads + h) * tiles + i));
+    with_dtype(p_.dtype, [&](auto type) {
+      store_keys<decltype(type)>(b_, hk_, kv_begin_, kv_end_, dk_, dv_);
+    });
+  }
+
+ private:
+  void add_tile(const QueryTile& x) {
+    const ListPart part = list_part(p_, x.list_row, kv_begin_, kv_end_);
+    if (!x.tile.count || !part.count) return;
+    set_tile(x.tile, x.residuals, x.state->is_finite);
+    load_rows(p_, x.tile, x_.rows);
+    bool is_next = false;
+    for (int32_t item = part.begin; item < part.end; item++) {
+      const int64_t kv_block = p_.kv_block[item];
+      if (kv_block < kv_begin_ || kv_block >= kv_end_) continue;
+      for_steps(item, kv_block, p_.is_partial[item], [&](const Piece& piece) {
+        const int64_t key = (kv_block - kv_begin_) * width_ + piece.first;
+        add_to_keys(piece, dk_ + key * padded_dim_, dv_ + key * padded_v_dim_);
+        if (!is_next) wait(x.state->num_added, part.earlier);
+        is_next = true;
+        add_to_queries(piece, x.dq);
+      });
+    }
+    const int32_t added = part.earlier + part.count;
+    if (added == x.list_size)
+      with_dtype(p_.dtype, [&](auto type) { x.store_dq<decltype(type)>(p_); });
+    __atomic_store_n(&x.state->num_added, added, __ATOMIC_RELEASE);
+  }
+
+  static void wait(const int32_t& x, int32_t expected) {
+    for (int i = 0; __atomic_load_n(&x, __ATOMIC_ACQUIRE) != expected; i++)
+      i < 1000 ? relax() : (void)sched_yield();
+  }
+
+  float *dk_, *dv_;
+  int64_t b_, hk_, kv_begin_, kv_end_;
+};
+
+static BackwardScratch backward_scratch(const Problem& p, char* base) {
+  BackwardScratch x;
+  take_backward(base, sizes_of(p), &x);
+  return x;
+}
+
+static void backward_keys(const Problem& p, int64_t item, char* scratch) {
+  FlushDenormals guard;
+  KeyGrads(p, item, backward_scratch(p, scratch)).run();
 }
 
 // dbias of a tile of queries: ds of every batch element and head that shares the bias, in their
@@ -472,8 +498,8 @@ static void backward_merge(const Problem& p, int64_t item) {
 // add to one bias.
 class BiasTile : TileGrads {
  public:
-  BiasTile(const Problem& p, int64_t item, char* scratch) : TileGrads(p, scratch) {
-    tiles_ = p.q_blocks * p.tiles_per_block();
+  BiasTile(const Problem& p, int64_t item, const GradScratch& scratch) : TileGrads(p, scratch) {
+    tiles_ = p.tiles_per_head();
     plane_ = item / tiles_;
     tile_index_ = item % tiles_;
   }
@@ -485,8 +511,12 @@ class BiasTile : TileGrads {
     std::memset(to, 0, static_cast<size_t>(rows.count * p_.kv_tokens) * sizeof(float));
     for (int64_t b = plane_ / p_.bias_heads; b < p_.batch; b += p_.bias_batch)
       for (int64_t h = plane_ % p_.bias_heads; h < p_.q_heads; h += p_.bias_heads) {
-        load_tile(tile_of(p_, (b * p_.q_heads + h) * tiles_ + tile_index_));
-        for_pieces(0, p_.kv_blocks, [&](const Piece& piece) { add_piece(piece, to); });
+        const QueryTile x(p_, (b * p_.q_heads + h) * tiles_ + tile_index_);
+        set_tile(x.tile, x.residuals, x.state->is_finite);
+        load_rows(p_, x.tile, x_.rows);
+        for (int32_t item = p_.row_starts[x.list_row]; item < p_.row_starts[x.list_row + 1]; item++)
+          for_steps(item, p_.kv_block[item], p_.is_partial[item],
+                    [&](const Piece& piece) { add_piece(piece, to); });
       }
   }
 
@@ -506,7 +536,7 @@ class BiasTile : TileGrads {
 
 static void backward_bias(const Problem& p, int64_t item, char* scratch) {
   FlushDenormals guard;
-  BiasTile(p, item, scratch).run();
+  BiasTile(p, item, backward_scratch(p, scratch).grads).run();
 }
 
 }  // namespace xsake_cpu::XSAKE_ISA

@@ -148,21 +148,10 @@ class DecodeTask {
 
   // The item of a list that is `kv_block`, or -1.
   int32_t find_item(int64_t row, int64_t kv_block) const {
-    int32_t begin = p_.row_starts[row], end = p_.row_starts[row + 1];
-    if (!p_.is_ascending) {
-      for (; begin < end; begin++)
-        if (p_.kv_block[begin] == kv_block) return begin;
-      return -1;
-    }
-    while (begin < end) {
-      const int32_t middle = begin + (end - begin) / 2;
-      if (p_.kv_block[middle] < kv_block) {
-        begin = middle + 1;
-      } else {
-        end = middle;
-      }
-    }
-    return begin < p_.row_starts[row + 1] && p_.kv_block[begin] == kv_block ? begin : -1;
+    const int32_t end = p_.row_starts[row + 1];
+    int32_t item = p_.is_ascending ? first_item(p_, row, kv_block) : p_.row_starts[row];
+    while (!p_.is_ascending && item < end && p_.kv_block[item] != kv_block) item++;
+    return item < end && p_.kv_block[item] == kv_block ? item : -1;
   }
 
   void find_items(Head& x, int64_t kv_block) const {

@@ -277,9 +277,8 @@ std::string read_selected(const SelectedArguments& in, Call* call) {
     return "shape of blocks: expected [B, Tq, Hk, slots]";
   p.selected = in.blocks.typed_data(), p.num_slots = dims[3];
   p.q_positions = pointer(in.q_positions);
-  if (p.q_positions &&
-      (positions.size() != 2 || positions[1] != p.q_tokens ||
-       (positions[0] != 1 && positions[0] != p.batch)))
+  if (p.q_positions && (positions.size() != 2 || positions[1] != p.q_tokens ||
+                        (positions[0] != 1 && positions[0] != p.batch)))
     return "shape of positions: expected [1 or B, tokens]";
   if (p.q_positions) p.q_positions_batch = positions[0];
   p.scale = in.scale, p.block_q = 1, p.block_kv = in.block;
@@ -308,8 +307,7 @@ ffi::Future differentiate_selected(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::
   auto call = std::make_unique<Call>();
   const SelectedArguments in{{q, k, v}, blocks, q_positions, scale, block};
   if (std::string error = read_selected(in, call.get()); !error.empty()) return fail(error);
-  if (std::string error =
-          read_gradients(in, {o, lse, do_, dlse}, {dq, dk, dv}, &call->problem);
+  if (std::string error = read_gradients(in, {o, lse, do_, dlse}, {dq, dk, dv}, &call->problem);
       !error.empty())
     return fail(error);
   const JobSizes sizes = selected_backward_sizes(sizes_of(call->problem));
@@ -327,10 +325,10 @@ ffi::Future differentiate_selected(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::
 #define XS_ATTRIBUTES                                                                  \
   float scale, float softcap, int64_t block_q, int64_t block_kv, int64_t layout_batch, \
       int64_t layout_heads, ffi::Span<const int32_t> program, int64_t program_heads
-#define XS_PACK_INPUTS                                                                             \
-  Inputs {                                                                                         \
-    {q, k, v}, row_starts, kv_block, is_partial, tables, mask_blocks, mask_index, bias,            \
-        q_positions, kv_positions, q_segment_ids, kv_segment_ids                                               \
+#define XS_PACK_INPUTS                                                                  \
+  Inputs {                                                                              \
+    {q, k, v}, row_starts, kv_block, is_partial, tables, mask_blocks, mask_index, bias, \
+        q_positions, kv_positions, q_segment_ids, kv_segment_ids                        \
   }
 #define XS_PACK_ATTRIBUTES                                                                \
   Attributes {                                                                            \
@@ -349,8 +347,7 @@ ffi::Future statistics_handler(ffi::ThreadPool pool, XS_INPUTS, FloatsResult lse
                                XS_ATTRIBUTES) {
   auto call = std::make_unique<Call>();
   Problem& p = call->problem;
-  if (std::string error = read_call(XS_PACK_INPUTS, XS_PACK_ATTRIBUTES, call.get());
-      !error.empty())
+  if (std::string error = read_call(XS_PACK_INPUTS, XS_PACK_ATTRIBUTES, call.get()); !error.empty())
     return fail(error);
   p.v_dim = 0;
   if (!has_shape(lse->dimensions(), {p.batch, p.q_tokens, p.q_heads}) ||
@@ -508,10 +505,10 @@ XSAKE_EXPORT void xsake_cpu_ffi_version(int32_t* major, int32_t* minor) {
 #define XS_WORKSPACE(name, steps)                                                            \
   XSAKE_EXPORT int64_t xsake_cpu_##name##_workspace(                                         \
       int64_t batch, int64_t q_tokens, int64_t kv_tokens, int64_t q_heads, int64_t kv_heads, \
-      int64_t dim, int64_t v_dim, int64_t block_kv, [[maybe_unused]] int64_t program_steps,  \
-      int64_t num_slots, int64_t workers) {                                                  \
-    const WorkspaceSizes z{batch, q_tokens, kv_tokens, q_heads, kv_heads,                    \
-                           dim,   v_dim,    block_kv,  steps,   num_slots};                  \
+      int64_t dim, int64_t v_dim, int64_t block_q, int64_t block_kv,                         \
+      [[maybe_unused]] int64_t program_steps, int64_t num_slots, int64_t workers) {          \
+    const WorkspaceSizes z{batch, q_tokens, kv_tokens, q_heads, kv_heads, dim,               \
+                           v_dim, block_q,  block_kv,  steps,   num_slots};                  \
     const JobSizes sizes = name##_sizes(z);                                                  \
     return sizes.arrays + kAlign + max_of(1, workers) * sizes.slot;                          \
   }

@@ -79,7 +79,7 @@ struct Tile {
 // The tile of a task; count is 0 for tiles after the end. Later tiles of a causal mask are longer
 // and come first.
 XS_INLINE Tile tile_of(const Problem& p, int64_t item) {
-  const int64_t per_block = p.tiles_per_block(), tiles = p.q_blocks * per_block;
+  const int64_t per_block = p.tiles_per_block(), tiles = p.tiles_per_head();
   const int64_t tile = tiles - 1 - item % tiles;
   Tile x;
   x.h = item / tiles % p.q_heads;
@@ -343,9 +343,16 @@ class ForwardTile : TileSoftmax {
   }
 };
 
+constexpr int64_t kTileTurns = 4;
+
 static void forward_tile(const Problem& p, int64_t item, char* scratch) {
   FlushDenormals guard;
-  const Tile tile = tile_of(p, item);
+  // Long tiles of all heads come first, so that many threads end at the same time; a few of one
+  // head follow each other, because they read the same keys.
+  const int64_t tiles = p.tiles_per_head(), turn = (tiles + kTileTurns - 1) / kTileTurns;
+  const int64_t heads = p.batch * p.q_heads, first = item / (heads * turn) * turn;
+  const int64_t count = min_of(turn, tiles - first), index = item - heads * first;
+  const Tile tile = tile_of(p, index / count * tiles + first + index % count);
   if (tile.count) ForwardTile(p, tile, scratch).run();
 }
 

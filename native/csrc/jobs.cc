@@ -24,14 +24,14 @@ JobSizes decode_sizes(const WorkspaceSizes& z) {
           take_decode(nullptr, z.dim, z.v_dim, z.program_steps, nullptr)};
 }
 JobSizes backward_sizes(const WorkspaceSizes& z) {
-  return {take_backward_arrays(nullptr, z, nullptr),
-          take_backward(nullptr, z.dim, z.v_dim, z.program_steps, nullptr)};
+  return {take_backward_arrays(nullptr, z, nullptr), take_backward(nullptr, z, nullptr)};
 }
 JobSizes selected_sizes(const WorkspaceSizes& z) {
   return {take_forward_arrays(nullptr, z, nullptr), take_selected(nullptr, z, nullptr)};
 }
 JobSizes selected_backward_sizes(const WorkspaceSizes& z) {
-  return {take_backward_arrays(nullptr, z, nullptr), take_selected_backward(nullptr, z, nullptr)};
+  return {take_selected_grad_arrays(nullptr, z, nullptr),
+          take_selected_backward(nullptr, z, nullptr)};
 }
 
 std::shared_ptr<Job> forward_job(std::unique_ptr<Call> call) {
@@ -40,7 +40,7 @@ std::shared_ptr<Job> forward_job(std::unique_ptr<Call> call) {
   auto job = std::make_shared<Job>(std::move(call), slot);
   job->add_phase(p.batch * p.kv_heads * p.kv_blocks,
                  [&p](int64_t item, char*) { kernels().forward_pack(p, item); });
-  job->add_phase(p.batch * p.q_heads * p.q_blocks * p.tiles_per_block(),
+  job->add_phase(p.batch * p.q_heads * p.tiles_per_head(),
                  [&p](int64_t item, char* scratch) { kernels().forward_tile(p, item, scratch); });
   return job;
 }
@@ -64,20 +64,17 @@ std::shared_ptr<Job> decode_job(std::unique_ptr<Call> call) {
 std::shared_ptr<Job> backward_job(std::unique_ptr<Call> call) {
   const Problem& p = call->problem;
   const int64_t slot = backward_sizes(sizes_of(p)).slot;
-  const int64_t heads = p.batch * p.kv_heads;
-  const int64_t ranges = num_ranges(p.batch, p.kv_heads, p.kv_tokens, p.block_kv);
-  const int64_t tiles = p.q_blocks * p.tiles_per_block();
-  count_tasks(call.get(), ranges);
+  const int64_t heads = p.batch * p.kv_heads, tiles = p.tiles_per_head();
+  const int64_t kv_blocks = heads * p.kv_blocks, tasks = heads * num_grad_tasks(p);
   auto job = std::make_shared<Job>(std::move(call), slot);
-  job->add_phase(heads * p.kv_blocks,
-                 [&p](int64_t item, char*) { kernels().backward_pack(p, item); });
-  job->add_phase(heads * ranges + (p.bias ? p.bias_batch * p.bias_heads * tiles : 0),
-                 [&p, &call = job->call(), heads, ranges](int64_t item, char* scratch) {
-                   if (item >= heads * ranges)
-                     return kernels().backward_bias(p, item - heads * ranges, scratch);
-                   kernels().backward_range(p, item, scratch);
-                   if (is_last_task(call, item % heads) && ranges > 1)
-                     kernels().backward_merge(p, item % heads);
+  job->add_phase(kv_blocks + p.batch * p.q_heads * tiles, [&p, kv_blocks](int64_t item, char*) {
+    item < kv_blocks ? kernels().backward_pack(p, item)
+                     : kernels().backward_pack_queries(p, item - kv_blocks);
+  });
+  job->add_phase(tasks + (p.bias ? p.bias_batch * p.bias_heads * tiles : 0),
+                 [&p, tasks](int64_t item, char* scratch) {
+                   item < tasks ? kernels().backward_keys(p, item, scratch)
+                                : kernels().backward_bias(p, item - tasks, scratch);
                  });
   return job;
 }
@@ -88,9 +85,9 @@ std::shared_ptr<Job> statistics_job(std::unique_ptr<Call> call) {
   auto job = std::make_shared<Job>(std::move(call), slot);
   job->add_phase(p.batch * p.kv_heads * p.kv_blocks,
                  [&p](int64_t item, char*) { kernels().statistics_pack(p, item); });
-  job->add_phase(
-      p.batch * p.q_heads * p.q_blocks * p.tiles_per_block(),
-      [&p](int64_t item, char* scratch) { kernels().statistics_tile(p, item, scratch); });
+  job->add_phase(p.batch * p.q_heads * p.tiles_per_head(), [&p](int64_t item, char* scratch) {
+    kernels().statistics_tile(p, item, scratch);
+  });
   return job;
 }
 

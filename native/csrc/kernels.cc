@@ -38,8 +38,9 @@ static void test_product(const float* a, const float* b, float* c, int64_t m, in
 extern const KernelTable XS_JOIN(XSAKE_ISA, _kernels);
 const KernelTable XS_JOIN(XSAKE_ISA, _kernels) = {
     XS_STRING(XSAKE_ISA),      XSAKE_ISA::forward_pack,   XSAKE_ISA::forward_tile,
-    XSAKE_ISA::backward_pack,  XSAKE_ISA::backward_range, XSAKE_ISA::backward_bias,
-    XSAKE_ISA::backward_merge, XSAKE_ISA::decode_chunk,   XSAKE_ISA::decode_merge,
+    XSAKE_ISA::backward_pack,  XSAKE_ISA::backward_pack_queries,
+    XSAKE_ISA::backward_keys,  XSAKE_ISA::backward_bias,
+    XSAKE_ISA::decode_chunk,   XSAKE_ISA::decode_merge,
     XSAKE_ISA::selected_chunk, XSAKE_ISA::selected_range, XSAKE_ISA::selected_merge,
     XSAKE_ISA::statistics_pack, XSAKE_ISA::statistics_tile,
     XSAKE_ISA::test_exp2,      XSAKE_ISA::test_tanh,      XSAKE_ISA::test_product,

@@ -95,6 +95,20 @@ XS_INLINE PackedBlock packed_block(const Problem& p, int64_t item) {
   return x;
 }
 
+// The first item of a row's list, if it ascends, whose block is not below `kv_block`.
+XS_INLINE int32_t first_item(const Problem& p, int64_t row, int64_t kv_block) {
+  int32_t begin = p.row_starts[row], end = p.row_starts[row + 1];
+  while (begin < end) {
+    const int32_t middle = begin + (end - begin) / 2;
+    if (p.kv_block[middle] < kv_block) {
+      begin = middle + 1;
+    } else {
+      end = middle;
+    }
+  }
+  return begin;
+}
+
 // Calls f(first key in the block, padded keys, keys of the sequence) for parts of a block.
 template <class F>
 XS_INLINE void for_parts(const Problem& p, int64_t kv_block, F&& f) {

@@ -20,14 +20,6 @@
 
 namespace xsake_cpu {
 
-inline void relax() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
-
 class Job {
  public:
   using Body = std::function<void(int64_t item, char* scratch)>;

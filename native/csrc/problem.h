@@ -29,6 +29,15 @@ constexpr int64_t kAlign = 64;
 static inline int64_t round_up(int64_t x, int64_t multiple) {
   return (x + multiple - 1) / multiple * multiple;
 }
+// While another thread is about to write what this one reads.
+XS_LOCAL void relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
 static inline int64_t min_of(int64_t x, int64_t y) { return x < y ? x : y; }
 static inline int64_t max_of(int64_t x, int64_t y) { return x > y ? x : y; }
 
@@ -133,12 +142,13 @@ struct Problem {
     return head * kv_blocks + kv_block;
   }
   XS_LOCAL int64_t tiles_per_block() const { return (block_q + kTileRows - 1) / kTileRows; }
+  XS_LOCAL int64_t tiles_per_head() const { return q_blocks * tiles_per_block(); }
 };
 
-// Sizes that workspaces depend on.
+// Sizes that workspaces depend on; block_q only that of the backward pass.
 struct WorkspaceSizes {
-  int64_t batch, q_tokens, kv_tokens, q_heads, kv_heads, dim, v_dim, block_kv, program_steps;
-  int64_t num_slots;
+  int64_t batch, q_tokens, kv_tokens, q_heads, kv_heads, dim, v_dim, block_q, block_kv;
+  int64_t program_steps, num_slots;
 };
 
 // Hands out parts of a buffer; with base null it measures.
@@ -153,8 +163,21 @@ struct Arena {
   }
 };
 
-// Number of key ranges of the backward pass: shapes alone decide, and one range needs no copies of
-// dq. More than 8 copies would cost more memory traffic than idle cores cost time.
+// Rows of a tile of queries, with those that pad a strip.
+static inline int64_t padded_tile_rows(int64_t block_q) {
+  return min_of(kTileRows, round_up(block_q, 2));
+}
+
+// kv blocks of a task of the backward pass, which owns dk and dv of their keys, and the tasks of a
+// kv head.
+static inline int64_t grad_blocks(int64_t block_kv) { return max_of(1, kGradKeys / block_kv); }
+static inline int64_t num_grad_tasks(const Problem& p) {
+  return (p.kv_blocks + grad_blocks(p.block_kv) - 1) / grad_blocks(p.block_kv);
+}
+
+// Number of key ranges of the backward pass of selected attention: shapes alone decide, and one
+// range needs no copies of dq. More than 8 copies would cost more memory traffic than idle cores
+// cost time.
 static inline int64_t num_ranges(int64_t batch, int64_t kv_heads, int64_t kv_tokens,
                                  int64_t block_kv) {
   const int64_t tasks = batch * kv_heads;
@@ -200,9 +223,9 @@ struct KernelTable {
   void (*forward_pack)(const Problem&, int64_t item);
   void (*forward_tile)(const Problem&, int64_t item, char* scratch);
   void (*backward_pack)(const Problem&, int64_t item);
-  void (*backward_range)(const Problem&, int64_t item, char* scratch);
+  void (*backward_pack_queries)(const Problem&, int64_t item);
+  void (*backward_keys)(const Problem&, int64_t item, char* scratch);
   void (*backward_bias)(const Problem&, int64_t item, char* scratch);
-  void (*backward_merge)(const Problem&, int64_t item);
   void (*decode_chunk)(const Problem&, int64_t item, char* scratch);
   void (*decode_merge)(const Problem&, int64_t item);
   void (*selected_chunk)(const Problem&, int64_t item, char* scratch);

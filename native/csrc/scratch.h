@@ -91,6 +91,12 @@ static inline int64_t take_forward(char* base, int64_t dim, int64_t v_dim, int64
   return arena.used;
 }
 
+// Keys of all blocks, padded.
+static inline int64_t num_padded_keys(const WorkspaceSizes& z) {
+  const int64_t blocks = (z.kv_tokens + z.block_kv - 1) / z.block_kv;
+  return z.batch * z.kv_heads * blocks * round_up(z.block_kv, kMaxPanel);
+}
+
 // K^T panels and V panels of listed blocks.
 struct ForwardArrays {
   float *k, *v;
@@ -98,8 +104,7 @@ struct ForwardArrays {
 
 static inline int64_t take_forward_arrays(char* base, const WorkspaceSizes& z, ForwardArrays* out) {
   Arena arena{base};
-  const int64_t blocks = (z.kv_tokens + z.block_kv - 1) / z.block_kv;
-  const int64_t keys = z.batch * z.kv_heads * blocks * round_up(z.block_kv, kMaxPanel);
+  const int64_t keys = num_padded_keys(z);
   ForwardArrays x;
   x.k = arena.take<float>(keys * z.dim);
   x.v = arena.take<float>(keys * round_up(z.v_dim, kMaxPanel));
@@ -112,55 +117,99 @@ struct RowOrigin {
   float one;        // probabilities from here on are 1
 };
 
-struct BackwardScratch {
-  float *q, *q_finite, *do_, *dq;  // [rows, padded dim or v_dim]
-  float *p, *ds;                   // [rows, kGradStride]
-  RowOrigin* origin;               // [rows]
-  float* delta;                    // [rows]
+// Rows of queries with what their gradients are made from.
+struct QueryResiduals {
+  float *q, *q_finite, *do_;  // [rows, padded dim or v_dim]
+  RowOrigin* origin;          // [rows]
+  float* delta;               // [rows]
+
+  XS_LOCAL QueryResiduals from_row(int64_t row, int64_t padded_dim, int64_t padded_v_dim) const {
+    return {q + row * padded_dim, q_finite + row * padded_dim, do_ + row * padded_v_dim,
+            origin + row, delta + row};
+  }
+};
+static inline QueryResiduals take_residuals(Arena& arena, int64_t rows, int64_t dim,
+                                            int64_t v_dim) {
+  QueryResiduals x;
+  x.q = arena.take<float>(rows * round_up(dim, kMaxPanel));
+  x.q_finite = arena.take<float>(rows * round_up(dim, kMaxPanel));
+  x.do_ = arena.take<float>(rows * round_up(v_dim, kMaxPanel));
+  x.origin = arena.take<RowOrigin>(rows);
+  x.delta = arena.take<float>(rows);
+  return x;
+}
+
+// p and ds of a tile.
+struct GradScratch {
+  float *p, *ds;  // [rows, kGradStride]
   TileRows rows;
   MaskScratch mask;
 };
-
-static inline int64_t take_backward(char* base, int64_t dim, int64_t v_dim, int64_t program_steps,
-                                    BackwardScratch* out) {
-  Arena arena{base};
-  BackwardScratch x;
-  const int64_t padded = round_up(dim, kMaxPanel);
-  x.q = arena.take<float>(kTileRows * padded);
-  x.q_finite = arena.take<float>(kTileRows * padded);
-  x.do_ = arena.take<float>(kTileRows * round_up(v_dim, kMaxPanel));
-  x.dq = arena.take<float>(kTileRows * padded);
+static inline GradScratch take_grads(Arena& arena, int64_t program_steps) {
+  GradScratch x;
   x.p = arena.take<float>(kTileRows * kGradStride);
   x.ds = arena.take<float>(kTileRows * kGradStride);
-  x.origin = arena.take<RowOrigin>(kTileRows);
-  x.delta = arena.take<float>(kTileRows);
   x.rows = take_rows(arena, kTileRows);
   x.mask = take_mask(arena, kTileRows, program_steps);
+  return x;
+}
+
+// Packed K and V of a backward pass: its first arrays.
+struct GradArrays {
+  float *k_t, *v_t;  // panels [width / panel][dim][panel]
+  float* k;          // panels [dim / panel][width][panel], finite
+};
+static inline GradArrays take_grad_arrays(Arena& arena, const WorkspaceSizes& z) {
+  const int64_t keys = num_padded_keys(z);
+  GradArrays x;
+  x.k_t = arena.take<float>(keys * z.dim);
+  x.v_t = arena.take<float>(keys * z.v_dim);
+  x.k = arena.take<float>(keys * round_up(z.dim, kMaxPanel));
+  return x;
+}
+
+struct BackwardScratch {
+  GradScratch grads;
+  float *dk, *dv;  // [keys of a task, padded dim or v_dim]
+};
+
+static inline int64_t take_backward(char* base, const WorkspaceSizes& z, BackwardScratch* out) {
+  Arena arena{base};
+  const int64_t keys = grad_blocks(z.block_kv) * round_up(z.block_kv, kMaxPanel);
+  BackwardScratch x;
+  x.grads = take_grads(arena, z.program_steps);
+  x.dk = arena.take<float>(keys * round_up(z.dim, kMaxPanel));
+  x.dv = arena.take<float>(keys * round_up(z.v_dim, kMaxPanel));
   if (out) *out = x;
   return arena.used;
 }
 
-// Packed K and V, sums of dk and dv, parts of dq.
+// What tasks know of a tile of queries: threads write to different cache lines.
+struct alignas(kAlign) TileState {
+  int32_t num_added;  // items of its list whose part of dq is added, in the order of their blocks
+  bool is_finite;     // its queries
+};
+
+// Packed K and V, and by tile of queries: residuals and dq.
 struct BackwardArrays {
-  float *k_t, *v_t;  // panels [width / panel][dim][panel]
-  float* k;          // panels [dim / panel][width][panel], finite
-  float *dk, *dv;    // [keys, padded dim]
-  float* dq;         // [ranges, batch, q_tokens, q_heads, dim], without it for one range
+  GradArrays keys;
+  QueryResiduals queries;
+  float* dq;         // [tiles, rows, padded dim]
+  TileState* tiles;  // [tiles]
 };
 
 static inline int64_t take_backward_arrays(char* base, const WorkspaceSizes& z,
                                            BackwardArrays* out) {
   Arena arena{base};
-  const int64_t blocks = (z.kv_tokens + z.block_kv - 1) / z.block_kv;
-  const int64_t keys = z.batch * z.kv_heads * blocks * round_up(z.block_kv, kMaxPanel);
-  const int64_t ranges = num_ranges(z.batch, z.kv_heads, z.kv_tokens, z.block_kv);
+  const int64_t blocks = (z.q_tokens + z.block_q - 1) / z.block_q;
+  const int64_t per_block = (z.block_q + kTileRows - 1) / kTileRows;
+  const int64_t tiles = z.batch * z.q_heads * blocks * per_block;
+  const int64_t rows = tiles * padded_tile_rows(z.block_q);
   BackwardArrays x;
-  x.k_t = arena.take<float>(keys * z.dim);
-  x.v_t = arena.take<float>(keys * z.v_dim);
-  x.k = arena.take<float>(keys * round_up(z.dim, kMaxPanel));
-  x.dk = arena.take<float>(keys * round_up(z.dim, kMaxPanel));
-  x.dv = arena.take<float>(keys * round_up(z.v_dim, kMaxPanel));
-  x.dq = arena.take<float>(ranges > 1 ? ranges * z.batch * z.q_tokens * z.q_heads * z.dim : 0);
+  x.keys = take_grad_arrays(arena, z);
+  x.queries = take_residuals(arena, rows, z.dim, z.v_dim);
+  x.dq = arena.take<float>(rows * round_up(z.dim, kMaxPanel));
+  x.tiles = arena.take<TileState>(tiles);
   if (out) *out = x;
   return arena.used;
 }
@@ -256,34 +305,52 @@ static inline int64_t take_selected(char* base, const WorkspaceSizes& z, Selecte
 }
 
 struct SelectedGradScratch {
-  char* tile;  // a BackwardScratch: at the base
+  GradScratch grads;
   Routes routes;
-  float *q, *q_finite, *do_, *dq;  // [rows, padded dim or v_dim]
-  RowOrigin* origin;               // [rows]
-  float* delta;
+  QueryResiduals tile, chunk;  // gathered rows, all rows
+  float *tile_dq, *dq;         // [rows, padded dim]
 };
 
 static inline int64_t take_selected_backward(char* base, const WorkspaceSizes& z,
                                              SelectedGradScratch* out) {
   Arena arena{base};
-  SelectedGradScratch x;
-  x.tile = arena.take<char>(take_backward(nullptr, z.dim, z.v_dim, z.program_steps, nullptr));
-  x.routes = take_routes(arena, z);
   const int64_t rows = chunk_rows(z), padded = round_up(z.dim, kMaxPanel);
-  x.q = arena.take<float>(rows * padded);
-  x.q_finite = arena.take<float>(rows * padded);
-  x.do_ = arena.take<float>(rows * round_up(z.v_dim, kMaxPanel));
+  SelectedGradScratch x;
+  x.grads = take_grads(arena, z.program_steps);
+  x.routes = take_routes(arena, z);
+  x.tile = take_residuals(arena, kTileRows, z.dim, z.v_dim);
+  x.chunk = take_residuals(arena, rows, z.dim, z.v_dim);
+  x.tile_dq = arena.take<float>(kTileRows * padded);
   x.dq = arena.take<float>(rows * padded);
-  x.origin = arena.take<RowOrigin>(rows);
-  x.delta = arena.take<float>(rows);
+  if (out) *out = x;
+  return arena.used;
+}
+
+// Packed K and V, sums of dk and dv, parts of dq.
+struct SelectedGradArrays {
+  GradArrays keys;
+  float *dk, *dv;  // [keys, padded dim or v_dim]
+  float* dq;       // [ranges, batch, q_tokens, q_heads, dim], without it for one range
+};
+
+static inline int64_t take_selected_grad_arrays(char* base, const WorkspaceSizes& z,
+                                                SelectedGradArrays* out) {
+  Arena arena{base};
+  const int64_t keys = num_padded_keys(z);
+  const int64_t ranges = num_ranges(z.batch, z.kv_heads, z.kv_tokens, z.block_kv);
+  SelectedGradArrays x;
+  x.keys = take_grad_arrays(arena, z);
+  x.dk = arena.take<float>(keys * round_up(z.dim, kMaxPanel));
+  x.dv = arena.take<float>(keys * round_up(z.v_dim, kMaxPanel));
+  x.dq = arena.take<float>(ranges > 1 ? ranges * z.batch * z.q_tokens * z.q_heads * z.dim : 0);
   if (out) *out = x;
   return arena.used;
 }
 
 static inline WorkspaceSizes sizes_of(const Problem& p) {
-  return {p.batch,   p.q_tokens, p.kv_tokens,
-          p.q_heads, p.kv_heads, p.dim,
-          p.v_dim,   p.block_kv, p.program ? p.program->num_steps : 0, p.num_slots};
+  return {p.batch,    p.q_tokens, p.kv_tokens, p.q_heads,  p.kv_heads,
+          p.dim,      p.v_dim,    p.block_q,   p.block_kv, p.program ? p.program->num_steps : 0,
+          p.num_slots};
 }
 
 }  // namespace xsake_cpu

@@ -168,83 +168,143 @@ static void selected_chunk(const Problem& p, int64_t item, char* scratch) {
   SelectedForward(p, queries, scratch).run();
 }
 
-class SelectedRange : BackwardRange {
+// kv blocks of a range.
+XS_INLINE Range blocks_of_range(const Problem& p, int64_t range, int64_t ranges) {
+  return {range * p.kv_blocks / ranges, (range + 1) * p.kv_blocks / ranges};
+}
+
+class SelectedRange : TileGrads {
  public:
-  SelectedRange(const Problem& p, int64_t item, char* scratch) : BackwardRange(p, item, scratch) {
-    take_selected_backward(scratch, sizes_of(p), &chunk_);
+  SelectedRange(const Problem& p, int64_t item, const SelectedGradScratch& scratch)
+      : TileGrads(p, scratch.grads), scratch_(scratch) {
+    take_selected_grad_arrays(p.workspace, sizes_of(p), &arrays_);
+    const int64_t heads = p.batch * p.kv_heads;
+    ranges_ = num_ranges(p.batch, p.kv_heads, p.kv_tokens, p.block_kv);
+    range_ = item / heads;
+    blocks_ = blocks_of_range(p, range_, ranges_);
+    b_ = item % heads / p.kv_heads;
+    hk_ = item % p.kv_heads;
+    const int64_t head = b_ * p.kv_heads + hk_;
+    const int64_t key = (head * p.kv_blocks + blocks_.begin) * width_;
+    dk_ = arrays_.dk + key * padded_dim_;
+    dv_ = arrays_.dv + key * padded_v_dim_;
   }
 
   void run() {
+    const auto keys = static_cast<size_t>((blocks_.end - blocks_.begin) * width_) * sizeof(float);
+    std::memset(dk_, 0, keys * static_cast<size_t>(padded_dim_));
+    std::memset(dv_, 0, keys * static_cast<size_t>(padded_v_dim_));
     for (int64_t chunk = 0; chunk < p_.q_blocks; chunk++)
       run_chunk(SelectedQueries(p_, b_, hk_, chunk));
-    with_dtype(p_.dtype, [&](auto type) { store_keys<decltype(type)>(); });
+    with_dtype(p_.dtype, [&](auto type) {
+      store_keys<decltype(type)>(b_, hk_, blocks_.begin, blocks_.end, dk_, dv_);
+    });
   }
 
  private:
   void run_chunk(const SelectedQueries& queries) {
     const auto rows = static_cast<size_t>(queries.stride * p_.group());
-    std::memset(chunk_.dq, 0, rows * static_cast<size_t>(padded_dim_) * sizeof(float));
-    queries.route(p_, chunk_.routes);
-    if (chunk_.routes.begin[blocks_.begin] < chunk_.routes.begin[blocks_.end]) {
+    std::memset(scratch_.dq, 0, rows * static_cast<size_t>(padded_dim_) * sizeof(float));
+    const Routes& routes = scratch_.routes;
+    queries.route(p_, routes);
+    if (routes.begin[blocks_.begin] < routes.begin[blocks_.end]) {
       bool is_finite_chunk = true;
       queries.for_tiles(p_, [&](const Tile& tile, int64_t row) {
-        load_tile(tile);
-        is_finite_chunk &= q_finite_ == x_.q;
-        keep_tile(row);
+        with_dtype(p_.dtype, [&](auto type) {
+          is_finite_chunk &= load_residuals<decltype(type)>(
+              p_, tile, scratch_.chunk.from_row(row, padded_dim_, padded_v_dim_));
+        });
       });
-      q_finite_ = is_finite_chunk ? x_.q : x_.q_finite;
       for (int64_t block = blocks_.begin; block < blocks_.end; block++)
-        rows_.for_tiles(p_, queries, chunk_.routes, block, x_.rows, &tile_,
-                        [&] { compute_tile(block); });
+        rows_of_tile_.for_tiles(p_, queries, routes, block, x_.rows, &tile_,
+                                [&] { compute_tile(block, is_finite_chunk); });
     }
     queries.for_tiles(p_, [&](const Tile& tile, int64_t row) {
       with_dtype(p_.dtype, [&](auto type) {
-        store_queries<decltype(type)>(tile, chunk_.dq + row * padded_dim_);
+        store_queries<decltype(type)>(tile, scratch_.dq + row * padded_dim_);
       });
     });
   }
 
-  // Copies residuals from the tile to the chunk.
-  void keep_tile(int64_t row) {
-    const auto copy = [&](const auto* from, auto* to, int64_t size) {
-      std::memcpy(to + row * size, from, static_cast<size_t>(tile_.count * size) * sizeof(*from));
+  void compute_tile(int64_t block, bool is_finite) {
+    const QueryResiduals &from = scratch_.chunk, &to = scratch_.tile;
+    const auto gather = [&](const auto* rows, int64_t size, auto* tile, auto padding) {
+      rows_of_tile_.gather(tile_, rows, size, tile, padding);
     };
-    copy(x_.q, chunk_.q, padded_dim_);
-    copy(x_.q_finite, chunk_.q_finite, padded_dim_);
-    copy(x_.do_, chunk_.do_, padded_v_dim_);
-    copy(x_.origin, chunk_.origin, 1);
-    copy(x_.delta, chunk_.delta, 1);
-  }
-
-  void compute_tile(int64_t block) {
-    rows_.gather(tile_, chunk_.q, padded_dim_, x_.q, 0.f);
-    if (q_finite_ != x_.q) rows_.gather(tile_, chunk_.q_finite, padded_dim_, x_.q_finite, 0.f);
-    rows_.gather(tile_, chunk_.do_, padded_v_dim_, x_.do_, 0.f);
-    rows_.gather(tile_, chunk_.origin, 1, x_.origin, RowOrigin{__builtin_inff(), 0.f, 1.f});
-    rows_.gather(tile_, chunk_.delta, 1, x_.delta, 0.f);
-    std::memset(x_.dq, 0, static_cast<size_t>(tile_.padded * padded_dim_) * sizeof(float));
-    for_steps(0, block, rows_.is_partial, [&](const Piece& piece) { add_piece(piece); });
+    gather(from.q, padded_dim_, to.q, 0.f);
+    if (!is_finite) gather(from.q_finite, padded_dim_, to.q_finite, 0.f);
+    gather(from.do_, padded_v_dim_, to.do_, 0.f);
+    gather(from.origin, 1, to.origin, RowOrigin{__builtin_inff(), 0.f, 1.f});
+    gather(from.delta, 1, to.delta, 0.f);
+    set_tile(tile_, to, is_finite);
+    float* dq = scratch_.tile_dq;
+    std::memset(dq, 0, static_cast<size_t>(tile_.padded * padded_dim_) * sizeof(float));
+    for_steps(0, block, rows_of_tile_.is_partial, [&](const Piece& piece) {
+      const int64_t key = (block - blocks_.begin) * width_ + piece.first;
+      add_to_keys(piece, dk_ + key * padded_dim_, dv_ + key * padded_v_dim_);
+      add_to_queries(piece, dq);
+    });
     for (int64_t r = 0; r < tile_.count; r++)
       for (int64_t d = 0; d < padded_dim_; d += VL) {
-        float* to = chunk_.dq + rows_.row[r] * padded_dim_ + d;
-        store(to, load(to) + load(x_.dq + r * padded_dim_ + d));
+        float* to_row = scratch_.dq + rows_of_tile_.row[r] * padded_dim_ + d;
+        store(to_row, load(to_row) + load(dq + r * padded_dim_ + d));
       }
   }
 
-  SelectedGradScratch chunk_;
-  SelectedRows rows_;
+  // dq, or the part of this range.
+  template <class T>
+  void store_queries(const Tile& tile, const float* dq) {
+    for (int64_t r = 0; r < tile.count; r++) {
+      const int64_t at = tile.token_row(p_, r);
+      const float* from = dq + r * padded_dim_;
+      float* part = arrays_.dq + (range_ * p_.batch * p_.q_tokens * p_.q_heads + at) * p_.dim;
+      for (int64_t d = 0; d < p_.dim; d += VL) {
+        const vf x = load(from + d) * p_.scale;
+        if (ranges_ > 1) {
+          store_upto(part + d, x, p_.dim - d);
+        } else {
+          store_upto(static_cast<T*>(p_.dq) + at * p_.dim + d, x, p_.dim - d);
+        }
+      }
+    }
+  }
+
+  const SelectedGradScratch scratch_;
+  SelectedGradArrays arrays_;
+  SelectedRows rows_of_tile_;
+  int64_t ranges_, range_, b_, hk_;
+  Range blocks_;
+  float *dk_, *dv_;
 };
 
 static void selected_range(const Problem& p, int64_t item, char* scratch) {
   FlushDenormals guard;
-  SelectedRange(p, item, scratch).run();
+  SelectedGradScratch x;
+  take_selected_backward(scratch, sizes_of(p), &x);
+  SelectedRange(p, item, x).run();
+}
+
+// dq of the query heads of one kv head: parts of the ranges in their order.
+template <class T>
+static void merge_queries(const Problem& p, int64_t item) {
+  SelectedGradArrays x;
+  take_selected_grad_arrays(p.workspace, sizes_of(p), &x);
+  const int64_t ranges = num_ranges(p.batch, p.kv_heads, p.kv_tokens, p.block_kv);
+  const int64_t part = p.batch * p.q_tokens * p.q_heads * p.dim, size = p.group() * p.dim;
+  for (int64_t t = 0; t < p.q_tokens; t++) {
+    const int64_t at =
+        ((item / p.kv_heads * p.q_tokens + t) * p.kv_heads + item % p.kv_heads) * size;
+    for (int64_t d = 0; d < size; d += VL) {
+      vf sum = vf{};
+      for (int64_t j = 0; j < ranges; j++) sum += load_upto(x.dq + j * part + at + d, size - d);
+      store_upto(static_cast<T*>(p.dq) + at + d, sum, size - d);
+    }
+  }
 }
 
 static void selected_merge(const Problem& p, int64_t item) {
   FlushDenormals guard;
-  with_dtype(p.dtype, [&](auto type) {
-    merge_queries<decltype(type)>(p, item, [](const Tile&, Range) { return true; });
-  });
+  with_dtype(p.dtype, [&](auto type) { merge_queries<decltype(type)>(p, item); });
 }
 
 }  // namespace xsake_cpu::XSAKE_ISA

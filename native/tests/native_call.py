@@ -62,6 +62,7 @@ def workspace_sizes(case, workers=2):
         "kv_heads": kv_heads,
         "dim": dim,
         "v_dim": v_dim,
+        "block_q": case.block_q,
         "block_kv": case.block_kv,
         "program_steps": steps,
         "workers": workers,

@@ -77,7 +77,7 @@ def _library() -> ctypes.CDLL:
     library.xsake_cpu_isa.restype = ctypes.c_char_p
     for target in _TARGETS[:-1]:  # the workspace of statistics is that of a forward call
         size = getattr(library, f"{target}_workspace")
-        size.restype, size.argtypes = ctypes.c_int64, [ctypes.c_int64] * 11
+        size.restype, size.argtypes = ctypes.c_int64, [ctypes.c_int64] * 12
     return library
 
 
@@ -144,20 +144,22 @@ def workspace(
     dim: int,
     v_dim: int,
     block_kv: int,
+    block_q: int = 1,
     program_steps: int = 0,
     num_slots: int = 0,
     workers: int | None = None,
 ) -> int:
     """Bytes of the workspace of a call of the handler `xsake_cpu_<name>`.
 
-    `program_steps` are those of the mask program, `num_slots` those of selected attention.
+    `block_q` counts for the backward pass, `program_steps` are those of the mask program,
+    `num_slots` those of selected attention.
     `workers` is the number of threads that there is scratch for, by default those of the machine.
     It changes no result.
     """
     if name == "statistics":  # read no values
         name, v_dim = "forward", 0
     workers = os.cpu_count() or 1 if workers is None else workers
-    sizes = (batch, q_tokens, kv_tokens, q_heads, kv_heads, dim, v_dim, block_kv)
+    sizes = (batch, q_tokens, kv_tokens, q_heads, kv_heads, dim, v_dim, block_q, block_kv)
     size = getattr(_library(), f"xsake_cpu_{name}_workspace")
     return size(*sizes, program_steps, num_slots, workers)
 

@@ -104,7 +104,11 @@ def _call(
     )  # fmt: skip
     return native_library.call(
         name, operands, results,
-        sizes={"block_kv": layout.block_kv, "program_steps": mask.num_steps},
+        sizes={
+            "block_q": layout.block_q,
+            "block_kv": layout.block_kv,
+            "program_steps": mask.num_steps,
+        },
         scale=np.float32(config.scale), softcap=np.float32(config.softcap or 0),
         block_q=layout.block_q, block_kv=layout.block_kv,
         layout_batch=layout.batch, layout_heads=layout.heads,
