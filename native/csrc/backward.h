@@ -76,11 +76,9 @@ static bool load_query(const Problem& p, const T* from, int64_t r, const QueryRe
   for (int64_t d = 0; d < padded_dim; d += VL) {
     vf x = vf{};
     if (d < p.dim) x = load_upto(from + d, p.dim - d);
-    const vi finite = is_finite(x);
-    flaws |= ~finite;
+    flaws |= ~is_finite(x);
     x *= factor;
     store(to.q + r * padded_dim + d, x);
-    store(to.q_finite + r * padded_dim + d, select(finite, x, vf{}));
   }
   return !any(flaws);
 }
@@ -121,7 +119,6 @@ static bool load_residuals(const Problem& p, const Tile& tile, const QueryResidu
   for (int64_t r = tile.count; r < tile.padded; r++) {
     const auto size = static_cast<size_t>(padded_dim) * sizeof(float);
     std::memset(to.q + r * padded_dim, 0, size);
-    std::memset(to.q_finite + r * padded_dim, 0, size);
     std::memset(to.do_ + r * padded_v_dim, 0, static_cast<size_t>(padded_v_dim) * sizeof(float));
     to.origin[r] = {__builtin_inff(), 0.f, 1.f};
     to.delta[r] = 0;
@@ -175,10 +172,16 @@ class TileGrads {
     width_ = padded_block(p);
   }
 
-  void set_tile(const Tile& tile, const QueryResiduals& residuals, bool is_finite) {
+  void set_tile(const Tile& tile, const QueryResiduals& residuals, bool has_finite_queries) {
     tile_ = tile;
     in_ = residuals;
-    if (is_finite) in_.q_finite = in_.q;
+    q_finite_ = in_.q;
+    if (has_finite_queries) return;
+    for (int64_t i = 0; i < tile.padded * padded_dim_; i += VL) {
+      const vf x = load(in_.q + i);
+      store(x_.q_finite + i, select(is_finite(x), x, vf{}));
+    }
+    q_finite_ = x_.q_finite;
   }
 
   // Calls f(piece) for the steps of one block, after their p and ds.
@@ -289,7 +292,7 @@ class TileGrads {
     for (int64_t d = 0; d < padded_v_dim_; d += kPanel)
       add_products(piece, x_.p, in_.do_ + d, padded_v_dim_, dv + d);
     for (int64_t d = 0; d < padded_dim_; d += kPanel)
-      add_products(piece, x_.ds, in_.q_finite + d, padded_dim_, dk + d);
+      add_products(piece, x_.ds, q_finite_ + d, padded_dim_, dk + d);
   }
 
   // to[keys] += x^T y, without the rows at both ends that see no key of a panel.
@@ -358,6 +361,7 @@ class TileGrads {
   const GradArrays keys_;
   Tile tile_{};
   QueryResiduals in_{};
+  const float* q_finite_ = nullptr;
   int64_t padded_dim_, padded_v_dim_, width_;
   Range rows_[kGradKeys / kPanel];  // of a panel: rows that see a key of it
 };

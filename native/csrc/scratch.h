@@ -119,20 +119,18 @@ struct RowOrigin {
 
 // Rows of queries with what their gradients are made from.
 struct QueryResiduals {
-  float *q, *q_finite, *do_;  // [rows, padded dim or v_dim]
+  float *q, *do_;     // [rows, padded dim or v_dim]
   RowOrigin* origin;          // [rows]
   float* delta;               // [rows]
 
   XS_LOCAL QueryResiduals from_row(int64_t row, int64_t padded_dim, int64_t padded_v_dim) const {
-    return {q + row * padded_dim, q_finite + row * padded_dim, do_ + row * padded_v_dim,
-            origin + row, delta + row};
+    return {q + row * padded_dim, do_ + row * padded_v_dim, origin + row, delta + row};
   }
 };
 static inline QueryResiduals take_residuals(Arena& arena, int64_t rows, int64_t dim,
                                             int64_t v_dim) {
   QueryResiduals x;
   x.q = arena.take<float>(rows * round_up(dim, kMaxPanel));
-  x.q_finite = arena.take<float>(rows * round_up(dim, kMaxPanel));
   x.do_ = arena.take<float>(rows * round_up(v_dim, kMaxPanel));
   x.origin = arena.take<RowOrigin>(rows);
   x.delta = arena.take<float>(rows);
@@ -141,14 +139,16 @@ static inline QueryResiduals take_residuals(Arena& arena, int64_t rows, int64_t 
 
 // p and ds of a tile.
 struct GradScratch {
-  float *p, *ds;  // [rows, kGradStride]
+  float *p, *ds;    // [rows, kGradStride]
+  float* q_finite;  // [rows, padded dim]: of a tile with values that are not finite
   TileRows rows;
   MaskScratch mask;
 };
-static inline GradScratch take_grads(Arena& arena, int64_t program_steps) {
+static inline GradScratch take_grads(Arena& arena, int64_t dim, int64_t program_steps) {
   GradScratch x;
   x.p = arena.take<float>(kTileRows * kGradStride);
   x.ds = arena.take<float>(kTileRows * kGradStride);
+  x.q_finite = arena.take<float>(kTileRows * round_up(dim, kMaxPanel));
   x.rows = take_rows(arena, kTileRows);
   x.mask = take_mask(arena, kTileRows, program_steps);
   return x;
@@ -177,7 +177,7 @@ static inline int64_t take_backward(char* base, const WorkspaceSizes& z, Backwar
   Arena arena{base};
   const int64_t keys = grad_blocks(z.block_kv) * round_up(z.block_kv, kMaxPanel);
   BackwardScratch x;
-  x.grads = take_grads(arena, z.program_steps);
+  x.grads = take_grads(arena, z.dim, z.program_steps);
   x.dk = arena.take<float>(keys * round_up(z.dim, kMaxPanel));
   x.dv = arena.take<float>(keys * round_up(z.v_dim, kMaxPanel));
   if (out) *out = x;
@@ -316,7 +316,7 @@ static inline int64_t take_selected_backward(char* base, const WorkspaceSizes& z
   Arena arena{base};
   const int64_t rows = chunk_rows(z), padded = round_up(z.dim, kMaxPanel);
   SelectedGradScratch x;
-  x.grads = take_grads(arena, z.program_steps);
+  x.grads = take_grads(arena, z.dim, z.program_steps);
   x.routes = take_routes(arena, z);
   x.tile = take_residuals(arena, kTileRows, z.dim, z.v_dim);
   x.chunk = take_residuals(arena, rows, z.dim, z.v_dim);

@@ -232,7 +232,6 @@ class SelectedRange : TileGrads {
       rows_of_tile_.gather(tile_, rows, size, tile, padding);
     };
     gather(from.q, padded_dim_, to.q, 0.f);
-    if (!is_finite) gather(from.q_finite, padded_dim_, to.q_finite, 0.f);
     gather(from.do_, padded_v_dim_, to.do_, 0.f);
     gather(from.origin, 1, to.origin, RowOrigin{__builtin_inff(), 0.f, 1.f});
     gather(from.delta, 1, to.delta, 0.f);

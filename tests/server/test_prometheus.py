@@ -118,7 +118,7 @@ def test_a_real_prometheus_reads_a_live_run_and_tells_when_it_goes_wrong(tmp_pat
         prometheus(tmp_path, server.place) as found,
     ):
         server.until(lambda: found.ask('up{job="xsake"} == 1'), "a scrape")
-        first = found.until(lambda: found.ask("xsake_steps_done"), "steps")[0][1]
+        first = server.until(lambda: found.ask("xsake_steps_done"), "steps")[0][1]
         server.until(lambda: found.ask(f"xsake_steps_done > {first + 5}"), "more steps")
         assert len(found.ask("xsake_entropy")) == 8
         assert found.ask('avg(xsake_attn_mass_recall{layer="1"})')[0][1] == pytest.approx(0.945)
