@@ -101,9 +101,14 @@ def _half(tokens: int):
     return run
 
 
+def decode_shape(batch: int) -> Shape:
+    """One query over 8192 keys."""
+    return Shape(batch=batch, q_tokens=1, kv_tokens=8192, q_heads=32, kv_heads=8, head_dim=128)
+
+
 def _decode(batch: int):
     def run(settings: Settings) -> Outcome:
-        shape = Shape(batch=batch, q_tokens=1, kv_tokens=8192, q_heads=32, kv_heads=8, head_dim=128)
+        shape = decode_shape(batch)
         names = ("xsake", XLA, SDPA, "jax.nn", "torch.read")
         rows = _race(shape, [Contender(name, name) for name in names], settings)
         topic = f"decode of one query, 8192 keys, batch {batch}"

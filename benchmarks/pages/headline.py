@@ -9,13 +9,15 @@ README against this.
 
 import argparse
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.experiments.common import RESULTS, ROOT
+from benchmarks.experiments.cpu import decode_shape
 from benchmarks.hads import plan_loss
 from benchmarks.pages.marked_page import filled
 from xsake._io import atomic_write
-from xsake.benchmarking import BenchmarkRow, Spread
+from xsake.benchmarking import BenchmarkRow, Shape, Spread
 from xsake.reports import plots
 from xsake.reports.plan_report import interpolate_share
 
@@ -95,6 +97,7 @@ def figures(results: Path = RESULTS) -> list[tuple[str, str]]:
     backward = find("backward", "ragged_25", tokens=4096)
     sparse = [find("same_blocks", "xsake", tokens=4096, layout=f"ragged_{x}") for x in (25, 43)]
     lines: list[tuple[str, str | None]] = [
+        *_native_lines(find, compare),
         ("full causal, 4096 tokens, forward", _joined({
             "`jax.nn`": ratio(dense, "jax.nn"), "tokamax": ratio(dense, "tokamax"),
             "torch SDPA": ratio(dense, "torch.sdpa"),
@@ -137,6 +140,26 @@ def figures(results: Path = RESULTS) -> list[tuple[str, str]]:
         ("on a GPU or a TPU", None),
     ]  # fmt: skip
     return [(asked, found or "**not measured**") for asked, found in lines]
+
+
+def _native_lines(find, compare) -> Iterator[tuple[str, str | None]]:
+    """Lines of the kernels of xsake-cpu."""
+    peers = {"torch.sdpa": "dense torch SDPA", "xsake.xla": "our `xla`"}
+    flex = {"torch.flex": "compiled FlexAttention on the same blocks"}
+    square, what = Shape.square(4096), "`xsake[cpu]`: {}, 4096 tokens, {}"
+    for direction in ("forward", "forward+backward"):
+        said = direction.replace("+", " and ")
+        row = find("cpu", "xsake", shape=square, direction=direction)
+        yield what.format("full causal", said), compare(row, **peers)
+        side = "25% of 128" if direction == "forward" else "both passes, 25%"
+        row = find("cpu", side, shape=square, direction=direction)
+        yield what.format("25% of the blocks", said), compare(row, **peers, **flex)
+    row = find("cpu", "bfloat16", shape=square)
+    half = {"float32": "float32", "torch.sdpa bfloat16": "torch SDPA in bfloat16"}
+    yield what.format("full causal in bfloat16", "forward"), compare(row, **half)
+    row = find("cpu", "xsake", shape=decode_shape(8))
+    asked = "`xsake[cpu]`: decoding, one query over 8192 keys, 32 heads of 128 on 8, batch 8"
+    yield asked, compare(row, **peers)
 
 
 def table(results: Path = RESULTS) -> str:
