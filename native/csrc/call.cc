@@ -168,4 +168,23 @@ std::string check_selected(int64_t num_indices, Call* call) {
   return parse_program(causal, std::size(causal), 0, call);
 }
 
+std::string check_pages(int64_t num_items, Call* call) {
+  Problem& p = call->problem;
+  p.layout_batch = p.layout_heads = 1;
+  p.block_q = 1, p.q_blocks = p.q_tokens;
+  if (std::string error = check_sizes(p); !error.empty()) return error;
+  if (p.page_heads != 1 && p.page_heads != p.kv_heads)
+    return number("heads of the lists", p.page_heads, "1 or the kv heads");
+  for (int64_t b = 0; b < p.batch; b++)
+    if (p.lengths[b] < 0) return number("lengths", p.lengths[b], "0 or more");
+  for (int64_t i = 0; i < num_items; i++) {
+    if (p.page[i] < 0) continue;
+    if (p.page[i] >= p.num_pages) return number("page", p.page[i], "an index of a page");
+    const int64_t keys = p.lengths[i / p.kv_blocks / p.page_heads];
+    if (p.page_number[i] < 0 || p.page_number[i] * p.block_kv >= keys)
+      return number("number of a page", p.page_number[i], "a page of the sequence");
+  }
+  return "";
+}
+
 }  // namespace xsake_cpu

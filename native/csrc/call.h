@@ -31,6 +31,8 @@ std::string check_sizes(const Problem& p);
 std::string check_lists(const Problem& p, const ListSizes& sizes, Call* call);
 // Selected attention: fills what follows from the sizes, the causal rule included.
 std::string check_selected(int64_t num_indices, Call* call);
+// Lists of pages, `num_items` long.
+std::string check_pages(int64_t num_items, Call* call);
 std::string parse_program(const int32_t* words, int64_t count, int64_t num_tables, Call* call);
 
 }  // namespace xsake_cpu

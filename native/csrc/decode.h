@@ -83,7 +83,7 @@ class DecodeTask {
     }
   }
 
- private:
+ protected:
   // Rows of one kv head of the task, and what its lists say of a block.
   struct Head {
     int64_t hk;
@@ -197,7 +197,7 @@ class DecodeTask {
       const int64_t end = min_of(t + kTurnKeys, piece.count);
       for_listed([&](Head& x) {
         const TokenRows<T> k = keys<T>(x, piece);
-        find_scores(x, k.data, k.stride, t, end);
+        find_scores(x, x.softmax.s, k.data, k.stride, t, end);
       });
     }
     for_listed([&](Head& x) {
@@ -209,7 +209,8 @@ class DecodeTask {
       const int64_t end = min_of(t + kTurnKeys, piece.count);
       for_listed([&](Head& x) {
         const TokenRows<T> v = values<T>(x, piece);
-        x.is_in_place &= add_rows(x, v.data, v.stride, t, end);
+        x.is_in_place &= add_rows(x, x.softmax.s, v.data, v.stride, t, end,
+                                  t ? nullptr : x.softmax.alpha);
       });
     }
     for_listed([&](Head& x) {
@@ -221,10 +222,10 @@ class DecodeTask {
 
   template <class T>
   void add_copy(Head& x, const Piece& piece) {
-    copy_rows(keys<T>(x, piece), values<T>(x, piece));
-    find_scores(x, x_.k, padded_dim_, 0, piece.count);
+    copy_rows(keys<T>(x, piece), values<T>(x, piece), 0);
+    find_scores(x, x.softmax.s, x_.k, padded_dim_, 0, piece.count);
     update(x, piece);
-    add_rows(x, x_.v, padded_v_dim_, 0, piece.count);
+    add_rows(x, x.softmax.s, x_.v, padded_v_dim_, 0, piece.count, x.softmax.alpha);
   }
 
   template <class F>
@@ -252,7 +253,8 @@ class DecodeTask {
   }
 
   template <class T>
-  void copy_rows(const TokenRows<T>& k, const TokenRows<T>& v) {
+  void copy_rows(const TokenRows<T>& k, const TokenRows<T>& v, int64_t first) {
+    float *to_k = x_.k + first * padded_dim_, *to_v = x_.v + first * padded_v_dim_;
     for (int64_t t = 0; t < v.count; t++) {
       prefetch_row(v.data + (t + kAhead) * v.stride, v.dim);
       prefetch_row(k.data + (t + kAhead) * k.stride, k.dim);
@@ -262,29 +264,29 @@ class DecodeTask {
         if (d < v.dim) x = load_upto(v.data + t * v.stride + d, v.dim - d);
         const vi finite = is_finite(x);
         flaws |= ~finite;
-        store(x_.v + t * padded_v_dim_ + d, select(finite, x, vf{}));
+        store(to_v + t * padded_v_dim_ + d, select(finite, x, vf{}));
       }
       const bool is_bad = any(flaws);
       for (int64_t d = 0; d < padded_dim_; d += VL) {
         const vf x = load_upto(k.data + t * k.stride + d, k.dim - d);
-        store(x_.k + t * padded_dim_ + d, is_bad ? splat(__builtin_nanf("")) : x);
+        store(to_k + t * padded_dim_ + d, is_bad ? splat(__builtin_nanf("")) : x);
       }
     }
   }
 
-  // s of keys [t, end) of a piece.
+  // s of keys [t, end) of a piece, whose columns start at `s`.
   template <class T>
-  void find_scores(const Head& x, const T* k, int64_t k_row, int64_t t, int64_t end) {
+  void find_scores(const Head& x, float* s, const T* k, int64_t k_row, int64_t t, int64_t end) {
     for (; t + kDotKeys <= end; t += kDotKeys) {
       for (int n = 0; n < kDotKeys; n++) prefetch_row(k + (t + n + kAhead) * k_row, p_.dim);
       for (int64_t r = 0; r < padded_; r += kDotRows)
         store_dots(
-            x.softmax.s + r * kScoreStride + t, kDotKeys,
+            s + r * kScoreStride + t, kDotKeys,
             dot_products(x.q + r * padded_dim_, padded_dim_, k + t * k_row, k_row, padded_dim_));
     }
     for (; t < end; t++)
       for (int64_t r = 0; r < padded_; r += kDotRows)
-        store_dots(x.softmax.s + r * kScoreStride + t, 1,
+        store_dots(s + r * kScoreStride + t, 1,
                    dot_products(x.q + r * padded_dim_, padded_dim_, k + t * k_row, 0, padded_dim_));
   }
 
@@ -311,17 +313,17 @@ class DecodeTask {
     update_sums(x.softmax, x_.mask, &piece, 1, (int)padded_);
   }
 
-  // acc += p v of keys [t, end) of a piece, acc *= alpha before the first; false if a value of v
-  // is not finite.
+  // acc = alpha acc + p v of keys [t, end) of a piece, whose columns start at `p`; alpha null: 1.
+  // False if a value of v is not finite.
   template <class T>
-  bool add_rows(const Head& x, const T* v, int64_t v_row, int64_t t, int64_t end) {
+  bool add_rows(const Head& x, const float* p, const T* v, int64_t v_row, int64_t t, int64_t end,
+                const float* alpha) {
     vf zero = vf{};
     const auto add = [&](auto width, int64_t d) {
       for (int64_t r = 0; r < padded_; r += kDotRows)
         zero += add_values<decltype(width)::value>(
-            x.softmax.s + r * kScoreStride + t, v + t * v_row + d, v_row, end - t,
-            x.softmax.acc + r * padded_v_dim_ + d, padded_v_dim_,
-            t ? nullptr : x.softmax.alpha + r);
+            p + r * kScoreStride + t, v + t * v_row + d, v_row, end - t,
+            x.softmax.acc + r * padded_v_dim_ + d, padded_v_dim_, alpha ? alpha + r : nullptr);
     };
     int64_t d = 0;
     for (; d + kWide * VL <= padded_v_dim_; d += kWide * VL) add(Rows<kWide>{}, d);

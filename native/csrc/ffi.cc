@@ -316,6 +316,72 @@ ffi::Future differentiate_selected(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::
   return start(pool, selected_backward_job(std::move(call)));
 }
 
+struct PagedArguments {
+  ffi::AnyBuffer q, k, v;
+  Ints page, number;
+  ffi::AnyBuffer is_partial;
+  Ints q_positions, lengths;
+  Floats k_scale, v_scale;
+  Ints tables;
+  float scale, softcap;
+  ffi::Span<const int32_t> program;
+  int64_t program_heads;
+};
+
+std::string read_pages(const PagedArguments& in, Call* call) {
+  Problem& p = call->problem;
+  const auto q = in.q.dimensions(), k = in.k.dimensions(), v = in.v.dimensions();
+  const auto lists = in.page.dimensions();
+  if (q.size() != 4 || k.size() != 4 || v.size() != 4 || lists.size() != 3)
+    return "rank: expected q [B, Tq, Hq, D], pages [P, Hk, page, D], lists [B, heads, slots]";
+  p.batch = q[0], p.q_tokens = q[1], p.q_heads = q[2], p.dim = q[3], p.v_dim = v[3];
+  p.num_pages = k[0], p.kv_heads = k[1], p.block_kv = k[2];
+  p.page_heads = lists[1], p.kv_blocks = lists[2];
+  p.kv_tokens = p.kv_blocks * p.block_kv;
+  if (k[3] != q[3] || !has_shape(v, {k[0], k[1], k[2], v[3]}) || lists[0] != q[0] ||
+      !has_shape(in.number.dimensions(), {lists[0], lists[1], lists[2]}) ||
+      count(in.is_partial) != count(in.page) || !is_byte(in.is_partial.element_type()) ||
+      !has_shape(in.q_positions.dimensions(), {q[0], q[1]}) ||
+      !has_shape(in.lengths.dimensions(), {q[0]}))
+    return "shapes of a call over pages do not fit together";
+  const bool is_int8 = in.k.element_type() == ffi::S8;
+  if (!read_dtype(in.q.element_type(), &p.dtype) || in.v.element_type() != in.k.element_type() ||
+      (!is_int8 && in.k.element_type() != in.q.element_type()))
+    return "dtype of pages: expected that of q, or int8";
+  p.page_dtype = is_int8 ? DType::i8 : p.dtype;
+  for (const Floats& x : {in.k_scale, in.v_scale})
+    if (static_cast<int64_t>(x.element_count()) != (is_int8 ? k[0] * k[1] : 0))
+      return "scales: expected [P, Hk] for int8 pages and none for others";
+  p.page_k_scale = is_int8 ? in.k_scale.typed_data() : nullptr;
+  p.page_v_scale = is_int8 ? in.v_scale.typed_data() : nullptr;
+  p.q = in.q.untyped_data(), p.k = in.k.untyped_data(), p.v = in.v.untyped_data();
+  p.page = in.page.typed_data(), p.page_number = in.number.typed_data();
+  p.is_partial = static_cast<const uint8_t*>(in.is_partial.untyped_data());
+  p.q_positions = in.q_positions.typed_data(), p.q_positions_batch = p.batch;
+  p.lengths = in.lengths.typed_data(), p.tables = in.tables.typed_data();
+  p.scale = in.scale, p.softcap = in.softcap, p.program_heads = in.program_heads;
+  if (std::string error = check_pages(count(in.page), call); !error.empty()) return error;
+  return parse_program(in.program.begin(), static_cast<int64_t>(in.program.size()),
+                       count(in.tables) / p.program_heads, call);
+}
+
+ffi::Future attend_pages(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
+                         Ints page, Ints number, ffi::AnyBuffer is_partial, Ints q_positions,
+                         Ints lengths, Floats k_scale, Floats v_scale, Ints tables, AnyResult o,
+                         FloatsResult lse, AnyResult workspace, float scale, float softcap,
+                         ffi::Span<const int32_t> program, int64_t program_heads) {
+  auto call = std::make_unique<Call>();
+  const PagedArguments in{q, k, v, page, number, is_partial, q_positions, lengths, k_scale, v_scale,
+                          tables, scale, softcap, program, program_heads};
+  if (std::string error = read_pages(in, call.get()); !error.empty()) return fail(error);
+  if (std::string error = read_outputs({q, k, v}, o, lse, &call->problem); !error.empty())
+    return fail(error);
+  const JobSizes sizes = decode_sizes(sizes_of(call->problem));
+  if (std::string error = read_workspace(*workspace, sizes, call.get()); !error.empty())
+    return fail(error);
+  return start(pool, paged_job(std::move(call)));
+}
+
 // Arguments and attributes of the block-sparse handlers.
 #define XS_INPUTS                                                                          \
   ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, Ints row_starts, Ints kv_block,    \
@@ -449,6 +515,32 @@ XSAKE_EXPORT XLA_FFI_Error* xsake_cpu_statistics(XLA_FFI_CallFrame* frame) {
                                                    .Ret<Floats>()
                                                    .Ret<ffi::AnyBuffer>())
                                    .To(statistics_handler)
+                                   .release();
+  return handler->Call(frame);
+}
+
+XSAKE_EXPORT XLA_FFI_Error* xsake_cpu_paged(XLA_FFI_CallFrame* frame) {
+  static auto* const handler = ffi::Ffi::Bind()
+                                   .Ctx<ffi::ThreadPool>()
+                                   .Arg<ffi::AnyBuffer>()
+                                   .Arg<ffi::AnyBuffer>()
+                                   .Arg<ffi::AnyBuffer>()
+                                   .Arg<Ints>()
+                                   .Arg<Ints>()
+                                   .Arg<ffi::AnyBuffer>()
+                                   .Arg<Ints>()
+                                   .Arg<Ints>()
+                                   .Arg<Floats>()
+                                   .Arg<Floats>()
+                                   .Arg<Ints>()
+                                   .Ret<ffi::AnyBuffer>()
+                                   .Ret<Floats>()
+                                   .Ret<ffi::AnyBuffer>()
+                                   .Attr<float>("scale")
+                                   .Attr<float>("softcap")
+                                   .Attr<ffi::Span<const int32_t>>("program")
+                                   .Attr<int64_t>("program_heads")
+                                   .To(attend_pages)
                                    .release();
   return handler->Call(frame);
 }

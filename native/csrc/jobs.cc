@@ -45,20 +45,33 @@ std::shared_ptr<Job> forward_job(std::unique_ptr<Call> call) {
   return job;
 }
 
-std::shared_ptr<Job> decode_job(std::unique_ptr<Call> call) {
+namespace {
+// Chunks of keys, each head merged by the thread that finishes its last chunk.
+std::shared_ptr<Job> chunked_job(std::unique_ptr<Call> call,
+                                 void (*compute)(const Problem&, int64_t item, char* scratch)) {
   const Problem& p = call->problem;
   const int64_t slot = decode_sizes(sizes_of(p)).slot;
   count_tasks(call.get(), num_chunks(p.kv_blocks, p.block_kv));
   auto job = std::make_shared<Job>(std::move(call), slot);
-  job->add_phase(num_decode_tasks(p), [&p, &call = job->call()](int64_t item, char* scratch) {
-    kernels().decode_chunk(p, item, scratch);
-    const DecodeItem task = decode_task(p, item);
-    for (int64_t i = 0; i < task.num_heads; i++) {
-      const int64_t head = task.b * p.kv_heads + task.first_head + i;
-      if (is_last_task(call, head)) kernels().decode_merge(p, head);
-    }
-  });
+  job->add_phase(
+      num_decode_tasks(p), [&p, &call = job->call(), compute](int64_t item, char* scratch) {
+        compute(p, item, scratch);
+        const DecodeItem task = decode_task(p, item);
+        for (int64_t i = 0; i < task.num_heads; i++) {
+          const int64_t head = task.b * p.kv_heads + task.first_head + i;
+          if (is_last_task(call, head)) kernels().decode_merge(p, head);
+        }
+      });
   return job;
+}
+}  // namespace
+
+std::shared_ptr<Job> decode_job(std::unique_ptr<Call> call) {
+  return chunked_job(std::move(call), kernels().decode_chunk);
+}
+
+std::shared_ptr<Job> paged_job(std::unique_ptr<Call> call) {
+  return chunked_job(std::move(call), kernels().paged_chunk);
 }
 
 std::shared_ptr<Job> backward_job(std::unique_ptr<Call> call) {

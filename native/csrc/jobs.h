@@ -22,6 +22,7 @@ JobSizes selected_backward_sizes(const WorkspaceSizes& z);
 // Each takes a validated call with its workspace.
 std::shared_ptr<Job> forward_job(std::unique_ptr<Call> call);
 std::shared_ptr<Job> decode_job(std::unique_ptr<Call> call);
+std::shared_ptr<Job> paged_job(std::unique_ptr<Call> call);
 std::shared_ptr<Job> backward_job(std::unique_ptr<Call> call);
 std::shared_ptr<Job> statistics_job(std::unique_ptr<Call> call);
 std::shared_ptr<Job> selected_job(std::unique_ptr<Call> call);

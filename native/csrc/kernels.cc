@@ -2,6 +2,7 @@
 #include "backward.h"
 #include "decode.h"
 #include "forward.h"
+#include "paged.h"
 #include "selected.h"
 #include "statistics.h"
 
@@ -40,7 +41,7 @@ const KernelTable XS_JOIN(XSAKE_ISA, _kernels) = {
     XS_STRING(XSAKE_ISA),      XSAKE_ISA::forward_pack,   XSAKE_ISA::forward_tile,
     XSAKE_ISA::backward_pack,  XSAKE_ISA::backward_pack_queries,
     XSAKE_ISA::backward_keys,  XSAKE_ISA::backward_bias,
-    XSAKE_ISA::decode_chunk,   XSAKE_ISA::decode_merge,
+    XSAKE_ISA::decode_chunk,   XSAKE_ISA::decode_merge,   XSAKE_ISA::paged_chunk,
     XSAKE_ISA::selected_chunk, XSAKE_ISA::selected_range, XSAKE_ISA::selected_merge,
     XSAKE_ISA::statistics_pack, XSAKE_ISA::statistics_tile,
     XSAKE_ISA::test_exp2,      XSAKE_ISA::test_tanh,      XSAKE_ISA::test_product,

@@ -12,7 +12,7 @@
 
 namespace xsake_cpu {
 
-enum class DType : int32_t { f32, bf16, f16 };
+enum class DType : int32_t { f32, bf16, f16, i8 };  // i8: of pages only
 
 // Limits that workspace sizes are computed with; those of an ISA are not above them.
 constexpr int64_t kMaxVector = 16;    // floats of a vector
@@ -118,6 +118,14 @@ struct Problem {
   // Selected attention: [B, Tq, Hk, num_slots], kv blocks of each query; negative: unused.
   const int32_t* selected;
   int64_t num_slots;
+  // Pages of a cache: k and v are [num_pages, kv_heads, block_kv, D], kv_blocks slots a list. Lists
+  // [B, page_heads, kv_blocks] hold where a page lies, negative if the slot is unused, and its
+  // number in the sequence.
+  const int32_t *page, *page_number;
+  int64_t page_heads, num_pages;
+  DType page_dtype;
+  const int32_t* lengths;              // [B], keys of each sequence
+  const float *page_k_scale, *page_v_scale;  // [num_pages, kv_heads] of i8
   // [layout_batch, listed_heads, kv_blocks]: whether a row of the kv head lists the block.
   const uint8_t* is_listed;
   int64_t listed_heads;  // kv_heads, or a divisor of it where kv heads share lists
@@ -203,7 +211,9 @@ static inline int64_t num_chunks(int64_t kv_blocks, int64_t block_kv) {
 struct DecodeItem {
   int64_t b, chunk, first_head, num_heads;
 };
+// Pages hold the keys of a head next to each other, so that heads gain nothing from turns.
 static inline int64_t decode_heads(const Problem& p) {
+  if (p.page) return 1;
   return max_of(1, min_of(p.kv_heads, kDecodeRows / round_up(p.q_tokens * p.group(), kDotRows)));
 }
 static inline int64_t num_decode_tasks(const Problem& p) {
@@ -228,6 +238,7 @@ struct KernelTable {
   void (*backward_bias)(const Problem&, int64_t item, char* scratch);
   void (*decode_chunk)(const Problem&, int64_t item, char* scratch);
   void (*decode_merge)(const Problem&, int64_t item);
+  void (*paged_chunk)(const Problem&, int64_t item, char* scratch);
   void (*selected_chunk)(const Problem&, int64_t item, char* scratch);
   void (*selected_range)(const Problem&, int64_t item, char* scratch);
   void (*selected_merge)(const Problem&, int64_t item);

@@ -119,6 +119,10 @@ XS_INLINE vf load(const bf16* from) {
   return (vf)(__builtin_convertvector(load_as<vh>(from), vu) << 16);
 }
 
+XS_INLINE vf load(const int8_t* from) {
+  return __builtin_convertvector(load_as<vb>(from), vf);
+}
+
 XS_INLINE float widen_f16(uint16_t h) {
   const uint32_t sign = (h & 0x8000u) << 16, rest = h & 0x7fffu;
   uint32_t bits;

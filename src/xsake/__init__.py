@@ -23,7 +23,7 @@ from xsake.errors import XsakeError
 from xsake.layout import BlockLayout
 
 if TYPE_CHECKING:
-    from xsake import distributed, hads, nsa
+    from xsake import cache, distributed, hads, nsa
     from xsake.nsa.aliases import (
         Blocks,
         Branches,
@@ -44,6 +44,7 @@ __all__ = [
     "XsakeError",
     "apply_native_sparse_attention",
     "attention",
+    "cache",
     "distributed",
     "dot_product_attention",
     "explain",
@@ -53,7 +54,7 @@ __all__ = [
     "nsa",
 ]
 
-_PACKAGES = ("distributed", "hads", "nsa")
+_PACKAGES = ("cache", "distributed", "hads", "nsa")
 
 
 def __dir__() -> list[str]:

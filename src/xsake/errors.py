@@ -107,6 +107,12 @@ class MissingExtraError(XsakeError, ImportError):
     code = "XSK-501"
 
 
+class CacheError(XsakeError, RuntimeError):
+    """A KV cache without room for a request."""
+
+    code = "XSK-302"
+
+
 class CheckpointError(XsakeError, ValueError):
     """A checkpoint that is corrupt, incomplete or cannot be written."""
 

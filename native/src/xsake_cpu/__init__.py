@@ -1,5 +1,5 @@
-"""Native CPU kernels of XSAKE as XLA FFI handlers: forward, backward, decode, selected
-attention, statistics.
+"""Native CPU kernels of XSAKE as XLA FFI handlers: forward, backward, decode (of contiguous
+keys and of pages), selected attention, statistics.
 
 The library is loaded by ctypes and contains no Python code. It was built with the FFI headers of
 the oldest supported jaxlib; `handlers` checks that the running jaxlib accepts them.
@@ -29,8 +29,11 @@ _TARGETS = (
     "xsake_cpu_decode",
     "xsake_cpu_selected",
     "xsake_cpu_selected_backward",
+    "xsake_cpu_paged",
     "xsake_cpu_statistics",
 )
+
+_WORKSPACES = ("forward", "backward", "decode", "selected", "selected_backward")
 
 # Codes of mask_program.h.
 _OPERATIONS = (
@@ -75,8 +78,8 @@ def _library() -> ctypes.CDLL:
         path = str(pathlib.Path(__file__).with_name("libxsake_cpu.so"))
     library = ctypes.CDLL(path)
     library.xsake_cpu_isa.restype = ctypes.c_char_p
-    for target in _TARGETS[:-1]:  # the workspace of statistics is that of a forward call
-        size = getattr(library, f"{target}_workspace")
+    for name in _WORKSPACES:
+        size = getattr(library, f"xsake_cpu_{name}_workspace")
         size.restype, size.argtypes = ctypes.c_int64, [ctypes.c_int64] * 12
     return library
 
@@ -158,6 +161,8 @@ def workspace(
     """
     if name == "statistics":  # read no values
         name, v_dim = "forward", 0
+    elif name == "paged":  # kv_tokens are those of the slots of a list
+        name = "decode"
     workers = os.cpu_count() or 1 if workers is None else workers
     sizes = (batch, q_tokens, kv_tokens, q_heads, kv_heads, dim, v_dim, block_q, block_kv)
     size = getattr(_library(), f"xsake_cpu_{name}_workspace")

@@ -8,11 +8,12 @@ from jaxtyping import Array, Float
 from xsake.attention.runtime_pruning import prune_blocks
 from xsake.attention.sharded import attention_on_mesh
 from xsake.attention.types import AttentionArgs, Implementation, Mask
-from xsake.attention.validation import canonicalize_args, make_output, no_runtime_typecheck
+from xsake.attention.validation import canonicalize_args, make_output
 from xsake.kernels import dispatch
 from xsake.kernels.block_sparse.api import block_sparse
 from xsake.kernels.block_sparse.types import BlockSparseConfig, BlockSparseInputs
 from xsake.kernels.sharding import placing_of
+from xsake.kernels.validation import no_runtime_typecheck
 from xsake.layout import BlockLayout
 
 

@@ -8,7 +8,7 @@ from jax.typing import ArrayLike
 
 from xsake.attention.block_sparse import attention
 from xsake.attention.types import Implementation
-from xsake.attention.validation import no_runtime_typecheck
+from xsake.kernels.validation import no_runtime_typecheck
 
 
 @no_runtime_typecheck

@@ -12,11 +12,12 @@ from jaxtyping import Float
 
 from xsake.attention.runtime_pruning import prune_blocks, pruning_sources
 from xsake.attention.types import AnyArray, AttentionArgs, Implementation, Mask
-from xsake.attention.validation import canonicalize_args, no_runtime_typecheck
+from xsake.attention.validation import canonicalize_args
 from xsake.kernels import dispatch
 from xsake.kernels.block_sparse.api import OP
 from xsake.kernels.block_sparse.cost import KernelCost, is_known
 from xsake.kernels.block_sparse.types import BlockSparseConfig, BlockSparseInputs
+from xsake.kernels.validation import no_runtime_typecheck
 from xsake.layout import BlockLayout
 
 

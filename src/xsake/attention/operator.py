@@ -16,10 +16,10 @@ from xsake.attention.validation import (
     canonicalize_args,
     check_block_size,
     make_output,
-    no_runtime_typecheck,
 )
 from xsake.errors import ArgumentError
 from xsake.kernels.block_sparse.types import BlockSparseConfig, BlockSparseInputs
+from xsake.kernels.validation import no_runtime_typecheck
 from xsake.layout import BlockLayout
 
 

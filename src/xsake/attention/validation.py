@@ -2,7 +2,6 @@
 
 import dataclasses
 import numbers
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -26,12 +25,6 @@ from xsake.layout.block_layout import cache_live
 from xsake.layout.csr import is_concrete
 from xsake.masks import AbstractMask, Causal, Explicit, Full, Window, parse
 from xsake.masks.base import require_mask
-
-
-def no_runtime_typecheck[F: Callable](function: F) -> F:
-    """Disable runtime type checking: the function validates its own arguments."""
-    setattr(function, "__no_type_check__", True)  # noqa: B010 (unknown to static checkers)
-    return function
 
 
 def canonicalize_args(

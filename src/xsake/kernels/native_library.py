@@ -60,15 +60,9 @@ def call(
     """Results of the handler `xsake_cpu_<name>`.
 
     Its workspace is one more result, so that XLA knows of the memory. `sizes` are those that the
-    workspace depends on, besides the shapes of the first three operands, which are q, k and v.
+    workspace depends on.
     """
-    q, _, v = operands[:3]
-    batch, q_tokens, q_heads, dim = q.shape
-    _, kv_tokens, kv_heads, v_dim = v.shape
-    workspace = load().workspace(
-        name, batch=batch, q_tokens=q_tokens, kv_tokens=kv_tokens, q_heads=q_heads,
-        kv_heads=kv_heads, dim=dim, v_dim=v_dim, **sizes,
-    )  # fmt: skip
+    workspace = load().workspace(name, **sizes)
     arrays = tuple(map(jnp.asarray, operands))
     axes = axes_of(arrays)
     handler = jax.ffi.ffi_call(
@@ -77,6 +71,15 @@ def call(
         vmap_method="sequential",
     )
     return vary(handler(*vary(arrays, axes), **attributes), axes)[:-1]
+
+
+def sizes_of(q: Any, v: Any) -> dict[str, int]:
+    """Sizes of q [B, Tq, Hq, D] and v [B, Tk, Hk, Dv] that a workspace depends on."""
+    batch, q_tokens, q_heads, dim = q.shape
+    _, kv_tokens, kv_heads, v_dim = v.shape
+    names = ("batch", "q_tokens", "kv_tokens", "q_heads", "kv_heads", "dim", "v_dim")
+    sizes = batch, q_tokens, kv_tokens, q_heads, kv_heads, dim, v_dim
+    return dict(zip(names, sizes, strict=True))
 
 
 def encode(program: MaskProgram | None) -> tuple[np.ndarray, int, int]:

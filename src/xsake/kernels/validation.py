@@ -2,6 +2,7 @@
 
 import math
 import numbers
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,6 +13,12 @@ from xsake.errors import ArgumentError, ShapeError, UnsupportedError
 
 FLOATS = ("float32", "bfloat16", "float16", "float64")
 _INT32 = np.iinfo(np.int32)
+
+
+def no_runtime_typecheck[F: Callable](function: F) -> F:
+    """Disable runtime type checking: the function validates its own arguments."""
+    setattr(function, "__no_type_check__", True)  # noqa: B010 (unknown to static checkers)
+    return function
 
 
 def check_sizes(**arrays: Any) -> None:

@@ -13,14 +13,13 @@ from jaxtyping import Array, Float, Int
 from xsake.attention import block_sparse
 from xsake.attention.sharded import map_over_mesh
 from xsake.attention.types import Implementation
-from xsake.attention.validation import no_runtime_typecheck
 from xsake.errors import ArgumentError, ShapeError, UnsupportedError
 from xsake.kernels import selected, sharding
 from xsake.kernels.compressed import compressed_attention
 from xsake.kernels.compressed.summaries import means, num_summaries, runs
 from xsake.kernels.compressed.types import BlockSelection, CompressedConfig, CompressedInputs
 from xsake.kernels.selected.types import SelectedConfig, SelectedInputs
-from xsake.kernels.validation import check_arrays, number
+from xsake.kernels.validation import check_arrays, no_runtime_typecheck, number
 from xsake.masks import Causal, Window
 from xsake.nsa.config import KV, Compress, Config, Gates
 from xsake.nsa.varlen import PackedSequences, align_sequences

@@ -104,7 +104,7 @@ def _call(
     )  # fmt: skip
     return native_library.call(
         name, operands, results,
-        sizes={
+        sizes=native_library.sizes_of(inputs.q, inputs.v) | {
             "block_q": layout.block_q,
             "block_kv": layout.block_kv,
             "program_steps": mask.num_steps,

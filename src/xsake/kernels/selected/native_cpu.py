@@ -56,6 +56,7 @@ def _call(
     lists = (x.astype(jnp.int32) for x in (inputs.blocks, positions))
     return native_library.call(
         name, (*inputs[:3], *lists, *residuals), results,
-        sizes={"block_kv": config.block, "num_slots": inputs.blocks.shape[-1]},
+        sizes=native_library.sizes_of(inputs.q, inputs.v)
+        | {"block_kv": config.block, "num_slots": inputs.blocks.shape[-1]},
         scale=np.float32(config.scale), block=config.block,
     )  # fmt: skip

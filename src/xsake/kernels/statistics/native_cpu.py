@@ -52,7 +52,8 @@ def statistics(inputs: StatisticsInputs, config: StatisticsConfig, platform: str
     results = rows, rows, jax.ShapeDtypeStruct((*rows.shape, blocks), jnp.float32)
     outputs = native_library.call(
         "statistics", operands, results,
-        sizes={"block_kv": config.block_kv, "program_steps": num_steps},
+        sizes=native_library.sizes_of(inputs.q, inputs.k)
+        | {"block_kv": config.block_kv, "program_steps": num_steps},
         scale=np.float32(config.scale), softcap=np.float32(config.softcap or 0),
         block_q=block_q, block_kv=config.block_kv,
         layout_batch=codes.shape[0], layout_heads=codes.shape[1],
