@@ -322,7 +322,7 @@ def test_the_cache_is_written_in_place():
     )
     step = jax.jit(lambda tokens, cache: model.extend(tokens, cache)[1], donate_argnums=1)
     memory = step.lower(jnp.zeros((2, 1), jnp.int32), cache).compile().memory_analysis()
-    size = sum(math.prod(x.shape) * 4 for x in (cache.keys, cache.values))
+    size = sum(math.prod(x.shape) * 4 for x in (cache.pages.k, cache.pages.v))
     assert memory.alias_size_in_bytes >= size
-    # Blocks of one layer are copied (an eighth here), never the cache.
-    assert memory.temp_size_in_bytes < size / 2
+    # Some pages of one layer are copied (an eighth would be all of them), never the cache.
+    assert memory.temp_size_in_bytes < size / 16

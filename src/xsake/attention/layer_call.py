@@ -24,6 +24,7 @@ class LayerCall:
     kv_positions: Int[Array, "Bk Tk"] | None = None
     segment_ids: Int[Array, "B T"] | None = None  # of both queries and keys
     native: Any = None  # the layer's native sparse attention
+    pages: Any = None  # those that hold k and v, in a step that extends a paged cache
 
     def apply(
         self,
@@ -38,6 +39,11 @@ class LayerCall:
             if layout is not None or self.mask != Causal():
                 raise native_sparse_error("attention by a mask, a layout or a plan")
             return self.native(q, k, v, self, operator.mesh)
+        if self.pages is not None and layout is None and self.pages.is_served_by(operator):
+            return self.pages.attend(
+                q, mask=self.mask, scale=self.scale, softcap=self.softcap,
+                implementation=operator.implementation,
+            )  # fmt: skip
         return dataclasses.replace(operator, scale=self.scale)(
             q, k, v,
             mask=self.mask,

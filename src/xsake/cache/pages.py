@@ -2,15 +2,16 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Num
 
+from xsake.attention import BlockSparseAttention
 from xsake.errors import ArgumentError
-from xsake.kernels.paged_decode import paged_attention
+from xsake.kernels.paged_decode import OP, paged_attention
 from xsake.layout.grid import register_layout
 
 DTYPES = ("float32", "bfloat16", "float16", "int8")
@@ -116,6 +117,20 @@ class PagedKV:
         pairs = jnp.asarray(copies, jnp.int32).reshape(-1, 2)
         return jax.tree.map(lambda x: x.at[:, pairs[:, 1]].set(x[:, pairs[:, 0]]), self)
 
+    def gather(
+        self, layer: int | Int[Array, ""], page_table: Int[Array | np.ndarray, "B N"]
+    ) -> tuple[Float[Array, "B T Hk D"], Float[Array, "B T Hk Dv"]]:
+        """Return a copy of keys and values of one layer, slot after slot; int8 as float32."""
+        table = jnp.maximum(jnp.asarray(page_table), 0)
+
+        def load(pool, scale):
+            x = pool[layer, table]
+            if scale is not None:
+                x = x.astype(jnp.float32) * scale[layer, table][..., None, None]
+            return jnp.swapaxes(x, 2, 3).reshape(table.shape[0], -1, x.shape[2], x.shape[4])
+
+        return load(self.k, self.k_scale), load(self.v, self.v_scale)
+
     def attend(
         self,
         q: Float[Array, "B Tq Hq D"],
@@ -140,6 +155,30 @@ class PagedKV:
         return paged_attention(
             q, pool.k, pool.v, table, lengths, k_scale=pool.k_scale, v_scale=pool.v_scale, **options
         )
+
+
+class LayerPages(NamedTuple):
+    """Pages of one layer for the last tokens of a batch of sequences."""
+
+    pages: PagedKV
+    layer: int | Int[Array, ""]
+    page_table: Int[Array, "B N"]
+    lengths: Int[Array, " B"]
+
+    def attend(self, q: Float[Array, "B Tq Hq D"], **options: Any) -> Any:
+        """Return the attention of the last Tq tokens: `paged_attention`."""
+        return self.pages.attend(q, self.layer, self.page_table, self.lengths, **options)
+
+    def gather(self) -> tuple[Float[Array, "B T Hk D"], Float[Array, "B T Hk Dv"]]:
+        """Return a copy of keys and values of every slot."""
+        return self.pages.gather(self.layer, self.page_table)
+
+    def is_served_by(self, operator: BlockSparseAttention) -> bool:
+        """Return whether an operator's backend computes attention over pages."""
+        names = operator.implementation
+        names = (names,) if isinstance(names, str) else names or ()
+        known = {spec.name for spec in OP.backends}
+        return operator.mesh is None and known.issuperset(names)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,44 +8,60 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from xsake import nsa
+from xsake.cache import LayerPages, PagedKV
 from xsake.kernels.compressed.summaries import num_summaries
 from xsake.layout.grid import register_layout
 
+PAGE_SIZE = 16
 
-@register_layout(leaves=("keys", "values", "lengths"), static=())
+
+@register_layout(leaves=("pages", "page_table", "lengths"), static=())
 @dataclasses.dataclass(frozen=True)
 class KVCache:
-    """KV cache. Slot i of a row holds position i, so the causal mask hides empty slots."""
+    """Paged KV cache of a batch: slot i of a row holds position i, in page i // page_size.
 
-    keys: Float[Array, "layers B capacity Hk D"]
-    values: Float[Array, "layers B capacity Hk D"]
+    A row of `from_prefill` has pages of its own; a table of `xsake.cache.PageAllocator` may share
+    them.
+    """
+
+    pages: PagedKV
+    page_table: Int[Array, "B N"]
     lengths: Int[Array, " B"]
 
     @classmethod
-    def from_prefill(cls, keys, values, lengths, capacity: int) -> "KVCache":
-        """Create a cache for `capacity` tokens from the keys and values of a prefill."""
-        padding = ((0, 0), (0, 0), (0, capacity - keys.shape[2]), (0, 0), (0, 0))
-        return cls(jnp.pad(keys, padding), jnp.pad(values, padding), lengths.astype(jnp.int32))
+    def from_prefill(
+        cls, keys, values, lengths, capacity: int, *, page_size: int = PAGE_SIZE
+    ) -> "KVCache":
+        """Create a cache for `capacity` tokens from keys and values [layers, B, T, Hk, D]."""
+        layers, batch, tokens = keys.shape[:3]
+        count = -(-capacity // page_size)
+        table = jnp.arange(batch * count, dtype=jnp.int32).reshape(batch, count)
+
+        def cut(x):
+            padding = ((0, 0), (0, 0), (0, count * page_size - tokens), (0, 0), (0, 0))
+            x = jnp.pad(x, padding).reshape(layers, batch * count, page_size, *x.shape[3:])
+            return jnp.swapaxes(x, 2, 3)
+
+        return cls(PagedKV(cut(keys), cut(values)), table, lengths.astype(jnp.int32))
 
     @property
     def capacity(self) -> int:
         """Maximum number of tokens."""
-        return self.keys.shape[2]
+        return self.page_table.shape[1] * self.pages.page_size
 
     @property
     def positions(self) -> Int[Array, "1 capacity"]:
         """Position of every slot."""
         return jnp.arange(self.capacity, dtype=jnp.int32)[None]
 
-    def set_layer(self, layer, positions: Int[Array, "B T"], k, v) -> "KVCache":
-        """Return the cache with `k` and `v` of one layer written at these positions."""
-        rows = jnp.arange(positions.shape[0])[:, None]
-        write = lambda old, new: old.at[layer, rows, positions].set(new, mode="drop")
-        return dataclasses.replace(self, keys=write(self.keys, k), values=write(self.values, v))
+    def append(self, layer, k, v) -> "KVCache":
+        """Return the cache with new tokens of one layer written after the last ones."""
+        pages = self.pages.append(layer, self.page_table, self.lengths, k, v)
+        return dataclasses.replace(self, pages=pages)
 
-    def get_layer(self, layer) -> tuple[Array, Array]:
-        """Return keys and values of one layer, [B, capacity, Hk, D] each."""
-        return self.keys[layer], self.values[layer]
+    def layer_pages(self, layer, tokens: int) -> LayerPages:
+        """Return the pages of one layer for queries of the last `tokens`, which were appended."""
+        return LayerPages(self.pages, layer, self.page_table, self.lengths + tokens)
 
     def advance(self, tokens: int) -> "KVCache":
         """Return the cache with the length of every row increased by `tokens`."""

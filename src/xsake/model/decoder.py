@@ -202,9 +202,11 @@ class Decoder(nnx.Module):
         overrides = {"q_positions": positions, "kv_positions": cache.positions}
 
         def layer_attention(q, k, v, call: LayerCall, cache: KVCache):
-            cache = cache.set_layer(call.layer, positions, k, v)
-            kv = cache.get_layer(call.layer)
-            return attend(q, *kv, dataclasses.replace(call, **overrides)), (cache, None)
+            cache = cache.append(call.layer, k, v)
+            pages = cache.layer_pages(call.layer, tokens.shape[1])
+            call = dataclasses.replace(call, pages=pages, **overrides)
+            # The compiler drops the copy where attention reads the pages.
+            return attend(q, *pages.gather(), call), (cache, None)
 
         hidden, cache, _ = self._run(tokens, positions, attend, layer_attention, cache)
         return hidden, cache.advance(tokens.shape[1])
