@@ -43,7 +43,7 @@ def script(monkeypatch):
     def play(*steps, error=None):
         asked = {}
 
-        def speak(model, prompts, options, *, attend, on_tokens):
+        def speak(model, prompts, options, *, attend, decode_attend, on_tokens):
             asked.update(prompts=[x.tolist() for x in prompts], options=options, attend=attend)
             for step in steps:
                 on_tokens(step)
@@ -146,3 +146,8 @@ def test_model_and_tokenizer_cannot_command_the_terminal(
     done = invoke("--prompt", "cat", folder=tmp_path / "evil")
     assert done.exit_code == 2 and "pwned" in done.output
     assert not set("\x1b\x07\x9b") & set(done.output)
+
+
+def test_a_budget_of_pages_needs_a_plan(invoke):
+    result = invoke("--prompt", "cat", "--page-budget", "25%")
+    assert result.exit_code == 2 and "XSK-102.page-budget-without-plan" in result.output

@@ -3,5 +3,9 @@
 from xsake.cache.allocator import Append, PageAllocator
 from xsake.cache.pages import LayerPages, PagedKV
 from xsake.cache.rpa import from_rpa, to_rpa
+from xsake.cache.selectors import ForcedPages, Labels, Oracle, PageSelector, Quest
 
-__all__ = ["Append", "LayerPages", "PageAllocator", "PagedKV", "from_rpa", "to_rpa"]
+__all__ = [
+    "Append", "ForcedPages", "Labels", "LayerPages", "Oracle", "PageAllocator", "PageSelector",
+    "PagedKV", "Quest", "from_rpa", "to_rpa",
+]  # fmt: skip

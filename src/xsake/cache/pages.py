@@ -164,6 +164,8 @@ class LayerPages(NamedTuple):
     layer: int | Int[Array, ""]
     page_table: Int[Array, "B N"]
     lengths: Int[Array, " B"]
+    selector: Any = None  # a `PageSelector`, and its summaries
+    summaries: Any = None
 
     def attend(self, q: Float[Array, "B Tq Hq D"], **options: Any) -> Any:
         """Return the attention of the last Tq tokens: `paged_attention`."""
@@ -172,6 +174,14 @@ class LayerPages(NamedTuple):
     def gather(self) -> tuple[Float[Array, "B T Hk D"], Float[Array, "B T Hk Dv"]]:
         """Return a copy of keys and values of every slot."""
         return self.pages.gather(self.layer, self.page_table)
+
+    def load_keys(self, page: Int[Array, "B n"]) -> Float[Array, "B n Hk page D"]:
+        """Return the keys of some pages; negative ones are page 0."""
+        page, pages = jnp.maximum(page, 0), self.pages
+        keys = pages.k[self.layer, page]
+        if pages.k_scale is None:
+            return keys
+        return keys.astype(jnp.float32) * pages.k_scale[self.layer, page][..., None, None]
 
     def is_served_by(self, operator: BlockSparseAttention) -> bool:
         """Return whether an operator's backend computes attention over pages."""

@@ -10,7 +10,7 @@ import rich.console
 import typer
 
 from xsake.cli.errors import exit_codes
-from xsake.cli.load import import_extra, load_candidate
+from xsake.cli.load import import_extra, load_candidate, parse_density
 from xsake.cli.options import AsJson, ModelDtype, ModelFolder
 from xsake.cli.progress import echo
 from xsake.errors import PROSE, ArgumentError, escape_controls
@@ -18,7 +18,8 @@ from xsake.errors import PROSE, ArgumentError, escape_controls
 _FILE = "File with one prompt; a trailing line break is removed; repeatable."
 _MASK = 'Additional mask, such as "window(1023, 0) | sinks(4)".'
 _MIN_P = "Minimum probability relative to the most likely token."
-_PLAN = "Plan for prefill, written by `xsake calibrate`; decoding is dense."
+_PAGE_BUDGET = "Share of the KV pages that decoding reads by the plan, such as 25%; else all."
+_PLAN = "Plan for prefill, written by `xsake calibrate`."
 _TOP_P = "Sample from the nucleus with this probability."
 
 
@@ -37,6 +38,7 @@ def run_generate(
     seed: Annotated[int, typer.Option(help="Sampling seed.")] = 0,
     mask: Annotated[str | None, typer.Option(help=_MASK)] = None,
     plan: Annotated[Path | None, typer.Option(help=_PLAN)] = None,
+    page_budget: Annotated[str | None, typer.Option(help=_PAGE_BUDGET)] = None,
     dtype: ModelDtype = "float32",
     as_json: AsJson = False,
 ) -> None:
@@ -66,15 +68,32 @@ def run_generate(
             decoder = load(model, compute_dtype=dtype, param_dtype=dtype).model
             printer = _Printer(texts, tokenizer, status.stop, as_json=as_json)
             attend = DenseAttention() if candidate is None else candidate.attend
+            decode_attend = _plan_decoding(attend, page_budget)
             try:
                 result = generation.generate(
-                    decoder, prompts, options, attend=attend, on_tokens=printer.add
-                )
+                    decoder, prompts, options, attend=attend, decode_attend=decode_attend,
+                    on_tokens=printer.add,
+                )  # fmt: skip
             except KeyboardInterrupt:
                 printer.finish(None)
                 raise
     printer.finish(result)
     console.print(_format_timing(result.timing), style="dim", highlight=False)
+
+
+def _plan_decoding(attend: Any, budget: str | None) -> Any:
+    """Return the attention function of decoding by the plan of prefill; None: as prefill."""
+    from xsake.hads import PlanAttention, PlanDecoding
+
+    if budget is None:
+        return None
+    if not isinstance(attend, PlanAttention):
+        raise ArgumentError(
+            "page-budget-without-plan", "a budget of pages needs a plan",
+            got=f"--page-budget {budget}", expected="--plan plan.json as well",
+            fix="write a plan with `xsake calibrate`",
+        )  # fmt: skip
+    return PlanDecoding(attend.plan, parse_density(budget))
 
 
 def _read_prompts(texts: list[str] | None, files: list[Path] | None) -> list[str]:

@@ -8,25 +8,27 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from xsake import nsa
-from xsake.cache import LayerPages, PagedKV
+from xsake.cache import LayerPages, PagedKV, PageSelector
 from xsake.kernels.compressed.summaries import num_summaries
 from xsake.layout.grid import register_layout
 
 PAGE_SIZE = 16
 
 
-@register_layout(leaves=("pages", "page_table", "lengths"), static=())
+@register_layout(leaves=("pages", "page_table", "lengths", "summaries"), static=("selector",))
 @dataclasses.dataclass(frozen=True)
 class KVCache:
     """Paged KV cache of a batch: slot i of a row holds position i, in page i // page_size.
 
     A row of `from_prefill` has pages of its own; a table of `xsake.cache.PageAllocator` may share
-    them.
+    them. With a page selector the cache keeps its summaries up to date.
     """
 
     pages: PagedKV
     page_table: Int[Array, "B N"]
     lengths: Int[Array, " B"]
+    summaries: Any = None
+    selector: PageSelector | None = None
 
     @classmethod
     def from_prefill(
@@ -57,11 +59,31 @@ class KVCache:
     def append(self, layer, k, v) -> "KVCache":
         """Return the cache with new tokens of one layer written after the last ones."""
         pages = self.pages.append(layer, self.page_table, self.lengths, k, v)
-        return dataclasses.replace(self, pages=pages)
+        cache, tokens = dataclasses.replace(self, pages=pages), k.shape[1]
+        if self.selector is None:
+            return cache
+        at = cache.layer_pages(layer, tokens)
+        summaries = self.selector.update(self.summaries, at, tokens)
+        return dataclasses.replace(cache, summaries=summaries)
 
-    def layer_pages(self, layer, tokens: int) -> LayerPages:
+    def layer_pages(self, layer, tokens: int = 0) -> LayerPages:
         """Return the pages of one layer for queries of the last `tokens`, which were appended."""
-        return LayerPages(self.pages, layer, self.page_table, self.lengths + tokens)
+        lengths = self.lengths + tokens
+        return LayerPages(
+            self.pages, layer, self.page_table, lengths, self.selector, self.summaries
+        )
+
+    def with_selector(self, selector: PageSelector | None) -> "KVCache":
+        """Return the cache with the summaries of a page selector; None: without any."""
+        if selector is None:
+            return dataclasses.replace(self, selector=None, summaries=None)
+
+        def construct(summaries, layer):
+            return selector.construct(summaries, self.layer_pages(layer)), None
+
+        layers = jnp.arange(self.pages.k.shape[0])
+        summaries, _ = jax.lax.scan(construct, selector.initialize(self.pages), layers)
+        return dataclasses.replace(self, selector=selector, summaries=summaries)
 
     def advance(self, tokens: int) -> "KVCache":
         """Return the cache with the length of every row increased by `tokens`."""

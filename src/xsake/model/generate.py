@@ -13,9 +13,10 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from xsake.attention.layer_call import AttentionFn
+from xsake.cache import PageSelector
 from xsake.errors import ArgumentError
 from xsake.model.attend import DenseAttention, LayoutAttention
-from xsake.model.cache import AnyCache
+from xsake.model.cache import AnyCache, KVCache
 from xsake.model.decoder import Decoder
 from xsake.model.sampling import SamplingParams, check_range, sample_tokens
 
@@ -144,8 +145,9 @@ def generate(
     programs, key = _CompiledPrograms(), jax.random.key(options.seed)
     started = first_at = programs.clock()
     logits, cache = programs.run(
-        _prefill, weights, tokens, lengths, graph=graph, attend=attend, capacity=capacity
-    )
+        _prefill, weights, tokens, lengths, graph=graph, attend=attend, capacity=capacity,
+        selector=getattr(decode_attend, "page_selector", None),
+    )  # fmt: skip
     seen = _mark_seen(prompts, model, options)
     rows = _BatchState(len(prompts), options.end_ids)
     for step in range(options.max_new_tokens):
@@ -292,13 +294,22 @@ class _CompiledPrograms:
         return self._compiled[program](*arguments)
 
 
-@functools.partial(jax.jit, static_argnames=("graph", "attend", "capacity"))
+@functools.partial(jax.jit, static_argnames=("graph", "attend", "capacity", "selector"))
 def _prefill(
-    weights, tokens: Int[Array, "B T"], lengths: Int[Array, " B"], *, graph, attend, capacity: int
+    weights,
+    tokens: Int[Array, "B T"],
+    lengths: Int[Array, " B"],
+    *,
+    graph,
+    attend,
+    capacity: int,
+    selector: PageSelector | None,
 ) -> tuple[Float[Array, "B vocab"], AnyCache]:
     """Return the logits after the last token of each prompt, and the cache."""
     model = nnx.merge(graph, weights)
     hidden, cache = model.prefill(tokens, lengths, capacity=capacity, attend=attend)
+    if selector is not None and isinstance(cache, KVCache):
+        cache = cache.with_selector(selector)
     return model.logits(hidden[jnp.arange(tokens.shape[0]), lengths - 1]), cache
 
 

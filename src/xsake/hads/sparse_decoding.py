@@ -1,0 +1,118 @@
+"""Sparse decoding driven by a plan: each kv head reads as many pages as its share allows."""
+
+import dataclasses
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from xsake.attention import BlockSparseAttention
+from xsake.attention.layer_call import LayerCall
+from xsake.cache import ForcedPages, Labels, LayerPages, PageSelector
+from xsake.errors import ArgumentError
+from xsake.hads.plan import SparsityPlan
+
+LABEL_COMPONENTS = 32
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PlanDecoding:
+    """Attention function of decoding steps, for `xsake.model.generate`.
+
+    The plan is that of prefill: shares of its heads, averaged over the query heads of a kv head and
+    rescaled to `budget`, are shares of the pages of a sequence. A step of several tokens is dense.
+
+    Args:
+        plan: shares of blocks per head.
+        budget: pages that are read / pages of the sequence, on average over the kv heads of the
+            model; summaries are not counted.
+        selector: of pages; None: `Labels` of the plan's first 32 components.
+        forced: pages that are read in any case.
+        operator: implementation, and block sizes of dense steps.
+    """
+
+    plan: SparsityPlan
+    budget: float
+    selector: PageSelector | None = None
+    forced: ForcedPages = ForcedPages()
+    operator: BlockSparseAttention = BlockSparseAttention()
+
+    def __post_init__(self):
+        if not 0 < self.budget <= 1:
+            raise ArgumentError(
+                "page-budget", "the budget of pages is a share", got=self.budget,
+                expected="above 0, at most 1",
+            )  # fmt: skip
+        assert self.page_selector is not None  # refused before any model runs
+
+    @functools.cached_property
+    def page_selector(self) -> PageSelector:
+        """Page selector of the cache."""
+        if self.selector is not None:
+            return self.selector
+        components = self.plan.components_array
+        if not components.size:
+            raise ArgumentError(
+                "plan-without-components",
+                "the plan has no components for labels",
+                got=f"selector {self.plan.selector.name!r}",
+                fix="pass selector=Quest()",
+            )
+        return Labels(components[..., :LABEL_COMPONENTS])
+
+    def __call__(self, q, k, v, call: LayerCall):
+        """Compute the attention of one layer."""
+        if q.shape[1] != 1 or call.pages is None:
+            return call.apply(self.operator, q, k, v)
+        at = call.pages
+        if at.selector is not self.page_selector:
+            raise ArgumentError(
+                "cache-selector",
+                "the cache has no summaries for the page selector of this decoding",
+                got=repr(at.selector), expected=repr(self.page_selector),
+                fix="cache.with_selector(attend.page_selector)",
+            )  # fmt: skip
+        pages = at.selector.retrieve_topk(
+            q[:, 0], at.summaries, at, self._counts(at, call.layer), scale=call.scale,
+            slots=self._slots(at.page_table.shape[1], at.pages.page_size), forced=self.forced,
+        )  # fmt: skip
+        return at.attend(
+            q, pages=pages, mask=call.mask, scale=call.scale, softcap=call.softcap,
+            implementation=self.operator.implementation,
+        )  # fmt: skip
+
+    @functools.cached_property
+    def shares(self) -> Float[np.ndarray, "L Hk"]:
+        """Share of the pages that each kv head reads."""
+        model = self.plan.model
+        shares = np.array([[head.share for head in layer] for layer in self.plan.heads])
+        shares = shares.reshape(model.layers, model.kv_heads, -1).mean(-1)
+        return rescale_shares(shares, self.budget)
+
+    def _counts(self, at: LayerPages, layer) -> Int[Array, "B Hk"]:
+        """Return the pages that each kv head reads, forced ones included."""
+        pages = -(-at.lengths // at.pages.page_size)
+        share = jnp.asarray(self.shares, jnp.float32)[layer]
+        return jnp.ceil(pages[:, None] * share[None]).astype(jnp.int32)
+
+    def _slots(self, pages: int, page_size: int) -> int:
+        """Return the largest number of pages that any head reads."""
+        forced = -(-self.forced.num_sinks // page_size) + -(-self.forced.num_local // page_size) + 1
+        return min(pages, max(forced, int(np.ceil(pages * self.shares.max()))))
+
+
+def rescale_shares(shares: Float[np.ndarray, "L Hk"], budget: float) -> Float[np.ndarray, "L Hk"]:
+    """Multiply shares by one factor, up to 1 each, so that their mean is the budget.
+
+    Example:
+        >>> rescale_shares(np.array([[0.1, 0.2, 0.6]]), 0.5).round(3).tolist()
+        [[0.167, 0.333, 1.0]]
+    """
+    low, high = 0.0, 1 / shares.min()
+    for _ in range(60):
+        factor = (low + high) / 2
+        low, high = (
+            (low, factor) if np.minimum(factor * shares, 1).mean() > budget else (factor, high)
+        )
+    return np.minimum(high * shares, 1)
