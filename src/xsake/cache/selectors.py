@@ -40,7 +40,7 @@ class PageSelector(abc.ABC):
     def summarize(
         self, keys: Float[Array, "*n Hk page D"], exists: Bool[Array, "*n page"], layer: Any
     ) -> Summaries:
-        """Return the summaries of pages, a tree of [*n, Hk, ...]."""
+        """Return the summaries of pages, a tree of `[*n, Hk, ...]`."""
 
     @abc.abstractmethod
     def estimate(

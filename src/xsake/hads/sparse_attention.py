@@ -1,4 +1,4 @@
-"""Sparse attention driven by a plan."""
+"""Sparse attention driven by a plan: estimate masses, choose blocks, build their layout."""
 
 import dataclasses
 import functools
