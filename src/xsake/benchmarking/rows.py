@@ -24,7 +24,7 @@ HEADS: dict[str, tuple[int, int, int]] = {
     "gemma-3-1b": (4, 1, 256),
 }
 """Query heads, kv heads and head dimension of models; `/4`: a quarter of the heads."""
-PEERS = frozenset({"ejkernel", "jax", "jnp", "tokamax", "torch"})
+PEERS = frozenset({"NumPy", "ejkernel", "jax", "jnp", "tokamax", "torch", "transformers"})
 
 
 class Shape(Frozen):
