@@ -110,7 +110,8 @@ class PagedKV:
         target = _Target.of(self, page_table, start, k.shape[1], count)
         k_pool, k_scale = target.write(self.k, self.k_scale, layer, k)
         v_pool, v_scale = target.write(self.v, self.v_scale, layer, v)
-        return PagedKV(k_pool, v_pool, k_scale, v_scale)
+        # Without the barrier XLA copies the pool: it merges the reshape of `attend` into the write.
+        return jax.lax.optimization_barrier(PagedKV(k_pool, v_pool, k_scale, v_scale))
 
     def copy(self, copies: Sequence[tuple[int, int]] | Int[Array, "n 2"]) -> "PagedKV":
         """Return the cache with pages copied in every layer: pairs `(source, target)`."""
