@@ -124,7 +124,7 @@ struct Problem {
   const int32_t *page, *page_number;
   int64_t page_heads, num_pages;
   DType page_dtype;
-  const int32_t* lengths;              // [B], keys of each sequence
+  const int32_t* lengths;                    // [B], keys of each sequence
   const float *page_k_scale, *page_v_scale;  // [num_pages, kv_heads] of i8
   // [layout_batch, listed_heads, kv_blocks]: whether a row of the kv head lists the block.
   const uint8_t* is_listed;

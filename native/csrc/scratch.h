@@ -120,8 +120,8 @@ struct RowOrigin {
 // Rows of queries with what their gradients are made from.
 struct QueryResiduals {
   float *q, *do_;     // [rows, padded dim or v_dim]
-  RowOrigin* origin;          // [rows]
-  float* delta;               // [rows]
+  RowOrigin* origin;  // [rows]
+  float* delta;       // [rows]
 
   XS_LOCAL QueryResiduals from_row(int64_t row, int64_t padded_dim, int64_t padded_v_dim) const {
     return {q + row * padded_dim, do_ + row * padded_v_dim, origin + row, delta + row};

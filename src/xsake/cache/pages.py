@@ -125,9 +125,7 @@ class PagedKV:
         table = jnp.maximum(jnp.asarray(page_table), 0)
 
         def load(pool, scale):
-            x = pool[layer, table]
-            if scale is not None:
-                x = x.astype(jnp.float32) * scale[layer, table][..., None, None]
+            x = _load(pool, scale, layer, table)
             return jnp.swapaxes(x, 2, 3).reshape(table.shape[0], -1, x.shape[2], x.shape[4])
 
         return load(self.k, self.k_scale), load(self.v, self.v_scale)
@@ -178,11 +176,7 @@ class LayerPages(NamedTuple):
 
     def load_keys(self, page: Int[Array, "B n"]) -> Float[Array, "B n Hk page D"]:
         """Return the keys of some pages; negative ones are page 0."""
-        page, pages = jnp.maximum(page, 0), self.pages
-        keys = pages.k[self.layer, page]
-        if pages.k_scale is None:
-            return keys
-        return keys.astype(jnp.float32) * pages.k_scale[self.layer, page][..., None, None]
+        return _load(self.pages.k, self.pages.k_scale, self.layer, jnp.maximum(page, 0))
 
     def is_served_by(self, operator: BlockSparseAttention) -> bool:
         """Return whether an operator's backend computes attention over pages."""
@@ -190,6 +184,12 @@ class LayerPages(NamedTuple):
         names = (names,) if isinstance(names, str) else names or ()
         known = {spec.name for spec in OP.backends}
         return operator.mesh is None and known.issuperset(names)
+
+
+def _load(pool, scale, layer, page: Int[Array, "B n"]) -> Float[Array, "B n Hk page D"]:
+    """Return some pages of a pool; int8 as float32."""
+    x = pool[layer, page]
+    return x if scale is None else x.astype(jnp.float32) * scale[layer, page][..., None, None]
 
 
 @dataclasses.dataclass(frozen=True)
