@@ -21,11 +21,15 @@ from benchmarks.peers.smollm2 import directory
 from xsake.benchmarking import BenchmarkRow, Shape, Spread, TimedSide, interleave
 from xsake.benchmarking.rows import Ratio, TimingStats
 from xsake.benchmarking.runner import pair_ratio
-from xsake.model.huggingface import load
 from xsake.model.tokenizer import Tokenizer
 
 SIDES = {"xsake": None, "xsake.xla": None, "transformers": "transformers"}
 PROMPTS, NEW, MOST_ROUNDS = (8127, 2048), 64, 5  # a prompt and its tokens are at most 8192
+
+
+def smollm2_shape(q_tokens: int, kv_tokens: int) -> Shape:
+    """Shape of a layer's attention."""
+    return Shape(q_tokens=q_tokens, kv_tokens=kv_tokens, q_heads=9, kv_heads=3, head_dim=64)
 
 
 def measure(settings: Settings) -> Outcome:
@@ -68,15 +72,11 @@ def _race(model: Path, tokens: np.ndarray, prompt: int, settings: Settings) -> l
         ]
         for side in SIDES
     }  # fmt: skip
-    config = load(model).config
     agreed = {side: int((answers[side] == answers["transformers"]).sum()) for side in SIDES}
     return [
         plain_row(
             "generation", run,
-            Shape(
-                q_tokens=prompt if what == "first token" else 1, kv_tokens=prompt,
-                q_heads=config.q_heads, kv_heads=config.kv_heads, head_dim=config.head_dim,
-            ),
+            smollm2_shape(prompt if what == "first token" else 1, prompt),
             settings, side=f"{side}, {what}", implementation=f"SmolLM2-135M with {side}",
             mask="causal", layout="none", versions=versions[side], repeats=rounds,
             seconds=TimingStats(**vars(Spread.of(taken))),

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from benchmarks.experiments.common import RESULTS, ROOT
 from benchmarks.experiments.cpu import decode_shape
+from benchmarks.experiments.generation import NEW, PROMPTS, smollm2_shape
 from benchmarks.hads import plan_loss
 from benchmarks.pages.marked_page import filled
 from xsake._io import atomic_write
@@ -160,6 +161,14 @@ def _native_lines(find, compare) -> Iterator[tuple[str, str | None]]:
     row = find("cpu", "xsake", shape=decode_shape(8))
     asked = "`xsake[cpu]`: decoding, one query over 8192 keys, 32 heads of 128 on 8, batch 8"
     yield asked, compare(row, **peers)
+    for prompt in PROMPTS:
+        for what, tokens in (("first token", prompt), (f"{NEW} tokens", 1)):
+            row = find("generation", f"xsake, {what}", shape=smollm2_shape(tokens, prompt))
+            sides = {f"transformers, {what}": "transformers", f"xsake.xla, {what}": "our `xla`"}
+            yield (
+                f"`xsake[cpu]`: SmolLM2-135M, dense, {what} after a prompt of {prompt}",
+                (compare(row, **sides)),
+            )
 
 
 def table(results: Path = RESULTS) -> str:
