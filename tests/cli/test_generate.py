@@ -43,10 +43,11 @@ def script(monkeypatch):
     def play(*steps, error=None):
         asked = {}
 
-        def speak(model, prompts, options, *, attend, decode_attend, on_tokens):
+        def speak(model, prompts, options, *, attend, decode_attend, on_token):
             asked.update(prompts=[x.tolist() for x in prompts], options=options, attend=attend)
             for step in steps:
-                on_tokens(step)
+                for row, token in enumerate(step):
+                    on_token(row, token)
             if error is not None:
                 raise error
             rows = zip(*steps, strict=True)

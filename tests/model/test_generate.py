@@ -1,5 +1,6 @@
 """Generation: a step reads what a whole pass reads, rows do not disturb each other, and it ends."""
 
+import collections
 import contextlib
 import functools
 import math
@@ -187,18 +188,16 @@ def test_rows_end_at_an_end_token_and_the_loop_with_the_last_of_them():
     model = model_of("causal")
     free = [row.tokens for row in generate(model, PROMPTS, GREEDY).rows]
     ends = tuple({row[2] for row in free})
-    steps = []
+    streamed = collections.defaultdict(list)
     options = GenerationOptions(max_new_tokens=12, temperature=0, end_ids=ends)
-    found = generate(model, PROMPTS, options, on_tokens=steps.append)
+    found = generate(
+        model, PROMPTS, options, on_token=lambda row, token: streamed[row].append(token)
+    )
     for row, whole in zip(found.rows, free, strict=True):
         stop = next(i for i, token in enumerate(whole) if token in ends)
         assert (row.tokens, row.finish) == (whole[:stop], "end")
         assert len(row.logprobs) == stop
-    longest = max(len(row.tokens) for row in found.rows)
-    assert len(steps) == longest + 1
-    for i, row in enumerate(found.rows):
-        streamed = [step[i] for step in steps]
-        assert streamed == [*row.tokens, *[None] * (len(steps) - len(row.tokens))]
+    assert [streamed[i] for i in range(3)] == [[*row.tokens, None] for row in found.rows]
     picked = sum(len(row.tokens) + 1 for row in found.rows)
     assert found.timing.decode_tokens == picked - 3
 

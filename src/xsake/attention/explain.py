@@ -172,8 +172,8 @@ def explain(
         >>> import jax, xsake
         >>> q = jax.ShapeDtypeStruct((1, 1024, 4, 64), "float32")
         >>> report = xsake.explain(q, q, q, mask=xsake.masks.Causal())
-        >>> report.implementation, report.blocks.listed, report.blocks.partial
-        ('xla', 144, 32)
+        >>> report.blocks.listed, report.blocks.partial
+        (144, 32)
     """
     platform = dispatch.find_platform(platform)
     # Evaluate concrete values eagerly, even inside jit.

@@ -39,7 +39,7 @@ class LayerCall:
             if layout is not None or self.mask != Causal():
                 raise native_sparse_error("attention by a mask, a layout or a plan")
             return self.native(q, k, v, self, operator.mesh)
-        if self.pages is not None and layout is None and self.pages.is_served_by(operator):
+        if self.pages is not None and layout is None and self.pages.is_served_by(operator, q):
             return self.pages.attend(
                 q, mask=self.mask, scale=self.scale, softcap=self.softcap,
                 implementation=operator.implementation,
@@ -60,7 +60,9 @@ AttentionFn = Callable[
     Float[Array, "B Tq Hq D"],
 ]
 """Computes a layer's attention. If it has a true attribute `needs_layer_number`, layers are
-unrolled and `LayerCall.layer` is a Python int; otherwise layers are scanned."""
+unrolled and `LayerCall.layer` is a Python int; otherwise layers are scanned. With a true attribute
+`is_chunkable` it serves chunks of a prompt, whose keys are in pages; its method `init_prefill`, if
+any, makes the state that is kept from chunk to chunk."""
 
 
 def native_sparse_error(got: str) -> ArgumentError:

@@ -16,6 +16,7 @@ from xsake.layout.grid import register_layout
 
 DTYPES = ("float32", "bfloat16", "float16", "int8")
 MAX_INT8 = 127
+MAX_PAGED_QUERIES = 64
 
 
 @register_layout(leaves=("k", "v", "k_scale", "v_scale"), static=())
@@ -156,15 +157,50 @@ class PagedKV:
         )
 
 
+class LayerPrefill(NamedTuple):
+    """Sparse prefill of one layer at a chunk of its prompts."""
+
+    counts: Int[Array, "B Hq Nq"]  # blocks of each row of a prompt
+    queries: Float[Array, "B block Hq D"]  # of the block before the chunk
+    num_tokens: Int[Array, " B"]  # up to the end of the chunk, without padding
+
+
+class PrefillState(NamedTuple):
+    """State of a sparse prefill in chunks: budgets of its prompts, queries of their last blocks.
+
+    An attention function makes it with `init_prefill`; the model stores the queries.
+    """
+
+    counts: Int[Array, "L B Hq Nq"]
+    queries: Float[Array, "L B block Hq D"]
+
+    @property
+    def block(self) -> int:
+        """Tokens of a query block."""
+        return self.queries.shape[2]
+
+    def store_queries(self, layer: Any, q: Float[Array, "B T Hq D"]) -> "PrefillState":
+        """Return the state after a chunk."""
+        if q.shape[1] % self.block:  # the last chunk of its prompt
+            return self
+        last = q[:, -self.block :].astype(self.queries.dtype)
+        return self._replace(queries=self.queries.at[layer].set(last))
+
+    def get_layer(self, layer: Any, num_tokens: Int[Array, " B"]) -> LayerPrefill:
+        """Return what one layer needs."""
+        return LayerPrefill(self.counts[layer], self.queries[layer], num_tokens)
+
+
 class LayerPages(NamedTuple):
     """Pages of one layer for the last tokens of a batch of sequences."""
 
     pages: PagedKV
     layer: int | Int[Array, ""]
     page_table: Int[Array, "B N"]
-    lengths: Int[Array, " B"]
+    lengths: Int[Array, " B"]  # padding of a chunk included
     selector: Any = None  # a `PageSelector`, and its summaries
     summaries: Any = None
+    prefill: LayerPrefill | None = None  # of a chunk by a plan
 
     def attend(self, q: Float[Array, "B Tq Hq D"], **options: Any) -> Any:
         """Return the attention of the last Tq tokens: `paged_attention`."""
@@ -178,12 +214,16 @@ class LayerPages(NamedTuple):
         """Return the keys of some pages; negative ones are page 0."""
         return _load(self.pages.k, self.pages.k_scale, self.layer, jnp.maximum(page, 0))
 
-    def is_served_by(self, operator: BlockSparseAttention) -> bool:
-        """Return whether an operator's backend computes attention over pages."""
+    def is_served_by(self, operator: BlockSparseAttention, q: Float[Array, "B Tq Hq D"]) -> bool:
+        """Return whether an operator computes few queries, and its backend attends to pages.
+
+        For many queries, a copy of keys and values costs less than reading them page by page.
+        """
         names = operator.implementation
         names = (names,) if isinstance(names, str) else names or ()
         known = {spec.name for spec in OP.backends}
-        return operator.mesh is None and known.issuperset(names)
+        is_short = q.shape[1] <= MAX_PAGED_QUERIES
+        return is_short and operator.mesh is None and known.issuperset(names)
 
 
 def _load(pool, scale, layer, page: Int[Array, "B n"]) -> Float[Array, "B n Hk page D"]:

@@ -72,7 +72,7 @@ def run_generate(
             try:
                 result = generation.generate(
                     decoder, prompts, options, attend=attend, decode_attend=decode_attend,
-                    on_tokens=printer.add,
+                    on_token=printer.add,
                 )  # fmt: skip
             except KeyboardInterrupt:
                 printer.finish(None)
@@ -125,16 +125,15 @@ class _Printer:
         self._tokens: list[list[int]] = [[] for _ in texts]
         self._has_ended = [False] * len(texts)
 
-    def add(self, new: tuple[int | None, ...]) -> None:
-        """Add the new token of every row; None: the row has ended."""
-        for row, token in enumerate(new):
-            if token is None:
-                self._has_ended[row] = True
-            else:
-                self._tokens[row].append(token)
-        if self._stream is not None and new[0] is not None:
+    def add(self, row: int, token: int | None) -> None:
+        """Add the new token of a row; None: the row has ended."""
+        if token is None:
+            self._has_ended[row] = True
+            return
+        self._tokens[row].append(token)
+        if self._stream is not None:
             self._stop_spinner()  # the spinner and the text would share a line
-            _write(self._stream.push(new[0]))
+            _write(self._stream.push(token))
 
     def finish(self, result: Any) -> None:
         """Print the remaining output; `result` is None after an interruption."""

@@ -3,6 +3,7 @@
 import dataclasses
 import fractions
 import math
+from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
@@ -58,7 +59,10 @@ class ForcedBlocks:
 
     def grid(self, n: int) -> Bool[np.ndarray, "Nq Nk"]:
         """Return True for forced blocks."""
-        row, column = np.ogrid[:n, :n]
+        return self.includes(*np.ogrid[:n, :n])
+
+    def includes(self, row: Any, column: Any) -> Any:
+        """Return whether blocks at a row and a column are forced."""
         return (column <= row) & ((column < self.num_sink) | (row - column < self.num_local))
 
     def counts(self, n: int) -> Int[np.ndarray, " Nq"]:

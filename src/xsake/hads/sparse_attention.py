@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,11 +12,18 @@ from jaxtyping import Array, Bool, Float, Int
 
 from xsake.attention import BlockSparseAttention
 from xsake.attention.layer_call import LayerCall
+from xsake.cache import PrefillState
 from xsake.errors import ArgumentError, UnsupportedError
 from xsake.hads.budget import visible_blocks
 from xsake.hads.error_bounds import audited_choice
 from xsake.hads.plan import SparsityPlan
-from xsake.hads.selectors import ScoringContext, correct_masses, from_spec
+from xsake.hads.selectors import (
+    Chunk,
+    ScoringContext,
+    correct_later_rows,
+    correct_masses,
+    from_spec,
+)  # fmt: skip
 from xsake.hads.topk import BudgetScope, choose
 from xsake.layout import BlockLayout
 from xsake.layout.grid import count_blocks
@@ -26,7 +35,8 @@ class PlanAttention:
     """Attention function of a plan, for `xsake.model.Decoder` and models with the same interface.
 
     Self-attention over a whole sequence is sparse at any length. Block lists are arrays of a fixed
-    capacity, so new inputs do not recompile. Steps that extend a cache are dense.
+    capacity, so new inputs do not recompile. So are the chunks of a prompt whose cache has the
+    state of `init_prefill`; other steps that extend a cache are dense.
 
     Args:
         plan: blocks per head and the selector.
@@ -50,9 +60,43 @@ class PlanAttention:
                 expected=f"{model.q_heads}, {model.kv_heads} of {model.head_dim} ({model.name})",
                 fix="calibrate this model",
             )
+        if call.pages is not None and call.pages.prefill is not None:
+            return call.apply(self.operator, q, k, v, self.chunk_layout(q, k, call))
         if q.shape[1] != k.shape[1] or call.q_positions is not None:
             return call.apply(self.operator, q, k, v)
         return call.apply(self.operator, q, k, v, self.layout(q, k, call))
+
+    @property
+    def is_chunkable(self) -> bool:
+        """Whether a prompt can be processed in chunks: no row's blocks depend on later rows."""
+        is_dynamic = self.plan.selector.name not in ("none", "random")
+        return is_dynamic and self._eps is None and self._scope is BudgetScope.ROW
+
+    def init_prefill(self, num_tokens: Sequence[int], capacity: int, dtype: Any) -> PrefillState:
+        """Return the state of a prefill in chunks, each of a multiple of the plan's block.
+
+        Args:
+            num_tokens: of each prompt, which determines how many blocks its rows get.
+            capacity: of the cache in tokens.
+            dtype: of queries.
+        """
+        if not self.is_chunkable:
+            raise UnsupportedError(
+                "plan-chunks",
+                "blocks of this plan depend on the whole prompt",
+                got=f"scope {self._scope}, selector {self.plan.selector.name!r}, "
+                f"policy {self.plan.policy.name!r}",
+                expected="scope 'row', a selector, no bound",
+                fix="PlanAttention(plan, BudgetScope.ROW), or process the prompt in one piece",
+            )
+        model, block = self.plan.model, self.plan.block
+        rows = count_blocks(capacity, block)
+        counts = np.zeros((model.layers, len(num_tokens), model.q_heads, rows), np.int32)
+        for sequence, tokens in enumerate(num_tokens):
+            n = count_blocks(tokens, block)
+            counts[:, sequence, :, :n] = self.counts(n)
+        shape = model.layers, len(num_tokens), block, model.q_heads, model.head_dim
+        return PrefillState(jnp.asarray(counts), jnp.zeros(shape, dtype))
 
     def layout(self, q, k, call: LayerCall) -> BlockLayout:
         """Return the block layout of one layer for this input."""
@@ -78,6 +122,42 @@ class PlanAttention:
         chosen = self.choice(self.masses(q, k, call), call)
         return chosen if self._eps is None else self._enforce_eps(q, k, chosen, call, self._eps)
 
+    def chunk_layout(self, q, k, call: LayerCall) -> BlockLayout:
+        """Return the block layout of a chunk of queries over the keys of a cache."""
+        return BlockLayout.from_block_mask(
+            self.chosen_in_chunk(q, k, call), q_tokens=q.shape[1], kv_tokens=k.shape[1],
+            block_q=self.plan.block, block_kv=self.plan.block,
+        )  # fmt: skip
+
+    def chosen_in_chunk(
+        self, q: Float[Array, "B T Hq D"], k: Float[Array, "B capacity Hk D"], call: LayerCall
+    ) -> Bool[Array, "B Hq Nq Nk"]:
+        """Return True for the blocks that one layer computes for a chunk of its queries."""
+        state, block, positions = call.pages.prefill, self.plan.block, call.q_positions
+        assert positions is not None
+        first = positions[:, 0] // block
+        # Padding repeats the last query, as in a whole prompt.
+        last = state.num_tokens[:, None] - 1 - positions[:, :1]
+        index = jnp.minimum(jnp.arange(q.shape[1])[None], last)
+        q = jnp.take_along_axis(q, index[..., None, None], axis=1)
+        # The correction of a row needs the estimates of the row before it.
+        q = jnp.concatenate([state.queries.astype(q.dtype), q], axis=1)
+        context = ScoringContext(
+            block, call.scale, call.mask, call.softcap, chunk=Chunk(first - 1, state.num_tokens)
+        )
+        masses = self._estimate(q, k, context, call.layer)
+        is_row = jnp.arange(masses.shape[2])[None] + first[:, None] > 0
+        masses = jnp.where(is_row[:, None, :, None], masses, 0)
+        rows = first[:, None] + jnp.arange(masses.shape[2] - 1)[None]
+        masses = correct_later_rows(masses, self._weights(call.layer), rows)
+        at = jnp.minimum(rows, state.counts.shape[-1] - 1)
+        counts = jnp.take_along_axis(state.counts, at[:, None], axis=-1)
+        return choose(masses, counts, forced=self.plan.forced, scope=BudgetScope.ROW, rows=rows)
+
+    @property
+    def _scope(self) -> BudgetScope:
+        return self.plan.scope if self.scope is None else self.scope
+
     @property
     def _eps(self) -> float | None:
         """Maximum dropped mass of a query; None without a bound."""
@@ -102,8 +182,7 @@ class PlanAttention:
     ) -> Bool[Array, "B Hq Nq Nk"]:
         """Select the plan's number of blocks by their estimated masses."""
         counts = jnp.asarray(self.counts(masses.shape[-1]))[call.layer]
-        scope = self.plan.scope if self.scope is None else self.scope
-        return choose(masses, counts, forced=self.plan.forced, scope=scope)
+        return choose(masses, counts, forced=self.plan.forced, scope=self._scope)
 
     def counts(self, n: int) -> Int[np.ndarray, "L Hq Nq"]:
         """Return the blocks of each row of a sequence of `n` blocks."""
@@ -118,9 +197,14 @@ class PlanAttention:
             masses = jax.random.uniform(key, (q.shape[2], n, n), jnp.float32, 1e-6, 1.0)
             return jnp.broadcast_to(masses, (q.shape[0], *masses.shape))
         context = ScoringContext(block, call.scale, call.mask, call.softcap, call.segment_ids)
-        components = jnp.asarray(self.plan.components_array)[call.layer]
-        weights = jnp.asarray(self.plan.weights, jnp.float32)[call.layer]
-        return correct_masses(from_spec(spec).masses(q, k, context, components), weights)
+        return correct_masses(self._estimate(q, k, context, call.layer), self._weights(call.layer))
+
+    def _estimate(self, q, k, context: ScoringContext, layer) -> Float[Array, "B Hq Nq Nk"]:
+        components = jnp.asarray(self.plan.components_array)[layer]
+        return from_spec(self.plan.selector).masses(q, k, context, components)
+
+    def _weights(self, layer) -> Float[Array, "Hq weights"]:
+        return jnp.asarray(self.plan.weights, jnp.float32)[layer]
 
     def _tables(self, n: int) -> tuple[np.ndarray, np.ndarray | None]:
         """Return counts and static grids [L, Hq, Nq, Nk] of sequences of `n` blocks, cached."""

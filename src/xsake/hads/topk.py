@@ -29,10 +29,11 @@ class BudgetScope(enum.StrEnum):
 @functools.partial(jax.jit, static_argnames=("forced", "scope"))
 def choose(
     masses: Float[Array, "B Hq Nq Nk"],
-    counts: Int[Array | np.ndarray, "Hq Nq"],
+    counts: Int[Array | np.ndarray, "*B Hq Nq"],
     *,
     forced: ForcedBlocks,
     scope: BudgetScope = BudgetScope.LAYER,
+    rows: Int[Array | np.ndarray, "#B Nq"] | None = None,
 ) -> Bool[Array, "B Hq Nq Nk"]:
     """Select the forced blocks and those of the largest gain, exactly `counts.sum()` per group.
 
@@ -40,19 +41,22 @@ def choose(
     row that are at least as heavy, forced ones included: its gain in greedy selection by log-mass.
     Blocks of a row are taken in descending mass; ties go to the first. `counts` includes forced
     blocks; scopes wider than a row use their sum only. All selected blocks are causally visible.
+    `rows` numbers the query blocks; None: all, from 0 on.
     """
-    batch, heads, rows, _ = masses.shape
-    ranks = _block_ranks(masses, forced)
-    groups = {BudgetScope.ROW: heads * rows, BudgetScope.HEAD: heads, BudgetScope.LAYER: 1}[scope]
-    totals = jnp.asarray(counts, jnp.int32).reshape(groups, -1).sum(1)
-    flat = ranks.reshape(batch * groups, -1)
-    return _largest(flat, jnp.tile(totals, batch)).reshape(masses.shape)
+    batch, heads, num_rows, _ = masses.shape
+    rows = np.arange(num_rows)[None] if rows is None else rows
+    ranks = _block_ranks(masses, forced, rows[:, None, :, None])
+    groups = {BudgetScope.ROW: heads * num_rows, BudgetScope.HEAD: heads, BudgetScope.LAYER: 1}
+    groups = groups[scope]
+    totals = jnp.broadcast_to(jnp.asarray(counts, jnp.int32), masses.shape[:3])
+    totals = totals.reshape(batch * groups, -1).sum(1)
+    return _largest(ranks.reshape(batch * groups, -1), totals).reshape(masses.shape)
 
 
-def _block_ranks(masses, forced: ForcedBlocks) -> Int[Array, "B Hq Nq Nk"]:
+def _block_ranks(masses, forced: ForcedBlocks, row) -> Int[Array, "B Hq Nq Nk"]:
     """Return integers that sort blocks by selection order; -1 for masked blocks."""
-    n = masses.shape[-1]
-    visible, forced_grid = np.tri(n, dtype=bool), forced.grid(n)
+    column = np.arange(masses.shape[-1])[None, None, None]
+    visible, forced_grid = column <= row, forced.includes(row, column)
     masses = jnp.where(visible, masses, 0).astype(jnp.float32)
     loose = jnp.where(forced_grid, 0, masses)
     # Sums over all blocks at least as heavy, by bins: sorting rows costs a CPU several times as

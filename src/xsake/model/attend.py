@@ -1,6 +1,7 @@
 """Attention functions that can be passed to a decoder."""
 
 import dataclasses
+from typing import ClassVar
 
 from xsake.attention import BlockSparseAttention
 from xsake.attention.layer_call import LayerCall
@@ -17,6 +18,7 @@ class DenseAttention:
         operator: block sizes, implementation, mesh.
     """
 
+    is_chunkable: ClassVar[bool] = True
     operator: BlockSparseAttention = BlockSparseAttention()
 
     def __call__(self, q, k, v, call: LayerCall):
@@ -32,6 +34,7 @@ class MaskedAttention:
         operator: block sizes, implementation, mesh.
     """
 
+    is_chunkable: ClassVar[bool] = True
     mask: AbstractMask
     operator: BlockSparseAttention = BlockSparseAttention()
 

@@ -8,14 +8,16 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from xsake import nsa
-from xsake.cache import LayerPages, PagedKV, PageSelector
+from xsake.cache import LayerPages, PagedKV, PageSelector, PrefillState
 from xsake.kernels.compressed.summaries import num_summaries
 from xsake.layout.grid import register_layout
 
 PAGE_SIZE = 16
 
 
-@register_layout(leaves=("pages", "page_table", "lengths", "summaries"), static=("selector",))
+@register_layout(
+    leaves=("pages", "page_table", "lengths", "summaries", "prefill"), static=("selector",)
+)
 @dataclasses.dataclass(frozen=True)
 class KVCache:
     """Paged KV cache of a batch: slot i of a row holds position i, in page i // page_size.
@@ -29,6 +31,15 @@ class KVCache:
     lengths: Int[Array, " B"]
     summaries: Any = None
     selector: PageSelector | None = None
+    prefill: PrefillState | None = None  # of a sparse prefill in chunks
+
+    @classmethod
+    def empty(cls, rows: int, capacity: int, *, page_size: int = PAGE_SIZE, **sizes) -> "KVCache":
+        """Create a cache without tokens; `sizes` are arguments of `PagedKV.create`."""
+        count = -(-capacity // page_size)
+        pages = PagedKV.create(num_pages=rows * count, page_size=page_size, **sizes)
+        table = jnp.arange(rows * count, dtype=jnp.int32).reshape(rows, count)
+        return cls(pages, table, jnp.zeros(rows, jnp.int32))
 
     @classmethod
     def from_prefill(
@@ -56,21 +67,32 @@ class KVCache:
         """Position of every slot."""
         return jnp.arange(self.capacity, dtype=jnp.int32)[None]
 
-    def append(self, layer, k, v) -> "KVCache":
-        """Return the cache with new tokens of one layer written after the last ones."""
-        pages = self.pages.append(layer, self.page_table, self.lengths, k, v)
-        cache, tokens = dataclasses.replace(self, pages=pages), k.shape[1]
-        if self.selector is None:
-            return cache
-        at = cache.layer_pages(layer, tokens)
-        summaries = self.selector.update(self.summaries, at, tokens)
-        return dataclasses.replace(cache, summaries=summaries)
+    def append(self, layer, q, k, v, count=None) -> tuple["KVCache", LayerPages]:
+        """Write new tokens of one layer after the last ones; return the pages for their queries.
 
-    def layer_pages(self, layer, tokens: int = 0) -> LayerPages:
-        """Return the pages of one layer for queries of the last `tokens`, which were appended."""
-        lengths = self.lengths + tokens
+        Args:
+            layer: number of the layer.
+            q, k, v: of the new tokens, [B, T, H, D].
+            count: tokens of each row that exist, [B]; None: T.
+        """
+        tokens = k.shape[1]
+        pages = self.pages.append(layer, self.page_table, self.lengths, k, v, count)
+        num_tokens = self.lengths + (tokens if count is None else count)
+        at = self.layer_pages(layer)._replace(pages=pages, lengths=num_tokens)
+        if self.selector is not None:
+            at = at._replace(summaries=self.selector.update(self.summaries, at, tokens))
+        cache = dataclasses.replace(self, pages=pages, summaries=at.summaries)
+        at = at._replace(lengths=self.lengths + tokens)
+        if self.prefill is None:
+            return cache, at
+        prefill = self.prefill.store_queries(layer, q)
+        at = at._replace(prefill=self.prefill.get_layer(layer, num_tokens))
+        return dataclasses.replace(cache, prefill=prefill), at
+
+    def layer_pages(self, layer) -> LayerPages:
+        """Return the pages of one layer."""
         return LayerPages(
-            self.pages, layer, self.page_table, lengths, self.selector, self.summaries
+            self.pages, layer, self.page_table, self.lengths, self.selector, self.summaries
         )
 
     def with_selector(self, selector: PageSelector | None) -> "KVCache":
@@ -78,14 +100,18 @@ class KVCache:
         if selector is None:
             return dataclasses.replace(self, selector=None, summaries=None)
 
+        return self.construct_summaries(selector, selector.initialize(self.pages))
+
+    def construct_summaries(self, selector: PageSelector, summaries: Any) -> "KVCache":
+        """Return the cache with summaries in which those of its own pages are computed."""
+
         def construct(summaries, layer):
             return selector.construct(summaries, self.layer_pages(layer)), None
 
-        layers = jnp.arange(self.pages.k.shape[0])
-        summaries, _ = jax.lax.scan(construct, selector.initialize(self.pages), layers)
+        summaries, _ = jax.lax.scan(construct, summaries, jnp.arange(self.pages.k.shape[0]))
         return dataclasses.replace(self, selector=selector, summaries=summaries)
 
-    def advance(self, tokens: int) -> "KVCache":
+    def advance(self, tokens: int | Int[Array, " B"]) -> "KVCache":
         """Return the cache with the length of every row increased by `tokens`."""
         return dataclasses.replace(self, lengths=self.lengths + tokens)
 

@@ -150,6 +150,19 @@ class Decoder(nnx.Module):
         cap = self.config.logit_softcap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
+    def empty_cache(self, rows: int, *, capacity: int) -> KVCache:
+        """Return a paged cache without tokens: rows have pages of their own for `capacity` tokens.
+
+        A model with native sparse attention has no paged cache.
+        """
+        config = self.config
+        if config.native_sparse is not None:
+            raise native_sparse_error("empty_cache(...)")
+        return KVCache.empty(
+            rows, capacity, layers=config.layers, kv_heads=config.kv_heads,
+            head_dim=config.head_dim, dtype=self.compute_dtype,
+        )  # fmt: skip
+
     def prefill(
         self,
         tokens: Tokens,
@@ -187,6 +200,7 @@ class Decoder(nnx.Module):
         cache: AnyCache,
         *,
         attend: AttentionFn = DenseAttention(),  # noqa: B008 (frozen)
+        count: Int[Array, " B"] | None = None,
     ) -> tuple[Float[Array, "B T width"], AnyCache]:
         """Append tokens to each row; T = 1 is a decode step.
 
@@ -194,22 +208,25 @@ class Decoder(nnx.Module):
             tokens: [B, T].
             cache: from `prefill` or `extend`, with space for T more tokens.
             attend: attention function.
+            count: tokens of each row that are appended, the others are padding; None: T.
         """
         tokens = jnp.asarray(tokens)
         if isinstance(cache, NativeCache):
+            assert count is None, "padding of native sparse attention"
             return self._extend_native(tokens, cache, attend)
         positions = cache.lengths[:, None] + _token_positions(tokens)
+        if count is not None:  # padding has the position of the last token
+            positions = jnp.minimum(positions, (cache.lengths + count)[:, None] - 1)
         overrides = {"q_positions": positions, "kv_positions": cache.positions}
 
         def layer_attention(q, k, v, call: LayerCall, cache: KVCache):
-            cache = cache.append(call.layer, k, v)
-            pages = cache.layer_pages(call.layer, tokens.shape[1])
+            cache, pages = cache.append(call.layer, q, k, v, count)
             call = dataclasses.replace(call, pages=pages, **overrides)
             # The compiler drops the copy where attention reads the pages.
             return attend(q, *pages.gather(), call), (cache, None)
 
         hidden, cache, _ = self._run(tokens, positions, attend, layer_attention, cache)
-        return hidden, cache.advance(tokens.shape[1])
+        return hidden, cache.advance(tokens.shape[1] if count is None else count)
 
     def _extend_native(self, tokens, cache: NativeCache, attend: AttentionFn):
         """Extend token by token: each token may complete a summary that the next one attends to."""

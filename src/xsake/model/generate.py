@@ -1,27 +1,26 @@
-"""Batched autoregressive generation."""
+"""Autoregressive generation with continuous batching."""
 
+import collections
 import dataclasses
 import functools
-import time
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from xsake.attention.layer_call import AttentionFn
-from xsake.cache import PageSelector
 from xsake.errors import ArgumentError
 from xsake.model.attend import DenseAttention, LayoutAttention
-from xsake.model.cache import AnyCache, KVCache
+from xsake.model.batch import Batch, NativeBatch, PagedBatch, padded_length
 from xsake.model.decoder import Decoder
+from xsake.model.prefill import CompiledPrograms
 from xsake.model.sampling import SamplingParams, check_range, sample_tokens
 
-OnTokens = Callable[[tuple[int | None, ...]], None]
-"""Callback with the new token of every row at every step; None for finished rows."""
+OnToken = Callable[[int, int | None], None]
+"""Called with the number of a prompt and its new token; None: it ended with an end token."""
 
 FinishReason = Literal["end", "length"]
 
@@ -74,9 +73,9 @@ class GenerationTiming:
     Args:
         prompt_tokens: of all rows, without padding.
         compile_seconds: near 0 if shapes, attention and sampling are cached.
-        prefill_seconds: until the first token of every row.
-        decode_tokens: all later tokens of unfinished rows.
-        decode_seconds: for these.
+        prefill_seconds: of all prompts.
+        decode_tokens: all tokens but the first of each row, end tokens included.
+        decode_seconds: of sampling and decoding steps.
     """
 
     prompt_tokens: int
@@ -106,16 +105,19 @@ def generate(
     *,
     attend: AttentionFn = DenseAttention(),  # noqa: B008 (frozen)
     decode_attend: AttentionFn | None = None,
-    on_tokens: OnTokens | None = None,
+    batch_size: int = 8,
+    on_token: OnToken | None = None,
 ) -> GenerationResult:
-    """Generate tokens for a batch of prompts.
+    """Generate tokens for prompts.
 
-    The tokens of a row depend on its prompt, its index in the batch and the options, not on other
-    rows, up to rounding: another batch size may change the summation order and swap tokens of
-    nearly equal probability. Greedy decoding does not depend on the index.
+    At most `batch_size` rows are decoded together; when one ends, the next prompt takes its place.
+    The tokens of a row depend on its prompt, its number and the options, not on other rows, up to
+    rounding: another batch size may change the summation order and swap tokens of nearly equal
+    probability. Greedy decoding does not depend on the number.
 
-    Prompts and cache are padded to one of few sizes (`padded_length`), so that prompts of similar
-    length do not recompile. Another number of rows does.
+    Prompts are processed in tiles of a fixed size if `attend` has `is_chunkable`, otherwise padded
+    to one of few sizes (`padded_length`); rows of the cache have one of these sizes too. So prompts
+    of similar length do not recompile. Another number of rows does.
 
     Args:
         model: any decoder.
@@ -123,7 +125,8 @@ def generate(
         options: length limit and sampling.
         attend: attention function for prefill.
         decode_attend: attention function for decoding; None: as for prefill.
-        on_tokens: called at every step.
+        batch_size: most rows that are decoded together.
+        on_token: called with every new token.
 
     Returns:
         Tokens, log-probabilities, finish reasons and timing.
@@ -138,79 +141,121 @@ def generate(
         >>> [(len(row.tokens), row.finish) for row in result.rows]
         [(4, 'length'), (4, 'length')]
     """
-    tokens, lengths = _pad_prompts(prompts, model, options)
-    capacity = padded_length(int(lengths.max()) + options.max_new_tokens, model.config.context)
-    decode_attend = _select_decode_attention(attend, decode_attend)
-    graph, weights = nnx.split(model)
-    programs, key = _CompiledPrograms(), jax.random.key(options.seed)
-    started = first_at = programs.clock()
-    logits, cache = programs.run(
-        _prefill, weights, tokens, lengths, graph=graph, attend=attend, capacity=capacity,
-        selector=getattr(decode_attend, "page_selector", None),
+    check_range("batch_size", batch_size, "1 or more", batch_size >= 1)
+    _check_prompts(prompts, model, options)
+    longest = max(map(len, prompts)) + options.max_new_tokens
+    kind = PagedBatch if model.config.native_sparse is None else NativeBatch
+    batch = kind(
+        model, CompiledPrograms(), rows=min(batch_size, len(prompts)),
+        capacity=padded_length(longest, model.config.context), attend=attend,
+        decode_attend=_select_decode_attention(attend, decode_attend),
     )  # fmt: skip
-    seen = _mark_seen(prompts, model, options)
-    rows = _BatchState(len(prompts), options.end_ids)
-    for step in range(options.max_new_tokens):
-        sampled, logprobs, seen = programs.run(
-            _sample, logits, key, jnp.int32(step), seen, sampling=options.sampling
+    return _Generation(batch, prompts, options, on_token).run()
+
+
+class _Generation:
+    """Prompts that wait for a row, rows that are decoded, and outputs."""
+
+    def __init__(self, batch: Batch, prompts, options: GenerationOptions, on_token: OnToken | None):
+        self._batch, self._programs = batch, batch.programs
+        self._prompts, self._options, self._on_token = prompts, options, on_token
+        self._waiting = collections.deque(range(len(prompts)))
+        rows, vocab = batch.rows, batch.model.config.vocab_size
+        self._prompt_of = np.full(rows, -1)  # by row; -1: free
+        self._logits = jnp.zeros((rows, vocab), jnp.float32)
+        is_penalized = options.repetition_penalty is not None
+        self._seen = jnp.zeros((rows, vocab), bool) if is_penalized else None
+        self._outputs: list[list[tuple[int, float]]] = [[] for _ in prompts]
+        self._finish: list[FinishReason] = ["length"] * len(prompts)
+        self._prefill_seconds, self._num_sampled = 0.0, 0
+
+    @property
+    def _is_active(self) -> Bool[np.ndarray, " B"]:
+        return self._prompt_of >= 0
+
+    def run(self) -> GenerationResult:
+        """Generate until every prompt has its output."""
+        started = self._programs.clock()
+        while self._waiting or self._is_active.any():
+            self._admit()
+            sampled = self._sample()
+            if self._is_active.any():
+                self._logits = self._batch.extend(sampled, self._is_active)
+        timing = GenerationTiming(
+            prompt_tokens=sum(map(len, self._prompts)),
+            compile_seconds=self._programs.compile_seconds,
+            prefill_seconds=self._prefill_seconds,
+            decode_tokens=self._num_sampled - len(self._prompts),
+            decode_seconds=self._programs.clock() - started - self._prefill_seconds,
         )
-        new = rows.add(np.asarray(sampled), np.asarray(logprobs))
-        first_at = programs.clock() if step == 0 else first_at
-        if on_tokens is not None:
-            on_tokens(new)
-        if not rows.is_active.any() or step == options.max_new_tokens - 1:
-            break
-        is_active = jnp.asarray(rows.is_active)
-        logits, cache = programs.run(
-            _extend, weights, sampled, cache, is_active, graph=graph, attend=decode_attend
-        )
-    timing = GenerationTiming(
-        prompt_tokens=int(lengths.sum()),
-        compile_seconds=programs.compile_seconds,
-        prefill_seconds=first_at - started,
-        decode_tokens=rows.num_sampled - len(prompts),
-        decode_seconds=programs.clock() - first_at,
-    )
-    return GenerationResult(rows.continuations(), timing)
+        rows = zip(self._outputs, self._finish, strict=True)
+        return GenerationResult(tuple(_make_row(output, finish) for output, finish in rows), timing)
+
+    def _admit(self) -> None:
+        """Process waiting prompts into free rows."""
+        free = np.flatnonzero(~self._is_active)[: len(self._waiting)]
+        if not len(free):
+            return
+        started = self._programs.clock()
+        for row in free:
+            number = self._waiting.popleft()
+            prompt = self._prompts[number]
+            logits = self._batch.admit(int(row), prompt, self._options.max_new_tokens)
+            self._logits = self._logits.at[row].set(logits)
+            if self._seen is not None:
+                self._seen = self._seen.at[row].set(False).at[row, np.asarray(prompt)].set(True)
+            self._prompt_of[row] = number
+        jax.block_until_ready(self._logits)
+        self._prefill_seconds += self._programs.clock() - started
+
+    def _sample(self) -> Int[Array, " B"]:
+        """Sample a token for each active row; release the rows that end."""
+        options, active = self._options, np.flatnonzero(self._is_active)
+        steps = np.array([len(self._outputs[n]) for n in self._prompt_of], np.int32)
+        sampled, logprobs, self._seen = self._programs.run(
+            _sample, self._logits, jax.random.key(options.seed), jnp.asarray(steps),
+            jnp.asarray(self._prompt_of, jnp.int32), self._seen, sampling=options.sampling,
+        )  # fmt: skip
+        tokens, values = np.asarray(sampled).tolist(), np.asarray(logprobs).tolist()
+        self._num_sampled += len(active)
+        for row in active:
+            number, token = self._prompt_of[row], tokens[row]
+            is_end, output = token in options.end_ids, self._outputs[number]
+            if is_end:
+                self._finish[number] = "end"
+            else:
+                output.append((token, values[row]))
+            if self._on_token is not None:
+                self._on_token(int(number), None if is_end else token)
+            if is_end or len(output) == options.max_new_tokens:
+                self._batch.release(int(row))
+                self._prompt_of[row] = -1
+        return sampled
 
 
-def padded_length(tokens: int, context: int) -> int:
-    """Round `tokens` up to one of few sizes: at most a quarter more, or to a multiple of 64.
-
-    The block layout of `LayoutAttention` for prefill must have this length.
-
-    Args:
-        tokens: length of the longest row.
-        context: of the model; upper limit.
-
-    Example:
-        >>> [padded_length(tokens, 8192) for tokens in (1, 65, 1000, 1100, 8000)]
-        [64, 128, 1024, 1280, 8192]
-    """
-    unit = max(64, 2 ** (tokens.bit_length() - 3))
-    return min(-(-tokens // unit) * unit, context)
+def _make_row(output: list[tuple[int, float]], finish: FinishReason) -> Continuation:
+    tokens, logprobs = zip(*output, strict=True) if output else ((), ())
+    return Continuation(tokens, logprobs, finish)
 
 
-def _pad_prompts(prompts, model: Decoder, options: GenerationOptions) -> tuple[Array, Array]:
-    """Validate and right-pad prompts; return ([B, T] tokens, [B] lengths)."""
-    lengths = np.asarray([len(prompt) for prompt in prompts], np.int32)
-    if lengths.size == 0 or lengths.min() == 0:
+def _check_prompts(prompts, model: Decoder, options: GenerationOptions) -> None:
+    """Raise for prompts that are empty, too long or not of the model's vocabulary."""
+    lengths = [len(prompt) for prompt in prompts]
+    if min(lengths, default=0) == 0:
         raise ArgumentError(
-            "empty-prompt", "empty prompt", got=f"prompts of {lengths.tolist()} tokens"[:200],
+            "empty-prompt", "empty prompt", got=f"prompts of {lengths} tokens"[:200],
             expected="at least one prompt, and at least one token in each",
             fix="start an empty prompt with the BOS token of the model",
         )  # fmt: skip
     context, vocab = model.config.context, model.config.vocab_size
-    longest = int(lengths.max())
-    if longest + options.max_new_tokens > context:
+    if max(lengths) + options.max_new_tokens > context:
         raise ArgumentError(
             "prompt-length",
             "prompt and new tokens exceed the context of the model",
-            got=f"{longest} prompt tokens + max_new_tokens={options.max_new_tokens}",
+            got=f"{max(lengths)} prompt tokens + max_new_tokens={options.max_new_tokens}",
             expected=f"at most {context} together",
             fix="shorten the longest prompt, or reduce max_new_tokens",
         )
-    tokens = np.zeros((len(prompts), padded_length(longest, context)), np.int32)
     for row, prompt in enumerate(prompts):
         ids = np.asarray(prompt)
         if not np.issubdtype(ids.dtype, np.integer) or ids.min() < 0 or ids.max() >= vocab:
@@ -219,8 +264,6 @@ def _pad_prompts(prompts, model: Decoder, options: GenerationOptions) -> tuple[A
                 got=f"{ids.dtype} from {ids.min()} to {ids.max()}",
                 expected=f"integers from 0 to {vocab - 1}", fix="use the tokenizer of the model",
             )  # fmt: skip
-        tokens[row, : len(ids)] = ids
-    return jnp.asarray(tokens), jnp.asarray(lengths)
 
 
 def _select_decode_attention(attend: AttentionFn, decode_attend: AttentionFn | None) -> AttentionFn:
@@ -234,113 +277,18 @@ def _select_decode_attention(attend: AttentionFn, decode_attend: AttentionFn | N
     return attend if decode_attend is None else decode_attend
 
 
-def _mark_seen(prompts, model: Decoder, options: GenerationOptions) -> Array | None:
-    """Return bool [B, vocab] of the tokens in each prompt; None without a repetition penalty."""
-    if options.repetition_penalty is None:
-        return None
-    seen = np.zeros((len(prompts), model.config.vocab_size), bool)
-    for row, prompt in enumerate(prompts):
-        seen[row, np.asarray(prompt)] = True
-    return jnp.asarray(seen)
-
-
-class _BatchState:
-    """Generated tokens of all rows, and which rows are active."""
-
-    def __init__(self, count: int, end_ids: tuple[int, ...]):
-        self.is_active = np.ones(count, bool)
-        self.num_sampled = 0  # end tokens included
-        self._end_ids = end_ids
-        self._rows: list[list[tuple[int, float]]] = [[] for _ in range(count)]
-
-    def add(self, tokens: np.ndarray, logprobs: np.ndarray) -> tuple[int | None, ...]:
-        """Add the tokens [B] of a step; return the new token of each row or None."""
-        self.num_sampled += int(self.is_active.sum())
-        self.is_active = self.is_active & ~np.isin(tokens, self._end_ids)
-        for row in np.flatnonzero(self.is_active):
-            self._rows[row].append((int(tokens[row]), float(logprobs[row])))
-        pairs = zip(tokens.tolist(), self.is_active, strict=True)
-        return tuple(token if is_active else None for token, is_active in pairs)
-
-    def continuations(self) -> tuple[Continuation, ...]:
-        """Return the output of every row."""
-        return tuple(
-            Continuation(
-                tuple(token for token, _ in row),
-                tuple(logprob for _, logprob in row),
-                "length" if is_active else "end",
-            )
-            for row, is_active in zip(self._rows, self.is_active, strict=True)
-        )
-
-
-class _CompiledPrograms:
-    """Runs jitted programs; `clock` excludes their compilation."""
-
-    def __init__(self):
-        self._compiled: dict[Any, Any] = {}
-        self.compile_seconds = 0.0
-
-    def clock(self) -> float:
-        """Return a time in seconds that excludes compilation."""
-        return time.perf_counter() - self.compile_seconds
-
-    def run(self, program, *arguments, **static):
-        if program not in self._compiled:
-            started = time.perf_counter()
-            # jit caches the compiled program for later generations.
-            self._compiled[program] = program.lower(*arguments, **static).compile()
-            self.compile_seconds += time.perf_counter() - started
-        return self._compiled[program](*arguments)
-
-
-@functools.partial(jax.jit, static_argnames=("graph", "attend", "capacity", "selector"))
-def _prefill(
-    weights,
-    tokens: Int[Array, "B T"],
-    lengths: Int[Array, " B"],
-    *,
-    graph,
-    attend,
-    capacity: int,
-    selector: PageSelector | None,
-) -> tuple[Float[Array, "B vocab"], AnyCache]:
-    """Return the logits after the last token of each prompt, and the cache."""
-    model = nnx.merge(graph, weights)
-    hidden, cache = model.prefill(tokens, lengths, capacity=capacity, attend=attend)
-    if selector is not None and isinstance(cache, KVCache):
-        cache = cache.with_selector(selector)
-    return model.logits(hidden[jnp.arange(tokens.shape[0]), lengths - 1]), cache
-
-
-@functools.partial(jax.jit, static_argnames=("graph", "attend"), donate_argnames=("cache",))
-def _extend(
-    weights,
-    tokens: Int[Array, " B"],
-    cache: AnyCache,
-    is_active: Bool[Array, " B"],
-    *,
-    graph,
-    attend,
-) -> tuple[Float[Array, "B vocab"], AnyCache]:
-    """Append a token to each active row; return logits and cache."""
-    model = nnx.merge(graph, weights)
-    hidden, extended = model.extend(tokens[:, None], cache, attend=attend)
-    lengths = jnp.where(is_active, extended.lengths, cache.lengths)
-    return model.logits(hidden[:, 0]), dataclasses.replace(extended, lengths=lengths)
-
-
 @functools.partial(jax.jit, static_argnames=("sampling",))
 def _sample(
     logits: Float[Array, "B vocab"],
     key: Key[Array, ""],
-    step: Int[Array, ""],
+    steps: Int[Array, " B"],
+    numbers: Int[Array, " B"],
     seen: Bool[Array, "B vocab"] | None,
     *,
     sampling: SamplingParams,
 ) -> tuple[Int[Array, " B"], Float[Array, " B"], Bool[Array, "B vocab"] | None]:
     """Return tokens, their log-probabilities, and the updated `seen`."""
-    tokens = sample_tokens(logits, sampling, key=key, step=step, seen=seen)
+    tokens = sample_tokens(logits, sampling, key=key, step=steps, rows=numbers, seen=seen)
     rows = jnp.arange(tokens.shape[0])
     logprobs = jax.nn.log_softmax(logits, axis=-1)[rows, tokens]
     return tokens, logprobs, None if seen is None else seen.at[rows, tokens].set(True)

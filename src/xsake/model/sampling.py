@@ -59,18 +59,20 @@ def sample_tokens(
     sampling: SamplingParams,
     *,
     key: Key[Array, ""],
-    step: int | Int[Array, ""] = 0,
+    step: int | Int[Array, " B"] = 0,
+    rows: Int[Array, " B"] | None = None,
     seen: Bool[Array, "B vocab"] | None = None,
 ) -> Int[Array, " B"]:
     """Sample one token per row.
 
-    The token of row i depends on the key, i, the step and its logits, but not on other rows.
+    A token depends on the key, the row's number, the step and its logits, but not on other rows.
 
     Args:
         logits: float32 [B, vocab].
         sampling: sampling parameters.
         key: the same at every step.
-        step: number of earlier steps.
+        step: number of earlier steps, of all rows or of each.
+        rows: number of each row; None: 0, 1, 2...
         seen: tokens in each row so far, for the repetition penalty.
 
     Returns:
@@ -88,8 +90,9 @@ def sample_tokens(
     if sampling.temperature == 0:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
     logits = filter_logits(logits, sampling)
-    at_step = jax.random.fold_in(key, step)
-    keys = jax.vmap(lambda row: jax.random.fold_in(at_step, row))(jnp.arange(logits.shape[0]))
+    rows = jnp.arange(logits.shape[0]) if rows is None else rows
+    draw = lambda step, row: jax.random.fold_in(jax.random.fold_in(key, step), row)
+    keys = jax.vmap(draw)(jnp.broadcast_to(step, rows.shape), rows)
     return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
 
 

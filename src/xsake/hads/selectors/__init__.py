@@ -2,9 +2,11 @@
 
 from xsake.hads.selectors.antidiagonal import Antidiagonal
 from xsake.hads.selectors.base import (
+    Chunk,
     ScoringContext,
     Selector,
     SelectorSpec,
+    correct_later_rows,
     correct_masses,
     make_by_name,
 )
@@ -17,8 +19,9 @@ SELECTORS: dict[str, type[Selector]] = {
 }
 
 __all__ = [
-    "SELECTORS", "Antidiagonal", "Cumulant", "Pooled", "Sampled", "ScoringContext", "Selector",
-    "SelectorSpec", "correct_masses", "from_spec", "make_selector",
+    "SELECTORS", "Antidiagonal", "Chunk", "Cumulant", "Pooled", "Sampled", "ScoringContext",
+    "Selector", "SelectorSpec", "correct_later_rows", "correct_masses", "from_spec",
+    "make_selector",
 ]  # fmt: skip
 
 

@@ -6,6 +6,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float
 
 from xsake.errors import ArgumentError
 from xsake.hads.selectors.base import ScoringContext, Selector, group_heads, split_blocks
@@ -31,27 +32,31 @@ class Antidiagonal(Selector):
                 got=f"stride {self.stride}, block {context.block}",
                 expected="a block that is a multiple of the stride",
             )
-        keys = self._cells(k, context.block, reverse=False)
-        queries = group_heads(self._cells(q, context.block, reverse=True), k.shape[2])
+        keys = self._cells(context.split_keys(k), reverse=False)
+        queries = self._cells(split_blocks(q, context.block), reverse=True)
+        queries = group_heads(queries, k.shape[2])
         per_block = context.block // self.stride
-        cells = keys.shape[1]
+        num_rows, cells = queries.shape[1] // per_block, np.arange(keys.shape[1])
+        numbers = jnp.asarray(context.rows(num_rows))
 
         def row(i):
             own = jax.lax.dynamic_slice_in_dim(queries, i * per_block, per_block, axis=1)
             scores = context.scale / self.stride * jnp.einsum("bihgd,bjhd->bhgij", own, keys)
-            visible = np.arange(cells)[None] <= i * per_block + np.arange(per_block)[:, None]
-            masses = jax.nn.softmax(scores.astype(jnp.float32), axis=-1, where=visible).mean(3)
+            first = numbers[:, i, None, None] * per_block
+            visible = cells[None, None] <= first + np.arange(per_block)[None, :, None]
+            scores = scores.astype(jnp.float32)
+            masses = jax.nn.softmax(scores, axis=-1, where=visible[:, None, None]).mean(3)
             return masses.reshape(*masses.shape[:3], -1, per_block).sum(-1)
 
-        rows = jax.lax.map(row, np.arange(cells // per_block))
-        return jnp.moveaxis(rows, 0, 3).reshape(q.shape[0], q.shape[2], *2 * rows.shape[:1])
+        rows = jax.lax.map(row, np.arange(num_rows))
+        return jnp.moveaxis(rows, 0, 3).reshape(q.shape[0], q.shape[2], num_rows, -1)
 
-    def _cells(self, x, block: int, *, reverse: bool):
+    def _cells(self, blocks: Float[Array, "B N b H D"], *, reverse: bool):
         """Concatenate the tokens of each cell into one vector per head."""
-        rows = split_blocks(x, block)
-        cells = rows.reshape(x.shape[0], -1, self.stride, *x.shape[2:])
+        batch, _, _, *sizes = blocks.shape
+        cells = blocks.reshape(batch, -1, self.stride, *sizes)
         cells = cells[:, :, ::-1] if reverse else cells
-        return jnp.moveaxis(cells, 2, 3).reshape(*cells.shape[:2], x.shape[2], -1)
+        return jnp.moveaxis(cells, 2, 3).reshape(*cells.shape[:2], sizes[0], -1)
 
     def cost(self, tokens: int, block: int, head_dim: int) -> float:
         """Return the cost: `stride` of the `stride^2` scores of a cell, no values."""

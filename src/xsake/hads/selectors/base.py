@@ -17,6 +17,13 @@ from xsake.masks import AbstractMask, Causal
 SpecSettings = dict[Text, Annotated[int, Field(strict=True)] | Number | Text]
 
 
+class Chunk(NamedTuple):
+    """Part of a prompt: queries from the first token of a block on, and the keys up to them."""
+
+    first_row: Int[Array, " B"]  # query block of the first query
+    num_tokens: Int[Array, " B"]  # of the sequence so far; later keys and queries are padding
+
+
 class ScoringContext(NamedTuple):
     """Block size, scale and mask of a self-attention call; query i is at position i."""
 
@@ -25,6 +32,24 @@ class ScoringContext(NamedTuple):
     mask: AbstractMask = Causal()
     softcap: float | None = None
     segment_ids: Any = None  # [B, T]
+    chunk: Chunk | None = None  # of the queries; None: all of them
+
+    def rows(self, count: int) -> Any:
+        """Return the numbers of `count` query blocks, [B or 1, count]."""
+        rows = np.arange(count, dtype=np.int32)[None]
+        return rows if self.chunk is None else self.chunk.first_row[:, None] + rows
+
+    def visible(self, rows: int, columns: int) -> Any:
+        """Return which kv blocks precede or contain each query block, [B or 1, rows, columns]."""
+        return np.arange(columns)[None, None] <= self.rows(rows)[..., None]
+
+    def split_keys(self, k: Float[Array, "B T H D"]) -> Float[Array, "B N b H D"]:
+        """Split keys into blocks; padding repeats the last token."""
+        if self.chunk is not None:
+            last = self.chunk.num_tokens[:, None] - 1
+            index = jnp.minimum(jnp.arange(k.shape[1])[None], last)
+            k = jnp.take_along_axis(k, index[..., None, None], axis=1)
+        return split_blocks(k, self.block)
 
 
 class SelectorSpec(Frozen):
@@ -47,12 +72,14 @@ class Selector(abc.ABC):
     @abc.abstractmethod
     def masses(
         self,
-        q: Float[Array, "B T Hq D"],
-        k: Float[Array, "B T Hk D"],
+        q: Float[Array, "B Tq Hq D"],
+        k: Float[Array, "B Tk Hk D"],
         context: ScoringContext,
         components: Int[Array | np.ndarray, "Hk R"] | None = None,
     ) -> Float[Array, "B Hq Nq Nk"]:
         """Estimate the attention mass of each block, mean over the queries of a row.
+
+        With `context.chunk` the rows are those of the chunk.
 
         Args:
             q: queries after rotary embedding.
@@ -112,8 +139,18 @@ def correct_masses(
     The mass of row i is predicted as `w0 * estimate[i] + w1 * estimate[i - 1] + w2 / visible[i]`.
     `w1` is large for heads whose attention changes slowly, `w2` where the estimate is poor.
     """
+    before = jnp.pad(masses, ((0, 0), (0, 0), (1, 0), (0, 0)))
+    return correct_later_rows(before, weights, np.arange(masses.shape[-2])[None])
+
+
+def correct_later_rows(
+    masses: Float[Array, "B Hq rows Nk"],
+    weights: Float[Array | np.ndarray, "Hq 3"],
+    rows: Int[Array | np.ndarray, "#B Nq"],
+) -> Float[Array, "B Hq Nq Nk"]:
+    """Correct all rows but the first, which serves as the row before them; `rows` numbers them."""
     w0, w1, w2 = (jnp.asarray(weights)[None, :, i, None, None] for i in range(3))
-    n = masses.shape[-1]
-    previous = jnp.pad(masses[..., :-1, :], ((0, 0), (0, 0), (1, 0), (0, 0)))
-    uniform = np.tri(n, dtype=np.float32) / np.arange(1, n + 1, dtype=np.float32)[:, None]
-    return w0 * masses + w1 * previous + w2 * uniform[None, None]
+    row = rows[..., None]
+    is_visible = np.arange(masses.shape[-1])[None, None] <= row
+    uniform = is_visible / jnp.asarray(row + 1, jnp.float32)
+    return w0 * masses[..., 1:, :] + w1 * masses[..., :-1, :] + w2 * uniform[:, None]

@@ -30,21 +30,23 @@ class Cumulant(Selector):
     def masses(self, q, k, context: ScoringContext, components=None):
         """See `Selector.masses`."""
         run, stride = min(self.run, context.block), min(self.stride, context.block)
-        keys = split_blocks(k, context.block).astype(jnp.float32)
+        keys = context.split_keys(k).astype(jnp.float32)
         n = keys.shape[1]
         runs = keys.reshape(k.shape[0], -1, run, *k.shape[2:])
         moments = jnp.concatenate([runs.mean(2), runs.var(2)], -1)
         sampled = split_blocks(q, context.block)[:, :, stride // 2 :: stride].astype(jnp.float32)
         sampled = group_heads(context.scale * sampled, k.shape[2])
         powers = jnp.concatenate([sampled, sampled**2 / 2], -1)
+        visible = jnp.asarray(context.visible(powers.shape[1], n))
 
         def row(i):
             scores = jnp.einsum("bshgd,bjhd->bhgsj", powers[:, i], moments) + math.log(run)
             scores = jax.nn.logsumexp(scores.reshape(*scores.shape[:4], n, -1), axis=-1)
-            return jax.nn.softmax(scores, axis=-1, where=np.arange(n) <= i).mean(3)
+            is_visible = visible[:, i, None, None, None]
+            return jax.nn.softmax(scores, axis=-1, where=is_visible).mean(3)
 
-        masses = jax.lax.map(row, np.arange(n))
-        return jnp.moveaxis(masses, 0, 3).reshape(q.shape[0], q.shape[2], n, n)
+        masses = jax.lax.map(row, np.arange(powers.shape[1]))
+        return jnp.moveaxis(masses, 0, 3).reshape(q.shape[0], q.shape[2], -1, n)
 
     def cost(self, tokens: int, block: int, head_dim: int) -> float:
         """Return the cost: two products per sampled query and run; attention has two per pair."""

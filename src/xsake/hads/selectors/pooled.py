@@ -5,7 +5,6 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from xsake.hads.selectors.base import ScoringContext, Selector, group_heads, split_blocks
 
@@ -19,11 +18,11 @@ class Pooled(Selector):
     def masses(self, q, k, context: ScoringContext, components=None):
         """See `Selector.masses`."""
         rows = group_heads(split_blocks(q, context.block).mean(2), k.shape[2])
-        means = split_blocks(k, context.block).mean(2)
+        means = context.split_keys(k).mean(2)
         scores = context.scale * jnp.einsum("bihgd,bjhd->bhgij", rows, means)
-        n = means.shape[1]
-        scores = scores.reshape(q.shape[0], q.shape[2], n, n).astype(jnp.float32)
-        return jax.nn.softmax(scores, axis=-1, where=np.tri(n, dtype=bool))
+        scores = scores.reshape(q.shape[0], q.shape[2], rows.shape[1], -1).astype(jnp.float32)
+        visible = context.visible(*scores.shape[2:])
+        return jax.nn.softmax(scores, axis=-1, where=visible[:, None])
 
     def cost(self, tokens: int, block: int, head_dim: int) -> float:
         """Return the cost: one product per block; attention has two per pair of tokens."""

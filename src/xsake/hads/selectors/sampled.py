@@ -29,11 +29,14 @@ class Sampled(Selector):
 
     def masses(self, q, k, context: ScoringContext, components=None):
         """See `Selector.masses`."""
-        tokens, kv_heads, dim = k.shape[1:]
+        tokens, (kv_heads, dim) = q.shape[1], k.shape[2:]
         rows, queries = count_blocks(tokens, context.block), min(self.queries, context.block)
         inside = (2 * np.arange(queries) + 1) * context.block // (2 * queries)
-        position = np.minimum(np.arange(rows)[:, None] * context.block + inside, tokens - 1).ravel()
-        q = group_heads(q[:, position], kv_heads)
+        sampled = np.minimum(np.arange(rows)[:, None] * context.block + inside, tokens - 1).ravel()
+        position, q = sampled.astype(np.int32), group_heads(q[:, sampled], kv_heads)
+        if context.chunk is not None:
+            first = context.chunk.first_row[:, None] * context.block
+            position = jnp.clip(first + position[None], 0, context.chunk.num_tokens[:, None] - 1)
         if components is not None and self.dims < dim:
             kept = jnp.asarray(components)[:, : self.dims]
             q = jnp.take_along_axis(q, kept[None, None, :, None], axis=-1)
@@ -46,8 +49,8 @@ class Sampled(Selector):
             mask=context.mask,
             scale=context.scale,
             softcap=context.softcap,
-            q_positions=position.astype(np.int32),
-            q_segment_ids=None if ids is None else ids[:, position],
+            q_positions=position,
+            q_segment_ids=None if ids is None else ids[:, sampled],
             kv_segment_ids=ids,
         ).mass()
         by_row = masses.reshape(masses.shape[0], rows, queries, *masses.shape[2:])
