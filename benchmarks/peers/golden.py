@@ -1,6 +1,7 @@
 """The golden checkpoints of the model's tests: made and judged by Hugging Face transformers.
 
 python -m benchmarks.peers.golden make  # write tests/model/golden again
+python -m benchmarks.peers.golden chat  # write tests/model/chat/golden.json again
 python -m benchmarks.peers.golden check DIRECTORY [GOLDEN]  # same logits in transformers?
 python -m benchmarks.peers.golden perplexity DIRECTORY TEXT [--tokens 512]
 
@@ -19,7 +20,9 @@ from benchmarks.peers.client import ROOT
 from benchmarks.peers.recipes import DEFAULT_PEERS_DIR, built_interpreter
 
 GOLDEN_FOLDER = ROOT / "tests" / "model" / "golden"
+CHAT_FOLDER = ROOT / "tests" / "model" / "chat"
 ORACLE = ROOT / "benchmarks" / "peers" / "transformers_oracle.py"
+CHAT_ORACLE = ORACLE.with_name("chat_oracle.py")
 TOLERANCE = 2e-4
 
 
@@ -37,9 +40,15 @@ def make(folder: Path, peers_dir: Path = DEFAULT_PEERS_DIR) -> None:
     subprocess.run(_command(["make", folder], peers_dir), env=_isolated(), check=True)
 
 
-def _command(words: Sequence[str | Path], peers_dir: Path) -> list[str]:
+def make_chats(folder: Path, peers_dir: Path = DEFAULT_PEERS_DIR) -> None:
+    """Write the prompts of the chat templates in `folder`."""
+    command = _command([folder], peers_dir, CHAT_ORACLE)
+    subprocess.run(command, env=_isolated(), check=True)
+
+
+def _command(words: Sequence[str | Path], peers_dir: Path, oracle: Path = ORACLE) -> list[str]:
     python = built_interpreter("transformers", peers_dir)
-    return [str(python), str(ORACLE), *map(str, words)]
+    return [str(python), str(oracle), *map(str, words)]
 
 
 def _isolated() -> dict[str, str]:
@@ -58,6 +67,8 @@ def main() -> None:
     verbs = parser.add_subparsers(dest="verb", required=True)
     maker = verbs.add_parser("make", help="write the golden checkpoints")
     maker.add_argument("folder", type=Path, nargs="?", default=GOLDEN_FOLDER)
+    chats = verbs.add_parser("chat", help="write the prompts of chat templates")
+    chats.add_argument("folder", type=Path, nargs="?", default=CHAT_FOLDER)
     checker = verbs.add_parser("check", help="compare a directory's logits with golden ones")
     checker.add_argument("folder", type=Path)
     checker.add_argument("golden", type=Path, nargs="?", help="default: in the directory")
@@ -68,6 +79,8 @@ def main() -> None:
     given = parser.parse_args()
     if given.verb == "make":
         make(given.folder, given.peers_dir)
+    elif given.verb == "chat":
+        make_chats(given.folder, given.peers_dir)
     elif given.verb == "check":
         golden = given.golden or given.folder / "golden.safetensors"
         answer = ask("check", given.folder, golden, peers_dir=given.peers_dir)
