@@ -1,19 +1,21 @@
 """Loss of sparse decoding by the pages it reads: next-token KL and perplexity of SmolLM2.
 
-python -m benchmarks.hads.decoding                   # 4096 tokens, 512 steps, 8 test documents
-python -m benchmarks.hads.decoding --steps 16 --documents 2  # to see that it works
+python -m benchmarks.hads.decoding                  # text: 4096 tokens, 512 steps, 8 documents
+python -m benchmarks.hads.decoding --task copy      # a passage of another text, repeated
+python -m benchmarks.hads.decoding --task fact      # a sentence that is asked for at the end
+python -m benchmarks.hads.decoding --documents 2 --selectors labels  # to see that it works
 
-The prompt is read densely; then every step decodes the next token of the document, by a selector
-and budgets. KV share: pages read plus summaries, in bytes of 16-bit keys and values. Settings that
-have a row are not measured again.
+The prompt is read densely; then every step decodes the next token, by a selector and budgets. KV
+share: pages read plus summaries, in bytes of 16-bit keys and values. Settings that have a row are
+not measured again.
 """
 
 import argparse
 import functools
 import json
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +23,7 @@ import numpy as np
 from flax import nnx
 
 from benchmarks.experiments.common import RESULTS
-from benchmarks.hads.corpus import documents
+from benchmarks.hads.corpus import Document, documents
 from benchmarks.peers.smollm2 import directory
 from xsake._io import atomic_write
 from xsake._provenance import checkout_root, environment
@@ -35,13 +37,19 @@ ROWS = RESULTS / "hads" / "decoding.jsonl"
 PLAN = "plan_4096_32"
 CHUNK = 32  # steps between two lines of progress
 BUDGETS = {
-    ("labels", "plan"): (0.1, 0.15, 0.2, 0.25, 0.3),
-    ("quest", "plan"): (0.15, 0.2, 0.3, 0.4),
-    ("oracle", "plan"): (0.1, 0.15, 0.2),
-    ("labels", "uniform"): (0.2, 0.3),
-    ("quest", "uniform"): (0.2, 0.3, 0.45),
+    ("labels", "plan"): (0.1, 0.15, 0.175, 0.2, 0.25, 0.3, 0.4),
+    ("quest", "plan"): (0.2, 0.3, 0.4),
+    ("oracle", "plan"): (0.1, 0.2),
+    ("labels", "uniform"): (0.2,),
+    ("quest", "uniform"): (0.2, 0.4),
     ("window", "uniform"): (0.2, 0.4),
 }
+STEPS = {"text": 512, "copy": 128, "fact": 32}
+DEPTHS = (0.05, 0.25, 0.45, 0.65, 0.15, 0.35, 0.55, 0.75)  # of a passage or fact, in its document
+PEOPLE = ("Marta Olsen", "Pavel Novak", "Ines Duarte", "Tom Hadley", "Ruth Kessler", "Omar Said",
+          "Clara Voss", "Henry Ames")  # fmt: skip
+THINGS = ("violin", "telescope", "lantern", "compass", "anchor", "saddle", "teapot", "ladder")
+PLACES = ("Lisbon", "Bergen", "Cairo", "Dublin", "Havana", "Kyoto", "Malta", "Quito")
 
 
 class Recent(PageSelector):
@@ -73,14 +81,47 @@ def make_attention(plan: SparsityPlan, selector: str, budgets: str, budget: floa
     return kind(plan, budget, selectors[selector], ForcedPages())
 
 
+class Texts(NamedTuple):
+    """Texts of a task and the tokens whose loss counts."""
+
+    tokens: np.ndarray  # [documents, context]
+    is_counted: np.ndarray  # [documents, steps]: of the last tokens
+
+
+def make_texts(
+    task: str, texts: Sequence[Document], tokenizer: Tokenizer, context: int, steps: int
+) -> Texts:
+    """Return the texts of a task, all of `context` tokens."""
+    is_counted = np.ones((len(texts), steps), bool)
+    if task == "text":
+        return Texts(np.stack([x.tokens[:context] for x in texts]), is_counted)
+    rows = []
+    for number, document in enumerate(texts):
+        if task == "copy":  # the end of another text
+            inserted = ended = texts[number - 1].tokens[-steps:]
+            is_counted[number, 0] = False
+        else:
+            who, what, where = (x[number % len(x)] for x in (PEOPLE, THINGS, PLACES))
+            start, answer = f"\n\nThe {what} of {who} was found in the old harbour of", f" {where}"
+            inserted = np.array(tokenizer.encode(f"{start}{answer}.\n\n"))
+            ended = np.array(tokenizer.encode(start + answer))
+            length = len(ended) - len(tokenizer.encode(start))
+            is_counted[number, : steps - length] = False
+        at = int(DEPTHS[number % len(DEPTHS)] * context)
+        body = np.concatenate([document.tokens[:at], inserted, document.tokens[at:]])
+        rows.append(np.concatenate([body[: context - len(ended)], ended]))
+    return Texts(np.stack(rows).astype(np.int32), is_counted)
+
+
 class Decoding:
     """Teacher-forced steps after a dense prefill of several documents at once."""
 
-    def __init__(self, model: Any, tokens: np.ndarray, steps: int):
+    def __init__(self, model: Any, texts: Texts):
         self.graph, self.weights = nnx.split(model)
-        prompt = tokens.shape[1] - steps
+        tokens, self.is_counted = texts.tokens, texts.is_counted.T
+        prompt = tokens.shape[1] - len(self.is_counted) - 1
         self.steps = jnp.asarray(tokens[:, prompt:-1].T)
-        self.targets = jnp.asarray(tokens[:, prompt + 1 :].T)
+        self.targets = tokens[:, prompt + 1 :].T
         caches = []
         for row in tokens[:, :prompt]:  # one at a time: activations of all would not fit
             _, cache = self._prefill(self.weights, row[None], tokens.shape[1])
@@ -120,21 +161,24 @@ class Decoding:
             print(f"\r{first + len(tokens)} of {len(self.steps)} steps", end="", flush=True)
         print("\r", end="")
 
+    def loss(self) -> np.ndarray:
+        """Return the dense loss of each document."""
+        return _by_document(-_of_targets(self.dense, self.targets), self.is_counted)
+
     def measure(self, attend: PlanDecoding) -> dict[str, Any]:
         """KL and loss of the text by document."""
         kls, gaps = [], []
         for chunk, log_probs in enumerate(self._log_probs(attend)):
             at = slice(chunk * CHUNK, chunk * CHUNK + len(log_probs))
-            dense, targets = self.dense[at], np.asarray(self.targets[at])[..., None]
+            dense = self.dense[at]
             kls.append((np.exp(dense) * (dense - log_probs)).sum(-1))
-            gaps.append(np.take_along_axis(dense - log_probs, targets, axis=-1)[..., 0])
-        kl, gap = np.concatenate(kls), np.concatenate(gaps)
-        return {
-            "kl": round(float(kl.mean()), 6),
-            "kl_by_document": [round(float(x), 6) for x in kl.mean(0)],
-            "nll_gap": round(float(gap.mean()), 6),
-            "nll_gap_by_document": [round(float(x), 6) for x in gap.mean(0)],
-        }
+            gaps.append(_of_targets(dense - log_probs, self.targets[at]))
+        row = {}
+        for name, each in (("kl", kls), ("nll_gap", gaps)):
+            values = _by_document(np.concatenate(each), self.is_counted)
+            row[name] = round(float(values.mean()), 6)
+            row[f"{name}_by_document"] = [round(float(x), 6) for x in values]
+        return row
 
     def kv_share(self, attend: PlanDecoding) -> dict[str, float]:
         """Pages that are read by a step in the middle, and with summaries: shares of all KV."""
@@ -151,6 +195,14 @@ class Decoding:
         return {"pages": round(read, 4), "kv_share": round(read + summaries, 4)}
 
 
+def _of_targets(x: np.ndarray, targets: np.ndarray) -> np.ndarray:
+    return np.take_along_axis(x, targets[..., None], axis=-1)[..., 0]
+
+
+def _by_document(x: np.ndarray, is_counted: np.ndarray) -> np.ndarray:
+    return np.where(is_counted, x, 0).sum(0) / is_counted.sum(0)
+
+
 def rows() -> list[dict]:
     """Return the committed rows; none if the experiment was not run."""
     return [json.loads(line) for line in ROWS.read_text().splitlines()] if ROWS.exists() else []
@@ -159,15 +211,16 @@ def rows() -> list[dict]:
 def main() -> None:
     """Measure the settings without a row."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--task", choices=sorted(STEPS), default="text")
     parser.add_argument("--context", type=int, default=4096, help="tokens of a document")
-    parser.add_argument("--steps", type=int, default=512)
     parser.add_argument("--documents", type=int, default=8)
     parser.add_argument("--selectors", default=None, help="such as labels,quest; None: all")
     asked = parser.parse_args()
     folder = directory()
-    texts = [x for x in documents(Tokenizer.load(folder)) if x.split == "test"][: asked.documents]
+    tokenizer, steps = Tokenizer.load(folder), STEPS[asked.task]
+    chosen = [x for x in documents(tokenizer) if x.split == "test"][: asked.documents]
     plan = SparsityPlan.load(RESULTS / "hads" / f"{PLAN}.json")
-    settings = {"context": asked.context, "steps": asked.steps, "documents": asked.documents}
+    settings = {"task": asked.task, "context": asked.context, "documents": asked.documents}
     known = [{k: row[k] for k in ("selector", "budgets", "budget", *settings)} for row in rows()]
     run = None
     for (selector, budgets), each in BUDGETS.items():
@@ -176,18 +229,19 @@ def main() -> None:
             if setting in known or (asked.selectors and selector not in asked.selectors):
                 continue
             if run is None:
-                tokens = np.stack([x.tokens[: asked.context] for x in texts])
-                run = Decoding(load(folder).model, tokens, asked.steps)
+                texts = make_texts(asked.task, chosen, tokenizer, asked.context, steps)
+                run = Decoding(load(folder).model, texts)
             begin = time.monotonic()
             attend = make_attention(plan, selector, budgets, budget)
-            row = setting | run.kv_share(attend) | run.measure(attend)
+            row = setting | {"steps": steps} | run.kv_share(attend) | run.measure(attend)
+            row |= {"dense_loss_by_document": [round(float(x), 6) for x in run.loss()]}
             row |= {"plan": PLAN, "page_size": run.cache.pages.page_size}
-            row |= {"names": [x.name for x in texts], "seconds": round(time.monotonic() - begin, 1)}
+            row |= {"names": [x.name for x in chosen], "seconds": round(time.monotonic() - begin, 1)}
             row |= environment(checkout_root()).fields("utc", "commit", "versions")
             atomic_write(ROWS, "".join(json.dumps(x) + "\n" for x in [*rows(), row]))
-            print(f"{selector}, {budgets}, {budget:.0%}: KV {row['kv_share']:.1%}, "
-                  f"KL {row['kl']:.5f}, loss {row['nll_gap']:+.4f} nats, {row['seconds']} s",
-                  flush=True)  # fmt: skip
+            print(f"{selector}, {budgets}, {budget:.1%}: KV {row['kv_share']:.1%}, "
+                  f"KL {row['kl']:.5f}, loss {row['nll_gap']:+.4f} over {run.loss().mean():.3f}, "
+                  f"{row['seconds']} s", flush=True)  # fmt: skip
 
 
 if __name__ == "__main__":
