@@ -4,7 +4,8 @@ import collections
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from xsake.errors import ArgumentError
 from xsake.model.attend import DenseAttention, LayoutAttention
 from xsake.model.batch import Batch, NativeBatch, PagedBatch, padded_length
 from xsake.model.decoder import Decoder
+from xsake.model.generation_config import read_generation_config
 from xsake.model.prefill import CompiledPrograms
 from xsake.model.sampling import SamplingParams, check_range, sample_tokens
 
@@ -43,6 +45,20 @@ class GenerationOptions(SamplingParams):
         super().__post_init__()
         check_range("max_new_tokens", self.max_new_tokens, "1 or more", self.max_new_tokens >= 1)
         check_range("seed", self.seed, "0 to 2**31 - 1", 0 <= self.seed < 2**31)
+
+    @classmethod
+    def from_folder(cls, directory: str | Path, **overrides: Any) -> "GenerationOptions":
+        """Read generation_config.json of a checkpoint, as transformers understands it.
+
+        Without `do_sample`, decoding is greedy; with it, `top_k` is 50 unless the file has another
+        one. Keys without an equivalent here are an error unless their value changes nothing.
+
+        Args:
+            directory: of the checkpoint.
+            overrides: options that replace those of the file.
+        """
+        needs_length = "max_new_tokens" not in overrides
+        return cls(**read_generation_config(directory, needs_length=needs_length) | overrides)
 
     @property
     def sampling(self) -> SamplingParams:
