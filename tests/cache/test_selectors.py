@@ -5,14 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from xsake.cache import ForcedPages, Labels, Oracle, PagedKV, Quest
+from xsake.cache import ForcedPages, Int8Keys, Labels, Oracle, PagedKV, Quest
 from xsake.cache.pages import LayerPages
 from xsake.errors import ArgumentError
 
 LAYERS, HEADS, GROUP, DIM, SIZE, SLOTS = 2, 2, 3, 16, 4, 9
 LENGTHS = np.array([33, 14])
 COMPONENTS = np.stack([np.arange(DIM)] * LAYERS * HEADS).reshape(LAYERS, HEADS, DIM)
-SELECTORS = [Quest(), Labels(COMPONENTS), Labels(COMPONENTS[..., :8]), Oracle()]
+SELECTORS = [Quest(), Labels(COMPONENTS), Labels(COMPONENTS[..., :8]), Oracle(), Int8Keys()]
 
 
 def draw(seed, *shape):
@@ -48,7 +48,9 @@ def test_the_oracle_knows_the_masses(at):
     np.testing.assert_allclose(masses, true_masses(q, at), atol=1e-5)
 
 
-@pytest.mark.parametrize(("selector", "least"), [(SELECTORS[0], 0.5), (SELECTORS[1], 0.97)])
+@pytest.mark.parametrize(
+    ("selector", "least"), [(Quest(), 0.5), (SELECTORS[1], 0.97), (Int8Keys(), 0.9999)]
+)
 def test_estimates_are_close_to_the_masses(at, selector, least):
     q = draw(5, 2, HEADS, GROUP, DIM) / 4
     masses = selector.masses(q, selector.construct(selector.initialize(at.pages), at), at)

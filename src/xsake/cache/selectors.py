@@ -33,6 +33,21 @@ class ForcedPages(NamedTuple):
     num_local: int = 64
 
 
+class RankedPages(NamedTuple):
+    """Pages by descending mass."""
+
+    mass: Float[Array, "B Hk N"]  # inf: forced; negative: no page
+    number: Int[Array, "B Hk N"]
+
+    def list_pages(self, counts: Int[Array, "B Hk"]) -> Int[Array, "B Hk N"]:
+        """Return the first `counts` and all forced pages, ascending; -1: unused."""
+        rank = jnp.arange(self.number.shape[-1])[None, None]
+        is_chosen = (self.mass >= 0) & ((rank < counts[..., None]) | (self.mass == jnp.inf))
+        unused = jnp.iinfo(jnp.int32).max
+        number = jnp.sort(jnp.where(is_chosen, self.number, unused), axis=-1)
+        return jnp.where(number == unused, -1, number).astype(jnp.int32)
+
+
 class PageSelector(abc.ABC):
     """Estimates which pages hold the attention of the last tokens; a frozen dataclass."""
 
@@ -87,13 +102,22 @@ class PageSelector(abc.ABC):
         self, q: Float[Array, "B Hk G D"], summaries: Summaries, at: LayerPages
     ) -> Float[Array, "B Hk N"]:
         """Estimate the attention mass of each page, summed over the query heads of a kv head."""
-        number = jnp.broadcast_to(jnp.arange(at.page_table.shape[1])[None], at.page_table.shape)
-        page = jnp.maximum(at.page_table, 0)
-        of_pages = jax.tree.map(lambda x: x[at.layer, page], summaries)
-        exists = _existing(number, at) & (at.page_table >= 0)[..., None]
-        estimates = self.estimate(q.astype(jnp.float32), of_pages, exists, at.layer)
+        of_pages, exists = self.load_all(summaries, at)
+        estimates = self.estimate(q, of_pages, exists, at.layer)
         is_page = exists.any(-1)[:, None, None]
         return jax.nn.softmax(jnp.where(is_page, estimates, -jnp.inf), axis=-1).sum(2)
+
+    def load(self, summaries: Summaries, at: LayerPages, page: Int[Array, "B n"]) -> Summaries:
+        """Return the summaries of some pages of the pool."""
+        return jax.tree.map(lambda x: x[at.layer, page], summaries)
+
+    def load_all(
+        self, summaries: Summaries, at: LayerPages
+    ) -> tuple[Summaries, Bool[Array, "B N page"]]:
+        """Return the summaries of every page of the sequences, and which slots hold a token."""
+        number = jnp.broadcast_to(jnp.arange(at.page_table.shape[1])[None], at.page_table.shape)
+        exists = _existing(number, at) & (at.page_table >= 0)[..., None]
+        return self.load(summaries, at, jnp.maximum(at.page_table, 0)), exists
 
     def retrieve_topk(
         self,
@@ -117,22 +141,30 @@ class PageSelector(abc.ABC):
             slots: largest number of pages that `counts` may ask for.
             forced: pages that are read in any case.
         """
-        batch, q_heads, dim = q.shape
-        kv_heads, size = at.pages.k.shape[2], at.pages.page_size
-        q = q.reshape(batch, kv_heads, q_heads // kv_heads, dim) * scale
+        q = self.group_heads(q, at, scale)
+        return self.rank(q, summaries, at, slots, forced).list_pages(counts)
+
+    def group_heads(
+        self, q: Float[Array, "B Hq D"], at: LayerPages, scale: float
+    ) -> Float[Array, "B Hk G D"]:
+        """Return queries times the scale, in float32, by kv head."""
+        q = q.reshape(q.shape[0], at.pages.k.shape[2], -1, q.shape[-1])
+        return q.astype(jnp.float32) * scale
+
+    def rank(
+        self, q: Float[Array, "B Hk G D"], summaries: Summaries, at: LayerPages, slots: int,
+        forced: ForcedPages,
+    ) -> RankedPages:  # fmt: skip
+        """Return the first pages: those that are forced, then those with the largest estimates."""
         masses = self.masses(q, summaries, at)
-        first = jnp.arange(masses.shape[-1])[None] * size
+        first = jnp.arange(masses.shape[-1])[None] * at.pages.page_size
         lengths = at.lengths[:, None]
         is_page = (first < lengths) & (at.page_table >= 0)
-        is_forced = (first < forced.num_sinks) | (first + size > lengths - forced.num_local)
+        is_local = first + at.pages.page_size > lengths - forced.num_local
+        is_forced = (first < forced.num_sinks) | is_local
         masses = jnp.where(is_forced[:, None], jnp.inf, masses)
         masses = jnp.where(is_page[:, None], masses, -1.0)
-        values, number = jax.lax.top_k(masses, min(slots, masses.shape[-1]))
-        rank = jnp.arange(number.shape[-1])[None, None]
-        is_chosen = (values >= 0) & ((rank < counts[..., None]) | (values == jnp.inf))
-        unused = jnp.iinfo(jnp.int32).max
-        number = jnp.sort(jnp.where(is_chosen, number, unused), axis=-1)
-        return jnp.where(number == unused, -1, number).astype(jnp.int32)
+        return RankedPages(*jax.lax.top_k(masses, min(slots, masses.shape[-1])))
 
     def bytes_per_page(self, pages: PagedKV) -> int:
         """Return the bytes of a page's summary, all kv heads of one layer."""
