@@ -236,7 +236,10 @@ def main() -> None:
             row = setting | {"steps": steps} | run.kv_share(attend) | run.measure(attend)
             row |= {"dense_loss_by_document": [round(float(x), 6) for x in run.loss()]}
             row |= {"plan": PLAN, "page_size": run.cache.pages.page_size}
-            row |= {"names": [x.name for x in chosen], "seconds": round(time.monotonic() - begin, 1)}
+            row |= {
+                "names": [x.name for x in chosen],
+                "seconds": round(time.monotonic() - begin, 1),
+            }
             row |= environment(checkout_root()).fields("utc", "commit", "versions")
             atomic_write(ROWS, "".join(json.dumps(x) + "\n" for x in [*rows(), row]))
             print(f"{selector}, {budgets}, {budget:.1%}: KV {row['kv_share']:.1%}, "

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tokenizers
 from flax import nnx
 
 import xsake
@@ -25,6 +26,7 @@ from xsake.model import (
     Rope,
 )
 from xsake.model.generate import GenerationOptions, generate, padded_length
+from xsake.model.tokenizer import Tokenizer
 
 ROOM, LENGTHS = 24, np.array([9, 4, 1], np.int32)
 TEXT = np.random.default_rng(0).integers(0, 96, (3, ROOM)).astype(np.int32)
@@ -218,6 +220,59 @@ def test_a_repetition_penalty_counts_prompt_and_new_tokens():
         PROMPTS, generate(model_of("causal"), PROMPTS, options).rows, strict=True
     ):
         assert len({*prompt, *row.tokens}) == len(set(prompt)) + 12
+
+
+WORDS = Tokenizer(
+    tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{i}": i for i in range(96)}, "w0"))
+)
+
+
+def test_a_stop_string_ends_a_row_and_is_not_in_its_text():
+    model = model_of("causal")
+    free = generate(model, PROMPTS, GREEDY, tokenizer=WORDS).rows
+    assert [row.text for row in free] == [WORDS.decode(row.tokens) for row in free]
+    # Two words of the first row, which are three tokens of text with the start of the next word.
+    stop = (f"{WORDS.decode(free[0].tokens[3:5])} w", "never")
+    streamed, ended = collections.defaultdict(str), {}
+
+    def on_text(row, text):
+        streamed[row] += text
+
+    options = GenerationOptions(max_new_tokens=12, temperature=0, stop=stop)
+    rows = generate(
+        model, PROMPTS, options, tokenizer=WORDS, batch_size=2, on_text=on_text,
+        on_finish=ended.__setitem__,
+    ).rows  # fmt: skip
+    assert rows[0].finish == "stop"
+    assert rows[0].tokens == free[0].tokens[:6] and len(rows[0].logprobs) == 6
+    assert rows[0].text == WORDS.decode(free[0].tokens[:3]) + " "
+    for number, (row, whole) in enumerate(zip(rows, free, strict=True)):
+        assert streamed[number] == row.text and ended[number] == row
+        assert row == whole or row.finish == "stop"
+
+
+def test_a_stop_string_in_the_last_token_counts():
+    model = model_of("causal")
+    free = generate(model, PROMPTS[:1], GREEDY).rows[0]
+    first = next(i for i in range(12) if free.tokens[i] not in free.tokens[:i] and i > 0)
+    length = {"max_new_tokens": first + 1, "temperature": 0}
+    options = GenerationOptions(**length, stop=(f"w{free.tokens[first]}",))
+    row = generate(model, PROMPTS[:1], options, tokenizer=WORDS).rows[0]
+    assert row.finish == "stop" and row.text == WORDS.decode(free.tokens[:first]) + " "
+    row = generate(model, PROMPTS[:1], GenerationOptions(**length), tokenizer=WORDS).rows[0]
+    assert row.finish == "length" and row.text == WORDS.decode(free.tokens[: first + 1])
+
+
+def test_stop_strings_and_texts_need_a_tokenizer():
+    for options, callbacks in (
+        (GenerationOptions(stop=("a",)), {}),
+        (GREEDY, {"on_text": lambda row, text: None}),
+    ):
+        with pytest.raises(ArgumentError, match="XSK-102.text-tokenizer"):
+            generate(model_of("causal"), PROMPTS, options, **callbacks)
+    for stop in ("text", ("",), [b"a"]):
+        with pytest.raises(ArgumentError, match="XSK-102.stop-strings"):
+            GenerationOptions(stop=stop)
 
 
 def test_a_layout_reads_prompts_of_its_length_and_decoding_needs_its_own_attention():

@@ -38,6 +38,8 @@ def read(tmp_path):
         ({"repetition_penalty": 1.1}, {"temperature": 0, "repetition_penalty": 1.1}),
         ({"eos_token_id": 7}, {"temperature": 0, "end_ids": (7,)}),
         ({"eos_token_id": [9, 7, 9]}, {"temperature": 0, "end_ids": (7, 9)}),
+        ({"stop_strings": "\n\n"}, {"temperature": 0, "stop": ("\n\n",)}),
+        ({"stop_strings": ["a", "b"]}, {"temperature": 0, "stop": ("a", "b")}),
         ({"max_new_tokens": 5, "max_length": 9}, {"temperature": 0, "max_new_tokens": 5}),
         (
             {
@@ -70,6 +72,7 @@ def test_overrides_win(read):
         ({"do_sample": 1}, "generation-value", "do_sample: 1"),
         ({"eos_token_id": [1, -1]}, "generation-value", "eos_token_id"),
         ({"eos_token_id": True}, "generation-value", "eos_token_id"),
+        ({"stop_strings": ["a", ""]}, "generation-value", "stop_strings"),
         ({"max_new_tokens": 0}, "generation-value", "at least 1"),
         ({"do_sample": True, "temperature": 0}, "generation-value", "above 0"),
         ({"do_sample": True, "top_k": 1.5}, "generation-value", "top_k"),

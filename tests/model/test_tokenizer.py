@@ -114,6 +114,64 @@ def test_spaces_survive_a_decoder_that_drops_the_first_one():
     assert found == ["the", " cat", "", " the", " cat", ""]
 
 
+def cut(text: str, stops) -> str:
+    """The text before the stop string that is complete first."""
+    for end in range(1, len(text) + 1):
+        starts = [end - len(stop) for stop in stops if text[:end].endswith(stop)]
+        if starts:
+            return text[: min(starts)]
+    return text
+
+
+def byte_fallback() -> Tokenizer:
+    """Words with spaces, and bytes for all other characters, as sentencepiece has them."""
+    vocab = {f"<0x{byte:02X}>": byte for byte in range(256)}
+    vocab |= {word: 256 + i for i, word in enumerate(("<unk>", *"▁abc", "▁a", "ab", "ca"))}
+    merges = [("▁", "a"), ("a", "b"), ("c", "a")]
+    inner = tokenizers.Tokenizer(
+        tokenizers.models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True)
+    )
+    inner.normalizer = tokenizers.normalizers.Replace(" ", "▁")
+    inner.decoder = tokenizers.decoders.Sequence(
+        [
+            tokenizers.decoders.Replace("▁", " "), tokenizers.decoders.ByteFallback(),
+            tokenizers.decoders.Fuse(), tokenizers.decoders.Strip(" ", 1, 0),
+        ]
+    )  # fmt: skip
+    return Tokenizer(inner)
+
+
+FALLBACK = byte_fallback()
+SOME_TEXT = st.text(alphabet="abc é\N{GRINNING FACE}", max_size=30)
+STOPS = st.lists(st.text(alphabet="abc é\N{GRINNING FACE}", min_size=1, max_size=4), max_size=4)
+
+
+@hypothesis.given(st.data(), SOME_TEXT, STOPS)
+def test_streamed_text_is_that_of_all_tokens_before_the_first_stop_string(
+    tokenizer, data, text, stops
+):
+    ids = tokenizer.encode(text).tolist()
+    cases = [(tokenizer, ids), (FALLBACK, FALLBACK.encode(text).tolist())]
+    noise = data.draw(st.lists(st.sampled_from([*ids, 0, *range(240, 256)]), max_size=40))
+    for owner, tokens in (*cases, (tokenizer, noise)):
+        stream, shown = owner.stream(stops), ""
+        expected = cut(owner.decode(tokens), stops)
+        for token in tokens:
+            shown += stream.push(token)
+            assert expected.startswith(shown)
+        shown += stream.finish()
+        assert shown == stream.text == expected
+        assert stream.is_stopped == (expected != owner.decode(tokens))
+
+
+def test_the_start_of_a_stop_string_waits_until_it_cannot_become_one(tokenizer):
+    stream = tokenizer.stream(["\n\nQ:", "END"])
+    pushed = [stream.push(token) for token in tokenizer.encode("a\n\nEN\n\nQ:b")]
+    assert pushed == ["a", "", "", "\n\n", "", "EN", "", "", "", ""]
+    assert stream.is_stopped and stream.text == "a\n\nEN"
+    assert stream.push(tokenizer.encode("c")[0]) == stream.finish() == ""
+
+
 def test_end_tokens_come_from_every_file_that_names_them(copy):
     assert Tokenizer.load(copy()).end_ids == ()
     directory = copy(

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,11 +20,18 @@ from xsake.model.decoder import Decoder
 from xsake.model.generation_config import read_generation_config
 from xsake.model.prefill import CompiledPrograms
 from xsake.model.sampling import SamplingParams, check_range, sample_tokens
+from xsake.model.tokenizer import TextStream, Tokenizer
 
 OnToken = Callable[[int, int | None], None]
 """Called with the number of a prompt and its new token; None: it ended with an end token."""
 
-FinishReason = Literal["end", "length"]
+OnText = Callable[[int, str], None]
+"""Called with the number of a prompt and its new text, which is final."""
+
+OnFinish = Callable[[int, "Continuation"], None]
+"""Called with the number of a prompt and its output when it is complete."""
+
+FinishReason = Literal["end", "length", "stop"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,14 +42,23 @@ class GenerationOptions(SamplingParams):
         max_new_tokens: maximum number of new tokens per row.
         seed: of sampling.
         end_ids: tokens that end a row; not included in its output.
+        stop: texts that end a row; its text ends before them, its tokens include them.
     """
 
     max_new_tokens: int = 128
     seed: int = 0
     end_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
 
     def __post_init__(self):
         super().__post_init__()
+        if not isinstance(self.stop, tuple) or not all(
+            isinstance(text, str) and text for text in self.stop
+        ):
+            raise ArgumentError(
+                "stop-strings", "invalid stop strings", got=repr(self.stop)[:200],
+                expected="a tuple of texts, none of them empty", fix='stop=("text",)',
+            )  # fmt: skip
         check_range("max_new_tokens", self.max_new_tokens, "1 or more", self.max_new_tokens >= 1)
         check_range("seed", self.seed, "0 to 2**31 - 1", 0 <= self.seed < 2**31)
 
@@ -74,12 +90,15 @@ class Continuation:
     Args:
         tokens: without the end token.
         logprobs: log-probability of each token before temperature and filters.
-        finish: "end" after an end token, "length" after `max_new_tokens`.
+        finish: "end" after an end token, "stop" after a stop string, "length" after
+            `max_new_tokens`.
+        text: of the tokens up to a stop string; None without a tokenizer.
     """
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
     finish: FinishReason
+    text: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +141,10 @@ def generate(
     attend: AttentionFn = DenseAttention(),  # noqa: B008 (frozen)
     decode_attend: AttentionFn | None = None,
     batch_size: int = 8,
+    tokenizer: Tokenizer | None = None,
     on_token: OnToken | None = None,
+    on_text: OnText | None = None,
+    on_finish: OnFinish | None = None,
 ) -> GenerationResult:
     """Generate tokens for prompts.
 
@@ -142,10 +164,14 @@ def generate(
         attend: attention function for prefill.
         decode_attend: attention function for decoding; None: as for prefill.
         batch_size: most rows that are decoded together.
+        tokenizer: for stop strings, texts and `on_text`.
         on_token: called with every new token.
+        on_text: called with new text, without incomplete characters and what may still become a
+            stop string.
+        on_finish: called with each output when it is complete.
 
     Returns:
-        Tokens, log-probabilities, finish reasons and timing.
+        Tokens, log-probabilities, finish reasons, texts and timing.
 
     Example:
         >>> from flax import nnx
@@ -159,6 +185,11 @@ def generate(
     """
     check_range("batch_size", batch_size, "1 or more", batch_size >= 1)
     _check_prompts(prompts, model, options)
+    if tokenizer is None and (options.stop or on_text is not None):
+        raise ArgumentError(
+            "text-tokenizer", "stop strings and texts need the tokenizer of the model",
+            got="tokenizer=None", expected="a tokenizer", fix="tokenizer=Tokenizer.load(folder)",
+        )  # fmt: skip
     longest = max(map(len, prompts)) + options.max_new_tokens
     kind = PagedBatch if model.config.native_sparse is None else NativeBatch
     batch = kind(
@@ -166,23 +197,53 @@ def generate(
         capacity=padded_length(longest, model.config.context), attend=attend,
         decode_attend=_select_decode_attention(attend, decode_attend),
     )  # fmt: skip
-    return _Generation(batch, prompts, options, on_token).run()
+    callbacks = _Callbacks(on_token, on_text, on_finish)
+    return _Generation(batch, prompts, options, tokenizer, callbacks).run()
+
+
+class _Callbacks(NamedTuple):
+    on_token: OnToken | None
+    on_text: OnText | None
+    on_finish: OnFinish | None
+
+
+@dataclasses.dataclass
+class _Output:
+    """What a prompt has so far.
+
+    Args:
+        stream: the text; None without a tokenizer.
+    """
+
+    stream: TextStream | None
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[float] = dataclasses.field(default_factory=list)
+    finish: FinishReason | None = None
+
+    def to_row(self) -> Continuation:
+        """Return the output of a prompt that has ended."""
+        assert self.finish is not None
+        text = None if self.stream is None else self.stream.text
+        return Continuation(tuple(self.tokens), tuple(self.logprobs), self.finish, text)
 
 
 class _Generation:
     """Prompts that wait for a row, rows that are decoded, and outputs."""
 
-    def __init__(self, batch: Batch, prompts, options: GenerationOptions, on_token: OnToken | None):
+    def __init__(
+        self, batch: Batch, prompts, options: GenerationOptions, tokenizer: Tokenizer | None,
+        callbacks: _Callbacks,
+    ):  # fmt: skip
         self._batch, self._programs = batch, batch.programs
-        self._prompts, self._options, self._on_token = prompts, options, on_token
+        self._prompts, self._options, self._callbacks = prompts, options, callbacks
         self._waiting = collections.deque(range(len(prompts)))
         rows, vocab = batch.rows, batch.model.config.vocab_size
         self._prompt_of = np.full(rows, -1)  # by row; -1: free
         self._logits = jnp.zeros((rows, vocab), jnp.float32)
         is_penalized = options.repetition_penalty is not None
         self._seen = jnp.zeros((rows, vocab), bool) if is_penalized else None
-        self._outputs: list[list[tuple[int, float]]] = [[] for _ in prompts]
-        self._finish: list[FinishReason] = ["length"] * len(prompts)
+        stream = lambda: None if tokenizer is None else tokenizer.stream(options.stop)
+        self._outputs = [_Output(stream()) for _ in prompts]
         self._prefill_seconds, self._num_sampled = 0.0, 0
 
     @property
@@ -204,8 +265,7 @@ class _Generation:
             decode_tokens=self._num_sampled - len(self._prompts),
             decode_seconds=self._programs.clock() - started - self._prefill_seconds,
         )
-        rows = zip(self._outputs, self._finish, strict=True)
-        return GenerationResult(tuple(_make_row(output, finish) for output, finish in rows), timing)
+        return GenerationResult(tuple(output.to_row() for output in self._outputs), timing)
 
     def _admit(self) -> None:
         """Process waiting prompts into free rows."""
@@ -227,7 +287,7 @@ class _Generation:
     def _sample(self) -> Int[Array, " B"]:
         """Sample a token for each active row; release the rows that end."""
         options, active = self._options, np.flatnonzero(self._is_active)
-        steps = np.array([len(self._outputs[n]) for n in self._prompt_of], np.int32)
+        steps = np.array([len(self._outputs[n].tokens) for n in self._prompt_of], np.int32)
         sampled, logprobs, self._seen = self._programs.run(
             _sample, self._logits, jax.random.key(options.seed), jnp.asarray(steps),
             jnp.asarray(self._prompt_of, jnp.int32), self._seen, sampling=options.sampling,
@@ -235,23 +295,37 @@ class _Generation:
         tokens, values = np.asarray(sampled).tolist(), np.asarray(logprobs).tolist()
         self._num_sampled += len(active)
         for row in active:
-            number, token = self._prompt_of[row], tokens[row]
-            is_end, output = token in options.end_ids, self._outputs[number]
-            if is_end:
-                self._finish[number] = "end"
-            else:
-                output.append((token, values[row]))
-            if self._on_token is not None:
-                self._on_token(int(number), None if is_end else token)
-            if is_end or len(output) == options.max_new_tokens:
+            number = int(self._prompt_of[row])
+            self._add_token(number, tokens[row], values[row])
+            if self._outputs[number].finish is not None:
                 self._batch.release(int(row))
                 self._prompt_of[row] = -1
         return sampled
 
-
-def _make_row(output: list[tuple[int, float]], finish: FinishReason) -> Continuation:
-    tokens, logprobs = zip(*output, strict=True) if output else ((), ())
-    return Continuation(tokens, logprobs, finish)
+    def _add_token(self, number: int, token: int, logprob: float) -> None:
+        """Add a sampled token to the output of a prompt, which may end with it."""
+        options, output, (on_token, on_text, on_finish) = (
+            self._options, self._outputs[number], self._callbacks
+        )  # fmt: skip
+        is_end, stream, text = token in options.end_ids, output.stream, ""
+        if is_end:
+            output.finish = "end"
+        else:
+            output.tokens.append(token)
+            output.logprobs.append(logprob)
+            if len(output.tokens) == options.max_new_tokens:
+                output.finish = "length"
+        if stream is not None:
+            text = "" if is_end else stream.push(token)
+            text += stream.finish() if output.finish is not None else ""
+            if stream.is_stopped:
+                output.finish = "stop"
+        if on_token is not None:
+            on_token(number, None if is_end else token)
+        if on_text is not None and text:
+            on_text(number, text)
+        if on_finish is not None and output.finish is not None:
+            on_finish(number, output.to_row())
 
 
 def _check_prompts(prompts, model: Decoder, options: GenerationOptions) -> None:

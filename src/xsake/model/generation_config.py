@@ -37,7 +37,7 @@ _IGNORED = frozenset((
 ))  # fmt: skip
 _READ = frozenset((
     "do_sample", "eos_token_id", "max_length", "max_new_tokens", "min_p", "repetition_penalty",
-    "temperature", "top_k", "top_p",
+    "stop_strings", "temperature", "top_k", "top_p",
 ))  # fmt: skip
 
 
@@ -69,6 +69,7 @@ def read_generation_config(directory: str | Path, *, needs_length: bool = True) 
         "end_ids": _end_ids(config),
         "max_new_tokens": _count(config, "max_new_tokens", 1),
     }
+    options["stop"] = _stop_strings(config)
     penalty = _number(config, "repetition_penalty", math.inf)
     options["repetition_penalty"] = None if penalty == 1 else penalty
     options |= _sampling(config) if _flag(config, "do_sample") else {"temperature": 0}
@@ -99,6 +100,14 @@ def _end_ids(config: dict[str, Any]) -> tuple[int, ...] | None:
     if not all(type(each) is int and 0 <= each < 2**31 for each in ids):
         raise _invalid_value("eos_token_id", value, "a token id, or a list of them")
     return tuple(sorted(set(ids))) or None
+
+
+def _stop_strings(config: dict[str, Any]) -> tuple[str, ...] | None:
+    value = config.get("stop_strings")
+    texts = [value] if isinstance(value, str) else value if value is not None else []
+    if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
+        raise _invalid_value("stop_strings", value, "a text, or a list of them, none empty")
+    return tuple(texts) or None
 
 
 def _flag(config: dict[str, Any], key: str) -> bool:

@@ -1,7 +1,7 @@
 """Tokenizer of a checkpoint (tokenizer.json), with streaming decoding."""
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -102,20 +102,33 @@ class Tokenizer:
         with library_errors():
             return self.inner.decode(plain, skip_special_tokens=not keep_special_tokens)
 
-    def stream(self) -> "TextStream":
-        """Return a streaming decoder."""
-        return TextStream(self)
+    def stream(self, stop: Sequence[str] = ()) -> "TextStream":
+        """Return a streaming decoder.
+
+        Args:
+            stop: texts that end the stream.
+        """
+        return TextStream(self, stop)
 
 
 class TextStream:
-    """Streaming decoder; incomplete characters are held back.
+    """Streaming decoder; incomplete characters and possible starts of stop strings are held back.
+
+    The text ends before the stop string that is complete first, however tokens divide it.
 
     Args:
         tokenizer: used for decoding.
+        stop: texts that end the stream, none of them empty.
+
+    Attributes:
+        is_stopped: whether a stop string has been reached.
+        text: all text that was returned.
     """
 
-    def __init__(self, tokenizer: Tokenizer):
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()):
+        self._tokenizer, self._stop = tokenizer, tuple(stop)
+        self.is_stopped, self.text = False, ""
+        self._held = ""  # may be the start of a stop string
         # The text of a token may depend on earlier ones (such as a leading space), so new tokens
         # are decoded together with those of the last emitted text.
         self._emitted: list[int] = []
@@ -124,11 +137,27 @@ class TextStream:
     def push(self, token: int | np.integer) -> str:
         """Add a token and return the new text, which may be empty."""
         self._pending.append(int(token))
-        return self._new_text(is_last=False)
+        return self._release(is_last=False)
 
     def finish(self) -> str:
         """Return the text that was held back, complete or not."""
-        return self._new_text(is_last=True)
+        return self._release(is_last=True)
+
+    def _release(self, *, is_last: bool) -> str:
+        if self.is_stopped:
+            return ""
+        text = self._held + self._new_text(is_last=is_last)
+        places = [(text.find(stop) + len(stop), text.find(stop)) for stop in self._stop]
+        places = [(end, start) for end, start in places if start >= 0]
+        self.is_stopped = bool(places)
+        shown = len(text)
+        if places:
+            shown = min(places)[1]
+        elif not is_last:
+            shown -= max((_overlap(text, stop) for stop in self._stop), default=0)
+        self._held = text[shown:]
+        self.text += text[:shown]
+        return text[:shown]
 
     def _new_text(self, *, is_last: bool) -> str:
         decode = self._tokenizer.decode
@@ -139,6 +168,12 @@ class TextStream:
         self._emitted = self._pending if new else self._emitted + self._pending
         self._pending = []
         return new
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Return the length of the longest end of a text that a stop string may start with."""
+    longest = min(len(text), len(stop) - 1)
+    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
 
 
 def _find_end_ids(folder: CheckpointFolder, inner: Any) -> tuple[int, ...]:
