@@ -10,9 +10,11 @@ from tests.hads.sample import POOLED
 from tests.hads.sample import model as identity
 from tests.hads.sample import profile as made_up_profile
 from xsake import hads
+from xsake.attention.layer_call import LayerCall
 from xsake.cache import ForcedPages, Oracle, Quest
-from xsake.errors import ArgumentError
+from xsake.errors import ArgumentError, UnsupportedError
 from xsake.hads.sparse_decoding import rescale_shares
+from xsake.masks import Causal, Window
 from xsake.model import Decoder, DecoderConfig
 from xsake.model.generate import GenerationOptions, generate
 
@@ -28,6 +30,10 @@ def model():
 @pytest.fixture(scope="module")
 def plan():
     """Made up, with the sizes of the model."""
+    return make_plan(hads.make_policy("kl"))
+
+
+def make_plan(policy):
     profile = made_up_profile(heads=6, n=16)
     components = np.stack([np.random.default_rng(i).permutation(CONFIG.head_dim) for i in range(4)])
     profile = profile.model_copy(
@@ -36,7 +42,7 @@ def plan():
             "components": components.reshape(2, 2, -1),
         }
     )
-    return hads.SparsityPlan.of(profile, hads.make_policy("kl"), 0.4, selector=POOLED)
+    return hads.SparsityPlan.of(profile, policy, 0.4, selector=POOLED)
 
 
 def decode(model, attend, steps=20):
@@ -92,6 +98,53 @@ def test_lists_are_as_long_as_the_shares_say(model, plan):
         slots=attend._slots(14, 16), forced=attend.forced,
     )  # fmt: skip
     np.testing.assert_array_equal((np.asarray(pages) >= 0).sum(-1), np.maximum(counts, 3))
+
+
+def test_a_bounded_plan_reads_pages_until_its_limit_is_certified(model):
+    """Of layer 1, against masses in float64; a loose limit is the budget, none is every page."""
+    forced, (_, cache) = (
+        ForcedPages(1, 16),
+        model.prefill(TOKENS, np.array([200, 150]), capacity=224),
+    )
+    q = 4 * jax.random.normal(jax.random.key(0), (2, CONFIG.q_heads, CONFIG.head_dim))
+    counts = {}
+    for eps in (1e-6, 0.2, 1.0):
+        attend = hads.PlanDecoding(
+            make_plan(hads.make_policy("bounded", eps=eps)), 0.1, None, forced
+        )
+        at = cache.with_selector(attend.page_selector).layer_pages(1)
+        call = LayerCall(1, Causal(), CONFIG.scale, None, pages=at)
+        pages = np.asarray(attend.retrieve(q, call))
+        k = np.repeat(np.float64(at.gather()[0]), CONFIG.q_heads // CONFIG.kv_heads, axis=2)
+        s = CONFIG.scale * np.einsum("bhd,bthd->bht", np.float64(q), k)
+        s = np.exp(np.where(np.arange(224) < np.array([200, 150])[:, None, None], s, -np.inf))
+        is_read = (pages[..., None] == np.arange(14)).any(2).repeat(3, 1)
+        mass = s.reshape(2, -1, 14, 16).sum(-1)
+        dropped = np.where(is_read, 0, mass).sum(-1) / mass.sum(-1)
+        assert (dropped <= eps).all()
+        counts[eps] = (pages >= 0).sum(-1)
+    np.testing.assert_array_equal(counts[1e-6], [[13, 13], [10, 10]])
+    assert (counts[0.2] >= counts[1.0]).all() and counts[1.0].sum() < counts[0.2].sum() < 46
+    np.testing.assert_array_equal(counts[1.0], np.maximum(attend._counts(at, 1), 3))
+
+
+def test_a_bounded_plan_decodes_close_to_dense(model):
+    dense = decode(model, None)
+    exact = hads.PlanDecoding(make_plan(hads.make_policy("bounded", eps=1e-6)), 0.1)
+    np.testing.assert_allclose(decode(model, exact), dense, atol=1e-4)
+    with pytest.raises(ArgumentError) as refusal:
+        hads.PlanDecoding(exact.plan, 0.5, Quest())
+    assert refusal.value.slug == "bounded-decoding-selector"
+    q = jnp.zeros((2, 1, CONFIG.q_heads, CONFIG.head_dim))
+    _, cache = model.prefill(TOKENS, np.array([200, 150]), capacity=224)
+    at = cache.with_selector(exact.page_selector).layer_pages(0)
+    for call in (
+        LayerCall(0, Window(8, 0), 1.0, None, pages=at),
+        LayerCall(0, Causal(), 1.0, 30.0, pages=at),
+    ):
+        with pytest.raises(UnsupportedError) as refusal:
+            exact(q, None, None, call)
+        assert refusal.value.slug == "certified-attention"
 
 
 def test_text_is_generated_by_a_plan(model, plan):

@@ -206,6 +206,11 @@ class SparsityPlan(JsonDocument):
         return self.model_copy(update={"heads": heads, "components": components})
 
     @property
+    def eps(self) -> float | None:
+        """Maximum dropped mass of a query by a plan of the policy `bounded`; None for others."""
+        return float(self.policy.settings["eps"]) if self.policy.name == "bounded" else None
+
+    @property
     def n(self) -> int:
         """Query blocks at the calibrated length."""
         return count_blocks(self.calibration.context, self.block)

@@ -70,7 +70,7 @@ class PlanAttention:
     def is_chunkable(self) -> bool:
         """Whether a prompt can be processed in chunks: no row's blocks depend on later rows."""
         is_dynamic = self.plan.selector.name not in ("none", "random")
-        return is_dynamic and self._eps is None and self._scope is BudgetScope.ROW
+        return is_dynamic and self.plan.eps is None and self._scope is BudgetScope.ROW
 
     def init_prefill(self, num_tokens: Sequence[int], capacity: int, dtype: Any) -> PrefillState:
         """Return the state of a prefill in chunks, each of a multiple of the plan's block.
@@ -104,7 +104,7 @@ class PlanAttention:
         chosen = self.chosen(q, k, call)
         n = count_blocks(tokens, block)
         per_sequence = int(self.counts(n).sum((1, 2)).max())
-        if self._eps is not None:
+        if self.plan.eps is not None:
             per_sequence = chosen.shape[1] * visible_blocks(n)
         return BlockLayout.from_block_mask(
             chosen, q_tokens=tokens, kv_tokens=tokens, block_q=block, block_kv=block,
@@ -120,7 +120,11 @@ class PlanAttention:
             grid = jnp.asarray(static)[call.layer]
             return jnp.broadcast_to(grid, (q.shape[0], *grid.shape))
         chosen = self.choice(self.masses(q, k, call), call)
-        return chosen if self._eps is None else self._enforce_eps(q, k, chosen, call, self._eps)
+        return (
+            chosen
+            if self.plan.eps is None
+            else self._enforce_eps(q, k, chosen, call, self.plan.eps)
+        )
 
     def chunk_layout(self, q, k, call: LayerCall) -> BlockLayout:
         """Return the block layout of a chunk of queries over the keys of a cache."""
@@ -157,12 +161,6 @@ class PlanAttention:
     @property
     def _scope(self) -> BudgetScope:
         return self.plan.scope if self.scope is None else self.scope
-
-    @property
-    def _eps(self) -> float | None:
-        """Maximum dropped mass of a query; None without a bound."""
-        policy = self.plan.policy
-        return float(policy.settings["eps"]) if policy.name == "bounded" else None
 
     def _enforce_eps(self, q, k, chosen, call: LayerCall, eps: float) -> Bool[Array, "B Hq Nq Nk"]:
         """Add blocks until no query drops more than `eps` of its attention mass."""

@@ -9,9 +9,10 @@ from jaxtyping import Array, Float, Int
 
 from xsake.attention import BlockSparseAttention
 from xsake.attention.layer_call import LayerCall
-from xsake.cache import ForcedPages, Labels, LayerPages, PageSelector
-from xsake.errors import ArgumentError
+from xsake.cache import ForcedPages, Int8Keys, Labels, LayerPages, PageSelector
+from xsake.errors import ArgumentError, UnsupportedError
 from xsake.hads.plan import SparsityPlan
+from xsake.masks import Causal
 
 LABEL_COMPONENTS = 32
 
@@ -23,11 +24,15 @@ class PlanDecoding:
     The plan is that of prefill: shares of its heads, averaged over the query heads of a kv head and
     rescaled to `budget`, are shares of the pages of a sequence. A step of several tokens is dense.
 
+    A plan of the policy `bounded` keeps its limit: a kv head reads more pages, up to all, until
+    each of its query heads is certified to drop at most `eps` of its attention mass.
+
     Args:
         plan: shares of blocks per head.
         budget: pages that are read / pages of the sequence, on average over the kv heads of the
             model; summaries are not counted.
-        selector: of pages; None: `Labels` of the plan's first 32 components.
+        selector: of pages; None: `Labels` of the plan's first 32 components, or `Int8Keys` for a
+            plan of the policy `bounded`.
         forced: pages that are read in any case.
         operator: implementation, and block sizes of dense steps.
     """
@@ -49,8 +54,15 @@ class PlanDecoding:
     @functools.cached_property
     def page_selector(self) -> PageSelector:
         """Page selector of the cache."""
+        if self.plan.eps is not None and not isinstance(self.selector, Int8Keys | None):
+            raise ArgumentError(
+                "bounded-decoding-selector", "this page selector proves nothing for a bounded plan",
+                got=repr(self.selector), expected="Int8Keys()",
+            )  # fmt: skip
         if self.selector is not None:
             return self.selector
+        if self.plan.eps is not None:
+            return Int8Keys()
         components = self.plan.components_array
         if not components.size:
             raise ArgumentError(
@@ -73,14 +85,22 @@ class PlanDecoding:
                 got=repr(at.selector), expected=repr(self.page_selector),
                 fix="cache.with_selector(attend.page_selector)",
             )  # fmt: skip
-        pages = at.selector.retrieve_topk(
-            q[:, 0], at.summaries, at, self._counts(at, call.layer), scale=call.scale,
-            slots=self._slots(at.page_table.shape[1], at.pages.page_size), forced=self.forced,
-        )  # fmt: skip
         return at.attend(
-            q, pages=pages, mask=call.mask, scale=call.scale, softcap=call.softcap,
-            implementation=self.operator.implementation,
+            q, pages=self.retrieve(q[:, 0], call), mask=call.mask, scale=call.scale,
+            softcap=call.softcap, implementation=self.operator.implementation,
         )  # fmt: skip
+
+    def retrieve(self, q: Float[Array, "B Hq D"], call: LayerCall) -> Int[Array, "B Hk slots"]:
+        """Return the pages that a step reads; -1: unused."""
+        at = call.pages
+        assert at is not None
+        options = {"scale": call.scale, "forced": self.forced}
+        count, eps = self._counts(at, call.layer), self.plan.eps
+        if eps is None:
+            slots = self._slots(at.page_table.shape[1], at.pages.page_size)
+            return at.selector.retrieve_topk(q, at.summaries, at, count, slots=slots, **options)
+        require_certifiable(call)
+        return at.selector.retrieve_within(q, at.summaries, at, count, eps, **options)
 
     @functools.cached_property
     def shares(self) -> Float[np.ndarray, "L Hk"]:
@@ -100,6 +120,16 @@ class PlanDecoding:
         """Return the largest number of pages that any head reads."""
         forced = -(-self.forced.num_sinks // page_size) + -(-self.forced.num_local // page_size) + 1
         return min(pages, max(forced, int(np.ceil(pages * self.shares.max()))))
+
+
+def require_certifiable(call: LayerCall) -> None:
+    """Raise for a layer whose attention the bounds of `Int8Keys` do not describe."""
+    if call.softcap is not None or call.mask != Causal():
+        raise UnsupportedError(
+            "certified-attention", "bounds on dropped mass are of plain causal attention",
+            got=f"mask {call.mask!r}, softcap {call.softcap}",
+            fix="decode by a plan of another policy",
+        )  # fmt: skip
 
 
 def rescale_shares(shares: Float[np.ndarray, "L Hk"], budget: float) -> Float[np.ndarray, "L Hk"]:
