@@ -10,7 +10,13 @@ from jaxtyping import Array, Bool, Float, Int, Num
 
 from xsake.errors import ArgumentError, ShapeError, UnsupportedError
 from xsake.kernels import online_softmax
-from xsake.kernels.dispatch import BackendSpec, Implementation, Op, StaticCall
+from xsake.kernels.dispatch import (
+    MOSAIC_RELEASES,
+    BackendSpec,
+    Implementation,
+    Op,
+    StaticCall,
+)
 from xsake.kernels.lowering import by_platform
 from xsake.kernels.paged_decode.types import PagedConfig, PagedInputs
 from xsake.kernels.sharding import vary_alike
@@ -27,6 +33,7 @@ from xsake.masks.coverage import ALL, NONE
 
 _PACKAGE = "xsake.kernels.paged_decode"
 OP = Op(
+    BackendSpec("mosaic_tpu", f"{_PACKAGE}.mosaic_tpu", ("tpu",), MOSAIC_RELEASES),
     BackendSpec.of_native_library(_PACKAGE, "paged"),
     BackendSpec("xla", f"{_PACKAGE}.xla"),
     BackendSpec("reference", f"{_PACKAGE}.reference", is_on_request=True, is_portable=True),
