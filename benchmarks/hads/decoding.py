@@ -37,12 +37,12 @@ ROWS = RESULTS / "hads" / "decoding.jsonl"
 PLAN = "plan_4096_32"
 CHUNK = 32  # steps between two lines of progress
 BUDGETS = {
-    ("labels", "plan"): (0.1, 0.15, 0.175, 0.2, 0.25, 0.3, 0.4),
-    ("quest", "plan"): (0.2, 0.3, 0.4),
-    ("oracle", "plan"): (0.1, 0.2),
-    ("labels", "uniform"): (0.2,),
-    ("quest", "uniform"): (0.2, 0.4),
+    ("labels", "plan"): (0.1, 0.15, 0.175, 0.2, 0.3),
+    ("quest", "plan"): (0.2, 0.3),
     ("window", "uniform"): (0.2, 0.4),
+    ("quest", "uniform"): (0.2, 0.4),
+    ("labels", "uniform"): (0.2,),
+    ("oracle", "plan"): (0.1, 0.2),
 }
 STEPS = {"text": 512, "copy": 128, "fact": 32}
 DEPTHS = (0.05, 0.25, 0.45, 0.65, 0.15, 0.35, 0.55, 0.75)  # of a passage or fact, in its document

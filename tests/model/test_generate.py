@@ -26,6 +26,7 @@ from xsake.model import (
     Rope,
 )
 from xsake.model.generate import GenerationOptions, generate, padded_length
+from xsake.model.speculation import Draft
 from xsake.model.tokenizer import Tokenizer
 
 ROOM, LENGTHS = 24, np.array([9, 4, 1], np.int32)
@@ -380,3 +381,47 @@ def test_the_cache_is_written_in_place():
     assert memory.alias_size_in_bytes >= size
     # Some pages of one layer are copied (an eighth would be all of them), never the cache.
     assert memory.temp_size_in_bytes < size / 16
+
+
+WINDOW = MaskedAttention(Window(left=2, right=0))
+SETTINGS = {
+    "greedy": GREEDY,
+    "sampled": GenerationOptions(max_new_tokens=12, temperature=1, seed=3),
+    "penalized": GenerationOptions(
+        max_new_tokens=11, temperature=0.7, seed=5, repetition_penalty=1.3, top_k=20
+    ),
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("num_tokens", [1, 4])
+def test_a_draft_does_not_change_the_output(setting, num_tokens):
+    model, options = model_of("causal"), SETTINGS[setting]
+    prompts = [*PROMPTS, PROMPTS[0][:5]]
+    plain = generate(model, prompts, options, batch_size=2)
+    found = generate(model, prompts, options, batch_size=2, draft=Draft(WINDOW, num_tokens))
+    assert [row.tokens for row in found.rows] == [row.tokens for row in plain.rows]
+    for row, expected in zip(found.rows, plain.rows, strict=True):
+        np.testing.assert_allclose(row.logprobs, expected.logprobs, atol=1e-5)
+    assert 0 < found.timing.accepted_tokens < found.timing.drafted_tokens
+
+
+def test_a_draft_by_the_verifying_attention_is_always_accepted():
+    found = generate(model_of("causal"), PROMPTS, GREEDY, draft=Draft(DenseAttention(), 3))
+    assert found.timing.accepted_tokens == found.timing.drafted_tokens == 3 * 9
+
+
+def test_accepted_tokens_after_an_end_token_are_dropped():
+    model = model_of("causal")
+    free = generate(model, PROMPTS, GREEDY).rows
+    ends = tuple({row.tokens[2] for row in free})
+    options = GenerationOptions(max_new_tokens=12, temperature=0, end_ids=ends)
+    plain = generate(model, PROMPTS, options)
+    streamed = collections.defaultdict(list)
+    found = generate(
+        model, PROMPTS, options, draft=Draft(DenseAttention(), 4),
+        on_token=lambda row, token: streamed[row].append(token),
+    )  # fmt: skip
+    assert [(x.tokens, x.finish) for x in found.rows] == [(x.tokens, x.finish) for x in plain.rows]
+    assert [streamed[i] for i in range(3)] == [[*row.tokens, None] for row in found.rows]
+    assert found.timing.decode_tokens == plain.timing.decode_tokens

@@ -109,7 +109,8 @@ class PageSelector(abc.ABC):
 
     def load(self, summaries: Summaries, at: LayerPages, page: Int[Array, "B n"]) -> Summaries:
         """Return the summaries of some pages of the pool."""
-        return jax.tree.map(lambda x: x[at.layer, page], summaries)
+        loaded = jax.tree.map(lambda x: x[at.layer, page], summaries)
+        return jax.lax.optimization_barrier(loaded)  # or XLA gathers again for every use
 
     def load_all(
         self, summaries: Summaries, at: LayerPages
@@ -227,16 +228,19 @@ class Labels(PageSelector):
         factor = (jnp.abs(x).max(-2, keepdims=True) / 7).astype(jnp.bfloat16)
         divisor = jnp.where(factor > 0, factor, 1).astype(jnp.float32)
         codes = (jnp.clip(jnp.round(x / divisor), -7, 7) + 8).astype(jnp.uint8)
-        return codes[..., ::2] | codes[..., 1::2] << 4, factor[..., 0, :]
+        codes = jnp.swapaxes(codes, -1, -2)  # the tokens of a page next to each other
+        return codes[..., ::2, :] | codes[..., 1::2, :] << 4, factor[..., 0, :]
 
     def estimate(self, q, summaries, exists, layer):
         """See `PageSelector`."""
         codes, factor = summaries
         q = self._chosen(q, layer, 1)
         q = q[:, None] * factor.astype(jnp.float32)[:, :, :, None]  # [B, N, Hk, G, R]
-        low, high = ((x.astype(jnp.float32) - 8) for x in (codes & 15, codes >> 4))
-        dot = lambda a, b: jnp.einsum("bnkgr,bnksr->bnkgs", a, b)
-        s = dot(q[..., ::2], low) + dot(q[..., 1::2], high)
+        numbers = jnp.stack([codes & 15, codes >> 4], axis=-2).astype(jnp.float32)
+        numbers = numbers.reshape(*codes.shape[:3], -1, codes.shape[-1])  # [B, N, Hk, R, page]
+        # A product of arrays in memory; fused, XLA computes them again for every row of q.
+        q, numbers = jax.lax.optimization_barrier((q, numbers))
+        s = jnp.einsum("bnkgr,bnkrs->bnkgs", q, numbers - 8)
         s = jnp.where(exists[:, :, None, None], s, -jnp.inf)
         return jnp.moveaxis(jax.nn.logsumexp(s, axis=-1), 1, 3)
 

@@ -13,9 +13,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 from xsake.attention.layer_call import AttentionFn
 from xsake.cache import PageAllocator, PageSelector
+from xsake.errors import ArgumentError
 from xsake.model.cache import AnyCache, KVCache
 from xsake.model.decoder import Decoder
 from xsake.model.prefill import CompiledPrograms, Prefill
+from xsake.model.speculation import Draft
 
 
 def padded_length(tokens: int, context: int) -> int:
@@ -45,16 +47,17 @@ class Batch(abc.ABC):
         capacity: tokens of a row.
         attend: attention function for prompts.
         decode_attend: attention function for decoding.
+        draft: of tokens that `decode_attend` verifies; None: no draft.
     """
 
     cache: Any
 
     def __init__(
         self, model: Decoder, programs: CompiledPrograms, *, rows: int, capacity: int,
-        attend: AttentionFn, decode_attend: AttentionFn,
+        attend: AttentionFn, decode_attend: AttentionFn, draft: Draft | None = None,
     ):  # fmt: skip
         self.model, self.programs, self.rows, self.capacity = model, programs, rows, capacity
-        self.attend, self.decode_attend = attend, decode_attend
+        self.attend, self.decode_attend, self.draft = attend, decode_attend, draft
         self.graph, self.weights = nnx.split(model)
         self.cache = self._empty_cache()
 
@@ -97,8 +100,11 @@ class PagedBatch(Batch):
     """Rows over a pool of pages, which go back to it when a row is released."""
 
     def _empty_cache(self) -> KVCache:
-        cache = self.model.empty_cache(self.rows, capacity=self.capacity)
-        cache = cache.with_selector(getattr(self.decode_attend, "page_selector", None))
+        # Tokens of a draft may go beyond the last token of a row.
+        self._num_spare = 0 if self.draft is None else self.draft.num_tokens
+        cache = self.model.empty_cache(self.rows, capacity=self.capacity + self._num_spare)
+        sparse = self.decode_attend if self.draft is None else self.draft.attend
+        cache = cache.with_selector(getattr(sparse, "page_selector", None))
         self._allocator = PageAllocator(cache.pages.num_pages, cache.pages.page_size)
         self._sequences = [-1] * self.rows
         return dataclasses.replace(cache, page_table=jnp.full_like(cache.page_table, -1))
@@ -106,7 +112,7 @@ class PagedBatch(Batch):
     def admit(self, row, prompt, new_tokens):
         """See `Batch`."""
         sequence = self._sequences[row] = self._allocator.add()
-        self._allocator.append(sequence, len(prompt) + new_tokens)
+        self._allocator.append(sequence, len(prompt) + new_tokens + self._num_spare)
         table = self._allocator.table([sequence], self.cache.page_table.shape[1])
         one = KVCache(self.cache.pages, jnp.asarray(table), jnp.zeros(1, jnp.int32))
         if getattr(self.attend, "is_chunkable", False):
@@ -148,6 +154,12 @@ class NativeBatch(Batch):
     """Rows of a model with native sparse attention, each with arrays of its own."""
 
     def _empty_cache(self) -> AnyCache:
+        if self.draft is not None:
+            raise ArgumentError(
+                "native-draft", "a model with native sparse attention cannot draft",
+                got=f"draft with {type(self.draft.attend).__name__}", expected="draft=None",
+                fix="a step of such a model reads few tokens already",
+            )  # fmt: skip
         token, length = np.zeros((1, 1), np.int32), np.ones(1, np.int32)
         prefill = functools.partial(self.model.prefill, capacity=self.capacity)
         _, one = jax.eval_shape(prefill, token, length)

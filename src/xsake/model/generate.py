@@ -19,7 +19,8 @@ from xsake.model.batch import Batch, NativeBatch, PagedBatch, padded_length
 from xsake.model.decoder import Decoder
 from xsake.model.generation_config import read_generation_config
 from xsake.model.prefill import CompiledPrograms
-from xsake.model.sampling import SamplingParams, check_range, sample_tokens
+from xsake.model.sampling import Sampled, SamplingParams, check_range, sample
+from xsake.model.speculation import Draft, speculate
 from xsake.model.tokenizer import TextStream, Tokenizer
 
 OnToken = Callable[[int, int | None], None]
@@ -111,6 +112,8 @@ class GenerationTiming:
         prefill_seconds: of all prompts.
         decode_tokens: all tokens but the first of each row, end tokens included.
         decode_seconds: of sampling and decoding steps.
+        drafted_tokens: of lossless decoding with a draft.
+        accepted_tokens: drafted tokens that the verification accepted.
     """
 
     prompt_tokens: int
@@ -118,6 +121,8 @@ class GenerationTiming:
     prefill_seconds: float
     decode_tokens: int
     decode_seconds: float
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -140,6 +145,7 @@ def generate(
     *,
     attend: AttentionFn = DenseAttention(),  # noqa: B008 (frozen)
     decode_attend: AttentionFn | None = None,
+    draft: Draft | None = None,
     batch_size: int = 8,
     tokenizer: Tokenizer | None = None,
     on_token: OnToken | None = None,
@@ -163,6 +169,7 @@ def generate(
         options: length limit and sampling.
         attend: attention function for prefill.
         decode_attend: attention function for decoding; None: as for prefill.
+        draft: drafts tokens that `decode_attend` verifies; the output does not change.
         batch_size: most rows that are decoded together.
         tokenizer: for stop strings, texts and `on_text`.
         on_token: called with every new token.
@@ -195,7 +202,7 @@ def generate(
     batch = kind(
         model, CompiledPrograms(), rows=min(batch_size, len(prompts)),
         capacity=padded_length(longest, model.config.context), attend=attend,
-        decode_attend=_select_decode_attention(attend, decode_attend),
+        decode_attend=_select_decode_attention(attend, decode_attend), draft=draft,
     )  # fmt: skip
     callbacks = _Callbacks(on_token, on_text, on_finish)
     return _Generation(batch, prompts, options, tokenizer, callbacks).run()
@@ -244,7 +251,9 @@ class _Generation:
         self._seen = jnp.zeros((rows, vocab), bool) if is_penalized else None
         stream = lambda: None if tokenizer is None else tokenizer.stream(options.stop)
         self._outputs = [_Output(stream()) for _ in prompts]
-        self._prefill_seconds, self._num_sampled = 0.0, 0
+        self._key = jax.random.key(options.seed)
+        self._prefill_seconds = 0.0
+        self._num_sampled = self._num_drafted = self._num_accepted = 0
 
     @property
     def _is_active(self) -> Bool[np.ndarray, " B"]:
@@ -256,14 +265,20 @@ class _Generation:
         while self._waiting or self._is_active.any():
             self._admit()
             sampled = self._sample()
-            if self._is_active.any():
+            if not self._is_active.any():
+                continue
+            if self._batch.draft is None:
                 self._logits = self._batch.extend(sampled, self._is_active)
+            else:
+                self._speculate(sampled, self._batch.draft)
         timing = GenerationTiming(
             prompt_tokens=sum(map(len, self._prompts)),
             compile_seconds=self._programs.compile_seconds,
             prefill_seconds=self._prefill_seconds,
             decode_tokens=self._num_sampled - len(self._prompts),
             decode_seconds=self._programs.clock() - started - self._prefill_seconds,
+            drafted_tokens=self._num_drafted,
+            accepted_tokens=self._num_accepted,
         )
         return GenerationResult(tuple(output.to_row() for output in self._outputs), timing)
 
@@ -286,21 +301,51 @@ class _Generation:
 
     def _sample(self) -> Int[Array, " B"]:
         """Sample a token for each active row; release the rows that end."""
-        options, active = self._options, np.flatnonzero(self._is_active)
-        steps = np.array([len(self._outputs[n].tokens) for n in self._prompt_of], np.int32)
-        sampled, logprobs, self._seen = self._programs.run(
-            _sample, self._logits, jax.random.key(options.seed), jnp.asarray(steps),
-            jnp.asarray(self._prompt_of, jnp.int32), self._seen, sampling=options.sampling,
+        sampled = self._programs.run(
+            _sample, self._logits, self._key, self._steps, self._numbers, self._seen,
+            sampling=self._options.sampling,
         )  # fmt: skip
-        tokens, values = np.asarray(sampled).tolist(), np.asarray(logprobs).tolist()
-        self._num_sampled += len(active)
+        self._seen = sampled.seen
+        tokens, logprobs = np.asarray(sampled.tokens), np.asarray(sampled.logprobs)
+        for row in np.flatnonzero(self._is_active):
+            self._emit(int(row), int(tokens[row]), float(logprobs[row]))
+        return sampled.tokens
+
+    def _speculate(self, sampled: Int[Array, " B"], draft: Draft) -> None:
+        """Extend active rows by sampled and accepted tokens; release the rows that end."""
+        batch, active = self._batch, np.flatnonzero(self._is_active)
+        new, batch.cache = self._programs.run(
+            speculate, batch.weights, sampled, batch.cache, jnp.asarray(self._is_active),
+            self._key, self._steps, self._numbers, self._seen, graph=batch.graph,
+            attend=batch.decode_attend, draft=draft, sampling=self._options.sampling,
+        )  # fmt: skip
+        self._logits, self._seen = new.logits, new.seen
+        tokens, logprobs, num_accepted = map(np.asarray, new[:3])
+        self._num_drafted += draft.num_tokens * len(active)
+        self._num_accepted += int(num_accepted[active].sum())
         for row in active:
-            number = int(self._prompt_of[row])
-            self._add_token(number, tokens[row], values[row])
-            if self._outputs[number].finish is not None:
-                self._batch.release(int(row))
-                self._prompt_of[row] = -1
-        return sampled
+            count = num_accepted[row]
+            for token, logprob in zip(tokens[row, :count], logprobs[row, :count], strict=True):
+                if self._is_active[row]:
+                    self._emit(int(row), int(token), float(logprob))
+
+    @property
+    def _steps(self) -> Int[Array, " B"]:
+        """Number of the next token of each row."""
+        return jnp.asarray([len(self._outputs[n].tokens) for n in self._prompt_of], jnp.int32)
+
+    @property
+    def _numbers(self) -> Int[Array, " B"]:
+        return jnp.asarray(self._prompt_of, jnp.int32)
+
+    def _emit(self, row: int, token: int, logprob: float) -> None:
+        """Add a token to the output of a row; release the row if it ends."""
+        number = int(self._prompt_of[row])
+        self._num_sampled += 1
+        self._add_token(number, token, logprob)
+        if self._outputs[number].finish is not None:
+            self._batch.release(row)
+            self._prompt_of[row] = -1
 
     def _add_token(self, number: int, token: int, logprob: float) -> None:
         """Add a sampled token to the output of a prompt, which may end with it."""
@@ -376,9 +421,5 @@ def _sample(
     seen: Bool[Array, "B vocab"] | None,
     *,
     sampling: SamplingParams,
-) -> tuple[Int[Array, " B"], Float[Array, " B"], Bool[Array, "B vocab"] | None]:
-    """Return tokens, their log-probabilities, and the updated `seen`."""
-    tokens = sample_tokens(logits, sampling, key=key, step=steps, rows=numbers, seen=seen)
-    rows = jnp.arange(tokens.shape[0])
-    logprobs = jax.nn.log_softmax(logits, axis=-1)[rows, tokens]
-    return tokens, logprobs, None if seen is None else seen.at[rows, tokens].set(True)
+) -> Sampled:
+    return sample(logits, seen, sampling, key=key, step=steps, rows=numbers)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -94,6 +95,24 @@ def sample_tokens(
     draw = lambda step, row: jax.random.fold_in(jax.random.fold_in(key, step), row)
     keys = jax.vmap(draw)(jnp.broadcast_to(step, rows.shape), rows)
     return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
+
+
+class Sampled(NamedTuple):
+    """A token of each row."""
+
+    tokens: Int[Array, " B"]
+    logprobs: Float[Array, " B"]  # before temperature and filters
+    seen: Bool[Array, "B vocab"] | None
+
+
+def sample(
+    logits: Logits, seen: Bool[Array, "B vocab"] | None, sampling: SamplingParams, **options: Any
+) -> Sampled:
+    """Sample one token per row; `options` are those of `sample_tokens`."""
+    tokens = sample_tokens(logits, sampling, seen=seen, **options)
+    rows = jnp.arange(tokens.shape[0])
+    logprobs = jax.nn.log_softmax(logits, axis=-1)[rows, tokens]
+    return Sampled(tokens, logprobs, None if seen is None else seen.at[rows, tokens].set(True))
 
 
 def filter_logits(logits: Logits, sampling: SamplingParams) -> Logits:
