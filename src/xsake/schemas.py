@@ -1,4 +1,4 @@
-"""JSON Schemas of all files that XSAKE writes: `python -m xsake.schemas schemas/`."""
+"""JSON Schemas of the files of XSAKE: `python -m xsake.schemas schemas/`."""
 
 import importlib
 import json
@@ -9,6 +9,8 @@ TYPES = {
     "benchmark_row.schema.json": "xsake.benchmarking.rows:BenchmarkRow",
     "certificate.schema.json": "xsake.certify.record:Certificate",
     "evaluation.schema.json": "xsake.evaluation.record:EvaluationReport",
+    "generation_output.schema.json": "xsake.model.prompt_file:OutputLine",
+    "generation_prompt.schema.json": "xsake.model.prompt_file:PromptLine",
     "plan.schema.json": "xsake.hads.plan:SparsityPlan",
     "profile.schema.json": "xsake.hads.profile:Profile",
     "training.schema.json": "xsake.training.config:TrainingConfig",

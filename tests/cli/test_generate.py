@@ -43,19 +43,26 @@ def script(monkeypatch):
     def play(*steps, error=None):
         asked = {}
 
-        def speak(model, prompts, options, *, attend, decode_attend, on_token):
-            asked.update(prompts=[x.tolist() for x in prompts], options=options, attend=attend)
-            for step in steps:
-                for row, token in enumerate(step):
-                    on_token(row, token)
-            if error is not None:
-                raise error
-            rows = zip(*steps, strict=True)
-            rows = [tuple(token for token in row if token is not None) for row in rows]
-            rows = [
-                Continuation(row, (-1.0,) * len(row), "length" if len(row) == len(steps) else "end")
-                for row in rows
-            ]
+        def speak(model, prompts, options, *, tokenizer, on_finish, numbers, **others):
+            asked.update(others, prompts=[x.tolist() for x in prompts], options=options)
+            asked.update(numbers=list(numbers), asked=asked.get("asked", 0) + 1)
+            rows = []
+            for tokens in zip(*steps, strict=True):
+                words = [token for token in tokens if token is not None]
+                finish = "length" if len(words) == len(steps) else "end"
+                text = tokenizer.decode(words)
+                rows.append(Continuation(tuple(words), (-1.0,) * len(words), finish, text))
+            if "on_token" in others:
+                streams = [tokenizer.stream() for _ in rows]
+                for step in steps:
+                    for number, token in enumerate(step):
+                        others["on_token"](number, token)
+                        if token is not None:
+                            others["on_text"](number, streams[number].push(token))
+            for number, row in reversed(list(zip(numbers, rows, strict=True))):
+                if error is not None and row.finish == "length":
+                    raise error
+                on_finish(number, row)
             return GenerationResult(tuple(rows), GenerationTiming(7, 1.25, 0.5, 30, 2.0))
 
         monkeypatch.setattr(generate, "generate", speak)
@@ -86,7 +93,7 @@ def test_one_prompt_streams_new_text_alone_and_figures_go_to_stderr(invoke, scri
     )
     assert asked["prompts"] == [[0, 1]]
     assert asked["attend"] == DenseAttention()
-    assert asked["options"].end_ids == (END,)
+    assert asked["options"] == generate.GenerationOptions(end_ids=(END,))
 
 
 def test_every_option_reaches_the_library(invoke, script, tmp_path):
@@ -96,8 +103,11 @@ def test_every_option_reaches_the_library(invoke, script, tmp_path):
         "repetition_penalty": 1.3, "seed": 8,
     }  # fmt: skip
     flags = [x for name, value in settings.items() for x in (f"--{name.replace('_', '-')}", value)]
+    flags += ["--stop", "x", "--stop", "yz", "--batch-size", 3]
     invoke("--prompt", "the", *flags, "--mask", "window(63, 0)", catch_exceptions=False)
+    settings["stop"] = ("x", "yz")
     assert asked["options"] == generate.GenerationOptions(**settings, end_ids=(END,))
+    assert asked["batch_size"] == 3
     assert asked["attend"] == MaskedAttention(Window(63, 0))
     made = make_plan(profile(weights=3), KL("pooled"), 0.7, Pooled())
     made.save(tmp_path / "plan.json")
@@ -152,3 +162,111 @@ def test_model_and_tokenizer_cannot_command_the_terminal(
 def test_a_budget_of_pages_needs_a_plan(invoke):
     result = invoke("--prompt", "cat", "--page-budget", "25%")
     assert result.exit_code == 2 and "XSK-102.page-budget-without-plan" in result.output
+
+
+CHAT = """{% for message in messages %}{{ message.role }} {{ message.content }} {% endfor %}
+{{ 'mat' if add_generation_prompt }}"""
+
+
+@pytest.fixture
+def chat_model(model, tmp_path):
+    """The checkpoint with a chat template, whose roles are words of its tokenizer."""
+    folder = shutil.copytree(model, tmp_path / "chat")
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHAT}))
+    words = ["system", "user", "assistant"]
+    document = json.loads((folder / "tokenizer.json").read_text())
+    document["model"]["vocab"] |= {word: len(WORDS) + i for i, word in enumerate(words)}
+    (folder / "tokenizer.json").write_text(json.dumps(document))
+    return folder
+
+
+def test_a_chat_uses_the_template_of_the_checkpoint(invoke, script, chat_model, tmp_path):
+    asked = script((2,))
+    assert invoke("--prompt", "cat", "--chat", folder=chat_model).exit_code == 0
+    assert asked["prompts"] == [[8, 1, 4]]
+    invoke("--prompt", "cat", "--chat", "--system", "sat", folder=chat_model)
+    assert asked["prompts"] == [[7, 2, 8, 1, 4]]
+    messages = [{"role": "user", "content": "cat"}, {"role": "assistant", "content": "on"}]
+    (tmp_path / "in.jsonl").write_text(json.dumps({"messages": messages}))
+    done = invoke("--input", tmp_path / "in.jsonl", folder=chat_model)
+    assert asked["prompts"] == [[8, 1, 9, 3, 4]] and done.stdout == "sat\n"
+    alone = invoke("--prompt", "cat", "--system", "sat", folder=chat_model)
+    assert alone.exit_code == 2 and "XSK-102.option-alone" in alone.output
+    assert "no-chat-template" in invoke("--prompt", "cat", "--chat").output
+
+
+def test_options_that_are_not_given_come_from_the_folders_file(invoke, script, chat_model):
+    file = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "max_new_tokens": 5}
+    (chat_model / "generation_config.json").write_text(json.dumps(file))
+    asked = script((2,))
+    invoke("--prompt", "cat", "--generation-config", "--top-p", 0.5, folder=chat_model)
+    assert asked["options"] == generate.GenerationOptions(
+        max_new_tokens=5, temperature=0.6, top_k=50, top_p=0.5, end_ids=(END,)
+    )
+    invoke("--prompt", "cat", folder=chat_model)
+    assert asked["options"] == generate.GenerationOptions(end_ids=(END,))
+
+
+@pytest.fixture
+def files(tmp_path):
+    """Prompts in a file, and where their outputs belong."""
+    lines = [{"id": "a", "prompt": "the cat"}, {"prompt": "on"}, {"id": 7, "prompt": "sat on"}]
+    source, target = tmp_path / "in.jsonl", tmp_path / "out" / "out.jsonl"
+    source.write_text("\n\n".join(map(json.dumps, lines)) + "\n")
+    return source, target
+
+
+def outputs(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_outputs_are_written_as_they_end_and_in_order_at_the_end(invoke, script, files):
+    source, target = files
+    asked = script((2, 3, 4), (3, None, 1))
+    done = invoke("--input", source, "--output", target, "--logprobs")
+    assert done.exit_code == 0, done.output
+    assert [(row["index"], row.get("id"), row["text"]) for row in outputs(target)] == [
+        (0, "a", "sat on"), (1, None, "on"), (2, 7, "mat cat"),
+    ]  # fmt: skip
+    assert outputs(target)[1]["finish"] == "end" and outputs(target)[1]["logprobs"] == [-1.0]
+    assert "prompt 1 of 3: 2 tokens, length" in done.stderr
+    again = invoke("--input", source, "--output", target, "--logprobs")
+    assert asked["asked"] == 1 and "3 outputs, 3 of an earlier run" in again.stderr
+
+
+def test_an_interrupted_run_resumes_with_the_missing_outputs(invoke, script, files):
+    source, target = files
+    script((2, 3, 4), (None, 1, None), error=KeyboardInterrupt())
+    command = ("--input", source, "--output", target)
+    done = invoke(*command)
+    assert done.exit_code == 130 and "to resume" in done.stderr
+    assert [row["index"] for row in outputs(target)] == [2]
+    with target.open("a") as file:
+        file.write('{"index": 1, "text"')  # killed within a line
+    asked = script((2, 3), (3, 1))
+    done = invoke(*command, "--batch-size", 1)
+    assert done.exit_code == 0, done.output
+    assert asked["numbers"] == [0, 1] and asked["prompts"] == [[0, 1], [3]]
+    assert [(row["index"], row["text"]) for row in outputs(target)] == [
+        (0, "sat on"), (1, "on cat"), (2, "mat"),
+    ]  # fmt: skip
+    assert "logprobs" not in outputs(target)[0]
+
+
+def test_an_output_of_another_job_is_refused_and_can_be_replaced(invoke, script, files):
+    source, target = files
+    script((2, 3, 4))
+    command = ("--input", source, "--output", target)
+    assert invoke(*command).exit_code == 0
+    kept = target.read_text()
+    changed = source.read_text().replace('"on"', '"the"')
+    for other in (["--seed", 1], ["--stop", "x"], ["--mask", "window(3, 0)"], ["--logprobs"], None):
+        if other is None:
+            source.write_text(changed)
+        done = invoke(*command, *(other or []))
+        assert done.exit_code == 2 and "XSK-102.output-job" in done.output, done.output
+        assert target.read_text() == kept
+    assert invoke(*command, "--no-resume").exit_code == 0
+    assert target.read_text() != kept
+    done = invoke("--input", source, "--output", source, "--no-resume")
+    assert "XSK-102.output-is-input" in done.output and source.read_text() == changed

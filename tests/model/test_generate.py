@@ -187,6 +187,16 @@ def test_a_seed_repeats_its_draws_and_another_gives_others():
     assert tokens(draw(3, neighbours))[2] == tokens(draw(3, same))[2]
 
 
+def test_a_prompt_with_its_number_generates_the_same_in_another_list():
+    model, options = model_of("causal"), GenerationOptions(max_new_tokens=6, temperature=1)
+    rows = generate(model, PROMPTS, options).rows
+    ended = {}
+    some = generate(
+        model, [PROMPTS[2], PROMPTS[0]], options, numbers=[2, 0], on_finish=ended.__setitem__
+    )
+    assert some.rows == (rows[2], rows[0]) == (ended[2], ended[0])
+
+
 def test_rows_end_at_an_end_token_and_the_loop_with_the_last_of_them():
     model = model_of("causal")
     free = [row.tokens for row in generate(model, PROMPTS, GREEDY).rows]

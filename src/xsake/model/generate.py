@@ -147,6 +147,7 @@ def generate(
     decode_attend: AttentionFn | None = None,
     draft: Draft | None = None,
     batch_size: int = 8,
+    numbers: Sequence[int] | None = None,
     tokenizer: Tokenizer | None = None,
     on_token: OnToken | None = None,
     on_text: OnText | None = None,
@@ -171,6 +172,7 @@ def generate(
         decode_attend: attention function for decoding; None: as for prefill.
         draft: drafts tokens that `decode_attend` verifies; the output does not change.
         batch_size: most rows that are decoded together.
+        numbers: of the prompts, for sampling and callbacks; None: 0, 1, 2...
         tokenizer: for stop strings, texts and `on_text`.
         on_token: called with every new token.
         on_text: called with new text, without incomplete characters and what may still become a
@@ -191,7 +193,8 @@ def generate(
         [(4, 'length'), (4, 'length')]
     """
     check_range("batch_size", batch_size, "1 or more", batch_size >= 1)
-    _check_prompts(prompts, model, options)
+    numbers = range(len(prompts)) if numbers is None else numbers
+    _check_prompts(prompts, numbers, model, options)
     if tokenizer is None and (options.stop or on_text is not None):
         raise ArgumentError(
             "text-tokenizer", "stop strings and texts need the tokenizer of the model",
@@ -205,7 +208,7 @@ def generate(
         decode_attend=_select_decode_attention(attend, decode_attend), draft=draft,
     )  # fmt: skip
     callbacks = _Callbacks(on_token, on_text, on_finish)
-    return _Generation(batch, prompts, options, tokenizer, callbacks).run()
+    return _Generation(batch, prompts, numbers, options, tokenizer, callbacks).run()
 
 
 class _Callbacks(NamedTuple):
@@ -219,9 +222,11 @@ class _Output:
     """What a prompt has so far.
 
     Args:
+        number: of the prompt.
         stream: the text; None without a tokenizer.
     """
 
+    number: int
     stream: TextStream | None
     tokens: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
@@ -238,8 +243,8 @@ class _Generation:
     """Prompts that wait for a row, rows that are decoded, and outputs."""
 
     def __init__(
-        self, batch: Batch, prompts, options: GenerationOptions, tokenizer: Tokenizer | None,
-        callbacks: _Callbacks,
+        self, batch: Batch, prompts, numbers: Sequence[int], options: GenerationOptions,
+        tokenizer: Tokenizer | None, callbacks: _Callbacks,
     ):  # fmt: skip
         self._batch, self._programs = batch, batch.programs
         self._prompts, self._options, self._callbacks = prompts, options, callbacks
@@ -250,7 +255,7 @@ class _Generation:
         is_penalized = options.repetition_penalty is not None
         self._seen = jnp.zeros((rows, vocab), bool) if is_penalized else None
         stream = lambda: None if tokenizer is None else tokenizer.stream(options.stop)
-        self._outputs = [_Output(stream()) for _ in prompts]
+        self._outputs = [_Output(number, stream()) for number in numbers]
         self._key = jax.random.key(options.seed)
         self._prefill_seconds = 0.0
         self._num_sampled = self._num_drafted = self._num_accepted = 0
@@ -336,22 +341,20 @@ class _Generation:
 
     @property
     def _numbers(self) -> Int[Array, " B"]:
-        return jnp.asarray(self._prompt_of, jnp.int32)
+        return jnp.asarray([self._outputs[n].number for n in self._prompt_of], jnp.int32)
 
     def _emit(self, row: int, token: int, logprob: float) -> None:
         """Add a token to the output of a row; release the row if it ends."""
-        number = int(self._prompt_of[row])
+        output = self._outputs[self._prompt_of[row]]
         self._num_sampled += 1
-        self._add_token(number, token, logprob)
-        if self._outputs[number].finish is not None:
+        self._add_token(output, token, logprob)
+        if output.finish is not None:
             self._batch.release(row)
             self._prompt_of[row] = -1
 
-    def _add_token(self, number: int, token: int, logprob: float) -> None:
+    def _add_token(self, output: _Output, token: int, logprob: float) -> None:
         """Add a sampled token to the output of a prompt, which may end with it."""
-        options, output, (on_token, on_text, on_finish) = (
-            self._options, self._outputs[number], self._callbacks
-        )  # fmt: skip
+        options, (on_token, on_text, on_finish) = self._options, self._callbacks
         is_end, stream, text = token in options.end_ids, output.stream, ""
         if is_end:
             output.finish = "end"
@@ -366,36 +369,40 @@ class _Generation:
             if stream.is_stopped:
                 output.finish = "stop"
         if on_token is not None:
-            on_token(number, None if is_end else token)
+            on_token(output.number, None if is_end else token)
         if on_text is not None and text:
-            on_text(number, text)
+            on_text(output.number, text)
         if on_finish is not None and output.finish is not None:
-            on_finish(number, output.to_row())
+            on_finish(output.number, output.to_row())
 
 
-def _check_prompts(prompts, model: Decoder, options: GenerationOptions) -> None:
+def _check_prompts(prompts, numbers, model: Decoder, options: GenerationOptions) -> None:
     """Raise for prompts that are empty, too long or not of the model's vocabulary."""
-    lengths = [len(prompt) for prompt in prompts]
-    if min(lengths, default=0) == 0:
+    lengths = {number: len(prompt) for number, prompt in zip(numbers, prompts, strict=True)}
+    longest = max(lengths, key=lambda number: lengths[number], default=None)
+    if longest is None or not all(lengths.values()):
+        empty = [number for number, length in lengths.items() if not length]
         raise ArgumentError(
-            "empty-prompt", "empty prompt", got=f"prompts of {lengths} tokens"[:200],
+            "empty-prompt", "empty prompt",
+            got=f"prompt {empty[0]} has no token" if empty else "no prompts",
             expected="at least one prompt, and at least one token in each",
             fix="start an empty prompt with the BOS token of the model",
         )  # fmt: skip
     context, vocab = model.config.context, model.config.vocab_size
-    if max(lengths) + options.max_new_tokens > context:
+    if lengths[longest] + options.max_new_tokens > context:
         raise ArgumentError(
             "prompt-length",
             "prompt and new tokens exceed the context of the model",
-            got=f"{max(lengths)} prompt tokens + max_new_tokens={options.max_new_tokens}",
+            got=f"prompt {longest} of {lengths[longest]} tokens + "
+            f"max_new_tokens={options.max_new_tokens}",
             expected=f"at most {context} together",
-            fix="shorten the longest prompt, or reduce max_new_tokens",
+            fix="shorten the prompt, or reduce max_new_tokens",
         )
-    for row, prompt in enumerate(prompts):
+    for number, prompt in zip(numbers, prompts, strict=True):
         ids = np.asarray(prompt)
         if not np.issubdtype(ids.dtype, np.integer) or ids.min() < 0 or ids.max() >= vocab:
             raise ArgumentError(
-                "prompt-vocabulary", f"prompt {row} has token ids outside the vocabulary",
+                "prompt-vocabulary", f"prompt {number} has token ids outside the vocabulary",
                 got=f"{ids.dtype} from {ids.min()} to {ids.max()}",
                 expected=f"integers from 0 to {vocab - 1}", fix="use the tokenizer of the model",
             )  # fmt: skip
