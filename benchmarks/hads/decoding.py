@@ -59,10 +59,11 @@ class Recent(PageSelector):
         """See `PageSelector`."""
         return ()
 
-    def estimate(self, q, summaries, exists, layer):
+    def estimate(self, q, summaries, at):
         """See `PageSelector`."""
-        rank = 1e-3 * jnp.arange(exists.shape[1], dtype=jnp.float32)[None, None, None]
-        return jnp.broadcast_to(rank, (*q.shape[:3], exists.shape[1]))
+        pages = at.page_table.shape[1]
+        rank = 1e-3 * jnp.arange(pages, dtype=jnp.float32)[None, None, None]
+        return jnp.broadcast_to(rank, (*q.shape[:3], pages))
 
 
 class Uniform(PlanDecoding):

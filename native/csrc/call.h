@@ -13,6 +13,7 @@ namespace xsake_cpu {
 
 struct Call {
   Problem problem{};
+  Labels labels{};
   MaskProgram program{};
   std::vector<ProgramStep> steps;
   std::vector<uint8_t> is_listed;

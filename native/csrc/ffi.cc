@@ -382,6 +382,32 @@ ffi::Future attend_pages(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer 
   return start(pool, paged_job(std::move(call)));
 }
 
+ffi::Future score_labels(ffi::ThreadPool pool, Floats q, ffi::AnyBuffer codes,
+                         ffi::AnyBuffer factor, Ints page_table, Ints lengths,
+                         FloatsResult scores) {
+  const auto rows = q.dimensions(), pages = codes.dimensions(), table = page_table.dimensions();
+  if (rows.size() != 4 || pages.size() != 4 || table.size() != 2 || rows[3] != 2 * pages[2] ||
+      !has_shape(pages, {pages[0], rows[1], pages[2], pages[3]}) ||
+      !has_shape(factor.dimensions(), {pages[0], rows[1], rows[3]}) || table[0] != rows[0] ||
+      !has_shape(lengths.dimensions(), {rows[0]}) ||
+      !has_shape(scores->dimensions(), {rows[0], rows[1], rows[2], table[1]}))
+    return fail("shapes of labels: expected q [B, Hk, G, R], codes [P, Hk, R/2, page], factor "
+                "[P, Hk, R], page_table [B, N], lengths [B], scores [B, Hk, G, N]");
+  if (codes.element_type() != ffi::U8 || factor.element_type() != ffi::BF16)
+    return fail("dtypes of labels: expected uint8 codes and bfloat16 factors");
+  if (rows[3] > kMaxLabelComponents || pages[3] > kMaxLabelTokens)
+    return fail("sizes of labels: expected up to 256 components and 256 tokens of a page");
+  for (int64_t i = 0; i < count(page_table); i++)
+    if (page_table.typed_data()[i] >= pages[0])
+      return fail("page_table: expected pages below " + std::to_string(pages[0]));
+  auto call = std::make_unique<Call>();
+  call->labels = {rows[0], rows[1], rows[2], rows[3], pages[3], pages[0], table[1],
+                  q.typed_data(), static_cast<const uint8_t*>(codes.untyped_data()),
+                  static_cast<const uint16_t*>(factor.untyped_data()), page_table.typed_data(),
+                  lengths.typed_data(), scores->typed_data()};
+  return start(pool, labels_job(std::move(call)));
+}
+
 // Arguments and attributes of the block-sparse handlers.
 #define XS_INPUTS                                                                          \
   ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, Ints row_starts, Ints kv_block,    \
@@ -541,6 +567,20 @@ XSAKE_EXPORT XLA_FFI_Error* xsake_cpu_paged(XLA_FFI_CallFrame* frame) {
                                    .Attr<ffi::Span<const int32_t>>("program")
                                    .Attr<int64_t>("program_heads")
                                    .To(attend_pages)
+                                   .release();
+  return handler->Call(frame);
+}
+
+XSAKE_EXPORT XLA_FFI_Error* xsake_cpu_page_labels(XLA_FFI_CallFrame* frame) {
+  static auto* const handler = ffi::Ffi::Bind()
+                                   .Ctx<ffi::ThreadPool>()
+                                   .Arg<Floats>()
+                                   .Arg<ffi::AnyBuffer>()
+                                   .Arg<ffi::AnyBuffer>()
+                                   .Arg<Ints>()
+                                   .Arg<Ints>()
+                                   .Ret<Floats>()
+                                   .To(score_labels)
                                    .release();
   return handler->Call(frame);
 }

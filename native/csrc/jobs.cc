@@ -74,6 +74,14 @@ std::shared_ptr<Job> paged_job(std::unique_ptr<Call> call) {
   return chunked_job(std::move(call), kernels().paged_chunk);
 }
 
+std::shared_ptr<Job> labels_job(std::unique_ptr<Call> call) {
+  const Labels& x = call->labels;
+  auto job = std::make_shared<Job>(std::move(call), 0);
+  job->add_phase(x.batch * x.kv_heads * label_chunks(x),
+                 [&x](int64_t item, char*) { kernels().score_labels(x, item); });
+  return job;
+}
+
 std::shared_ptr<Job> backward_job(std::unique_ptr<Call> call) {
   const Problem& p = call->problem;
   const int64_t slot = backward_sizes(sizes_of(p)).slot;

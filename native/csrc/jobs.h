@@ -25,6 +25,7 @@ std::shared_ptr<Job> decode_job(std::unique_ptr<Call> call);
 std::shared_ptr<Job> paged_job(std::unique_ptr<Call> call);
 std::shared_ptr<Job> backward_job(std::unique_ptr<Call> call);
 std::shared_ptr<Job> statistics_job(std::unique_ptr<Call> call);
+std::shared_ptr<Job> labels_job(std::unique_ptr<Call> call);
 std::shared_ptr<Job> selected_job(std::unique_ptr<Call> call);
 std::shared_ptr<Job> selected_backward_job(std::unique_ptr<Call> call);
 

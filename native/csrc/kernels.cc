@@ -2,6 +2,7 @@
 #include "backward.h"
 #include "decode.h"
 #include "forward.h"
+#include "labels.h"
 #include "paged.h"
 #include "selected.h"
 #include "statistics.h"
@@ -43,7 +44,7 @@ const KernelTable XS_JOIN(XSAKE_ISA, _kernels) = {
     XSAKE_ISA::backward_keys,  XSAKE_ISA::backward_bias,
     XSAKE_ISA::decode_chunk,   XSAKE_ISA::decode_merge,   XSAKE_ISA::paged_chunk,
     XSAKE_ISA::selected_chunk, XSAKE_ISA::selected_range, XSAKE_ISA::selected_merge,
-    XSAKE_ISA::statistics_pack, XSAKE_ISA::statistics_tile,
+    XSAKE_ISA::statistics_pack, XSAKE_ISA::statistics_tile, XSAKE_ISA::score_labels,
     XSAKE_ISA::test_exp2,      XSAKE_ISA::test_tanh,      XSAKE_ISA::test_product,
 };
 

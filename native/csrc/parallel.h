@@ -26,7 +26,7 @@ class Job {
 
   Job(std::unique_ptr<Call> call, int64_t slot_size)
       : call_(std::move(call)), slot_size_(slot_size) {
-    num_slots_ = slot_size ? call_->scratch_size / slot_size : 1;
+    num_slots_ = slot_size ? call_->scratch_size / slot_size : INT64_MAX;
   }
 
   Call& call() { return *call_; }

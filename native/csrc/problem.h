@@ -24,6 +24,8 @@ constexpr int64_t kChunkKeys = 512;   // keys of a decode task
 constexpr int64_t kDecodeRows = 64;   // rows of a decode tile
 constexpr int kDotRows = 4;           // rows of a block of dot products
 constexpr int64_t kChunkRows = 1024;  // rows of a chunk of selected attention, about
+constexpr int64_t kLabelSlots = 64;   // pages of a task that scores labels
+constexpr int64_t kMaxLabelComponents = 256, kMaxLabelTokens = 256;  // of a page
 constexpr int64_t kAlign = 64;
 
 static inline int64_t round_up(int64_t x, int64_t multiple) {
@@ -226,6 +228,19 @@ static inline DecodeItem decode_task(const Problem& p, int64_t item) {
   return {item / groups / chunks, item / groups % chunks, first, min_of(heads, p.kv_heads - first)};
 }
 
+// Scores of pages by labels: log-sum-exp of q.k over the keys of each page of a sequence.
+struct Labels {
+  int64_t batch, kv_heads, group, components, page_size, num_pages, slots;
+  const float* q;           // [batch, kv_heads, group, components]
+  const uint8_t* codes;     // [num_pages, kv_heads, components / 2, page_size]
+  const uint16_t* factor;   // bfloat16 [num_pages, kv_heads, components]
+  const int32_t *page_table, *lengths;  // [batch, slots], [batch]
+  float* scores;            // [batch, kv_heads, group, slots]
+};
+static inline int64_t label_chunks(const Labels& x) {
+  return (x.slots + kLabelSlots - 1) / kLabelSlots;
+}
+
 // Entry points of one ISA. Every function computes one item of a phase; `scratch` belongs to the
 // worker.
 struct KernelTable {
@@ -244,6 +259,7 @@ struct KernelTable {
   void (*selected_merge)(const Problem&, int64_t item);
   void (*statistics_pack)(const Problem&, int64_t item);
   void (*statistics_tile)(const Problem&, int64_t item, char* scratch);
+  void (*score_labels)(const Labels&, int64_t item);
   void (*exp2)(const float* x, float* y, int64_t n);
   void (*tanh)(const float* x, float* y, int64_t n);
   void (*product)(const float* a, const float* b, float* c, int64_t m, int64_t n, int64_t k);

@@ -1,5 +1,7 @@
 """Page selectors: estimates of masses, which pages are listed, and incremental updates."""
 
+import hypothesis
+import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 
 from xsake.cache import ForcedPages, Int8Keys, Labels, Oracle, PagedKV, Quest
 from xsake.cache.pages import LayerPages
+from xsake.cache.selectors import PageMasses
 from xsake.errors import ArgumentError
 
 LAYERS, HEADS, GROUP, DIM, SIZE, SLOTS = 2, 2, 3, 16, 4, 9
@@ -98,6 +101,19 @@ def test_lists_hold_the_forced_pages_and_the_largest_others(at, selector):
         room = min(int(counts[b, h]), 6, 3 + len(others)) - 3
         assert chosen == sorted(always[b] | set(others[: max(0, room)]))
         assert (pages[b, h][len(chosen) :] == -1).all()
+
+
+@hypothesis.given(st.data())
+def test_lists_are_the_first_pages_by_mass(data):
+    masses = st.sampled_from([-1.0, 0.0, 1e-30, 0.25, 0.5, 1.0, np.inf])
+    mass = np.array(data.draw(st.lists(masses, min_size=1, max_size=12)), np.float32)
+    count = data.draw(st.integers(0, len(mass) + 1))
+    masses = PageMasses(jnp.asarray(mass)[None, None])
+    count = max(count, (mass == np.inf).sum())
+    expected = sorted(n for n in np.argsort(-mass, stable=True)[:count] if mass[n] >= 0)
+    np.testing.assert_array_equal(masses.order()[0, 0], np.argsort(-mass, stable=True))
+    found = np.asarray(masses.list_pages(jnp.array([[count]]), len(mass)))[0, 0]
+    assert found.tolist() == expected + [-1] * (len(mass) - len(expected))
 
 
 def test_bytes_of_summaries_are_counted():

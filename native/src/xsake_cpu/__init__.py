@@ -1,5 +1,5 @@
 """Native CPU kernels of XSAKE as XLA FFI handlers: forward, backward, decode (of contiguous
-keys and of pages), selected attention, statistics.
+keys and of pages), scores of pages, selected attention, statistics.
 
 The library is loaded by ctypes and contains no Python code. It was built with the FFI headers of
 the oldest supported jaxlib; `handlers` checks that the running jaxlib accepts them.
@@ -30,6 +30,7 @@ _TARGETS = (
     "xsake_cpu_selected",
     "xsake_cpu_selected_backward",
     "xsake_cpu_paged",
+    "xsake_cpu_page_labels",
     "xsake_cpu_statistics",
 )
 

@@ -110,8 +110,11 @@ class Int8Keys(PageSelector):
         code = jnp.nan_to_num(jnp.clip(jnp.round(x / factor), -MAX_CODE, MAX_CODE))
         return KeyCodes(code.astype(jnp.int8), factor[..., 0, :].astype(jnp.bfloat16))
 
-    def estimate(self, q, summaries, exists, layer):
+    def estimate(self, q, summaries, at):
         """See `PageSelector`."""
+        return self._estimate(q, *self.load_all(summaries, at))
+
+    def _estimate(self, q, summaries: KeyCodes, exists):
         q = q[:, None] * summaries.factor.astype(jnp.float32)[:, :, :, None]
         code = summaries.code.astype(jnp.float32)
         s = jnp.einsum("bnkgd,bnksd->bnkgs", q, code, precision="highest")
@@ -130,7 +133,7 @@ class Int8Keys(PageSelector):
             at: layer, tables and lengths.
         """
         codes, exists = self.load_all(summaries, at)
-        log_sum = self.estimate(q, codes, exists, at.layer)
+        log_sum = self._estimate(q, codes, exists)
         factor = codes.factor.astype(jnp.float32)
         norm = jnp.einsum("bkgd,bnkd->bkgn", jnp.abs(q) + 2.0**-100, factor, precision="highest")
         residual = 0.0 if at.pages.k_scale is not None else 0.5 + 2.0**-15
@@ -190,9 +193,9 @@ class Int8Keys(PageSelector):
             forced: pages that are read in any case.
         """
         q = self.group_heads(q, at, scale)
-        ranked = self.rank(q, summaries, at, at.page_table.shape[1], forced)
-        needed = self.bounds(q, summaries, at).count_within(ranked.number, eps)
-        return ranked.list_pages(jnp.maximum(counts, needed))
+        masses = self.weigh(q, summaries, at, forced)
+        needed = self.bounds(q, summaries, at).count_within(masses.order(), eps)
+        return masses.list_pages(jnp.maximum(counts, needed), at.page_table.shape[1])
 
 
 def _share(dropped: Array, kept: Array, pages: int) -> Array:

@@ -131,6 +131,16 @@ class PagedKV:
 
         return load(self.k, self.k_scale), load(self.v, self.v_scale)
 
+    def flat_table(
+        self, layer: int | Int[Array, ""], page_table: Int[Array | np.ndarray, "B N"]
+    ) -> Int[Array, "B N"]:
+        """Return where pages lie in an array whose first axis is layers times pages.
+
+        An operation that takes this array, and not that of a layer, copies no layer.
+        """
+        table = jnp.asarray(page_table)
+        return jnp.where(table < 0, table, table + layer * self.num_pages)
+
     def attend(
         self,
         q: Float[Array, "B Tq Hq D"],
@@ -148,9 +158,7 @@ class PagedKV:
             lengths: tokens of each sequence, those of q included.
             **options: `pages`, `mask`, `scale` and others of `paged_attention`.
         """
-        # Layers lie one after the other in one pool, so that no layer is copied.
-        table = jnp.asarray(page_table)
-        table = jnp.where(table < 0, table, table + layer * self.num_pages)
+        table = self.flat_table(layer, page_table)
         pool = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), self)
         return paged_attention(
             q, pool.k, pool.v, table, lengths, k_scale=pool.k_scale, v_scale=pool.v_scale, **options

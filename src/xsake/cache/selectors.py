@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from xsake.cache.pages import LayerPages, PagedKV
 from xsake.errors import ArgumentError
+from xsake.kernels.page_labels import label_scores
 
 Summaries = Any
 """Arrays [L, P, Hk, ...] of a selector."""
@@ -33,19 +34,47 @@ class ForcedPages(NamedTuple):
     num_local: int = 64
 
 
-class RankedPages(NamedTuple):
-    """Pages by descending mass."""
+class PageMasses(NamedTuple):
+    """Estimated attention mass of the pages of sequences."""
 
-    mass: Float[Array, "B Hk N"]  # inf: forced; negative: no page
-    number: Int[Array, "B Hk N"]
+    mass: Float[Array, "B Hk N"]  # inf: forced; -1: no page
 
-    def list_pages(self, counts: Int[Array, "B Hk"]) -> Int[Array, "B Hk N"]:
-        """Return the first `counts` and all forced pages, ascending; -1: unused."""
-        rank = jnp.arange(self.number.shape[-1])[None, None]
-        is_chosen = (self.mass >= 0) & ((rank < counts[..., None]) | (self.mass == jnp.inf))
-        unused = jnp.iinfo(jnp.int32).max
-        number = jnp.sort(jnp.where(is_chosen, self.number, unused), axis=-1)
-        return jnp.where(number == unused, -1, number).astype(jnp.int32)
+    def order(self) -> Int[Array, "B Hk N"]:
+        """Return the numbers of pages by descending mass; of equals, the first one first."""
+        return jnp.argsort(-self.mass, axis=-1, stable=True)
+
+    def list_pages(self, counts: Int[Array, "B Hk"], slots: int) -> Int[Array, "B Hk slots"]:
+        """Return the first `counts` and all forced pages of `order`, ascending; -1: unused.
+
+        Without a sort, which takes most of the time of a step on CPUs.
+        """
+        is_page, is_forced = self.mass >= 0, self.mass == jnp.inf
+        counts = jnp.maximum(counts, is_forced.sum(-1))
+        least = _kth_largest(self.mass, jnp.minimum(counts, is_page.sum(-1)))[..., None]
+        is_above, is_equal = self.mass > least, (self.mass == least) & is_page
+        room = counts[..., None] - is_above.sum(-1, keepdims=True)
+        is_chosen = is_above | (is_equal & (jnp.cumsum(is_equal, axis=-1) <= room))
+        slot = jnp.where(is_chosen, jnp.cumsum(is_chosen, axis=-1) - 1, slots)
+        lists = jnp.full((*counts.shape, slots), -1, jnp.int32)
+        batch, head = jnp.ogrid[: counts.shape[0], : counts.shape[1]]
+        number = jnp.arange(self.mass.shape[-1], dtype=jnp.int32)[None, None]
+        return lists.at[batch[..., None], head[..., None], slot].set(number, mode="drop")
+
+
+def _kth_largest(x: Float[Array, "B Hk N"], k: Int[Array, "B Hk"]) -> Float[Array, "B Hk"]:
+    """Return the k-th largest of numbers, negative ones left out; inf for k = 0."""
+    # Floats that are not negative are ordered as their bits.
+    bits = jax.lax.bitcast_convert_type(jnp.maximum(x.astype(jnp.float32), -1.0), jnp.int32)
+
+    def halve(_, limits):
+        low, high = limits
+        middle = low + (high - low) // 2
+        is_enough = (bits >= middle[..., None]).sum(-1) >= k
+        return jnp.where(is_enough, middle, low), jnp.where(is_enough, high, middle)
+
+    low, high = jnp.zeros_like(k), jnp.full_like(k, 0x7F800001)  # above inf
+    low, _ = jax.lax.fori_loop(0, 31, halve, (low, high))
+    return jax.lax.bitcast_convert_type(jnp.minimum(low, 0x7F800000), jnp.float32)
 
 
 class PageSelector(abc.ABC):
@@ -59,19 +88,14 @@ class PageSelector(abc.ABC):
 
     @abc.abstractmethod
     def estimate(
-        self,
-        q: Float[Array, "B Hk G D"],
-        summaries: Summaries,
-        exists: Bool[Array, "B N page"],
-        layer: Any,
+        self, q: Float[Array, "B Hk G D"], summaries: Summaries, at: LayerPages
     ) -> Float[Array, "B Hk G N"]:
-        """Estimate the log of the sum of `exp(q.k)` over the existing keys of each page.
+        """Estimate the log of the sum of `exp(q.k)` over the keys of each page of the sequences.
 
         Args:
             q: last query of each sequence, times the scale of attention.
-            summaries: of the pages of each sequence, a tree of [B, N, Hk, ...].
-            exists: which slots of a page hold a token.
-            layer: number of the layer.
+            summaries: of all pages.
+            at: layer, tables and lengths.
         """
 
     def initialize(self, pages: PagedKV) -> Summaries:
@@ -96,16 +120,17 @@ class PageSelector(abc.ABC):
         new = self.summarize(at.load_keys(page), _existing(number, at), at.layer)
         page = jnp.where(is_used, page, at.pages.num_pages)
         write = lambda old, x: old.at[at.layer, page].set(x.astype(old.dtype), mode="drop")
-        return jax.tree.map(write, summaries, new)
+        # Without the barrier XLA copies the summaries of all pages, as in `PagedKV.append`.
+        return jax.lax.optimization_barrier(jax.tree.map(write, summaries, new))
 
     def masses(
         self, q: Float[Array, "B Hk G D"], summaries: Summaries, at: LayerPages
     ) -> Float[Array, "B Hk N"]:
         """Estimate the attention mass of each page, summed over the query heads of a kv head."""
-        of_pages, exists = self.load_all(summaries, at)
-        estimates = self.estimate(q, of_pages, exists, at.layer)
-        is_page = exists.any(-1)[:, None, None]
-        return jax.nn.softmax(jnp.where(is_page, estimates, -jnp.inf), axis=-1).sum(2)
+        estimates = jnp.where(
+            _is_page(at)[:, None, None], self.estimate(q, summaries, at), -jnp.inf
+        )
+        return jax.nn.softmax(estimates, axis=-1).sum(2)
 
     def load(self, summaries: Summaries, at: LayerPages, page: Int[Array, "B n"]) -> Summaries:
         """Return the summaries of some pages of the pool."""
@@ -143,29 +168,28 @@ class PageSelector(abc.ABC):
             forced: pages that are read in any case.
         """
         q = self.group_heads(q, at, scale)
-        return self.rank(q, summaries, at, slots, forced).list_pages(counts)
+        slots = min(slots, at.page_table.shape[1])
+        return self.weigh(q, summaries, at, forced).list_pages(counts, slots)
 
     def group_heads(
         self, q: Float[Array, "B Hq D"], at: LayerPages, scale: float
     ) -> Float[Array, "B Hk G D"]:
-        """Return queries times the scale, in float32, by kv head."""
-        q = q.reshape(q.shape[0], at.pages.k.shape[2], -1, q.shape[-1])
+        """Return queries times the scale, in float32, by kv head; no gradient flows to them."""
+        q = jax.lax.stop_gradient(q).reshape(q.shape[0], at.pages.k.shape[2], -1, q.shape[-1])
         return q.astype(jnp.float32) * scale
 
-    def rank(
-        self, q: Float[Array, "B Hk G D"], summaries: Summaries, at: LayerPages, slots: int,
+    def weigh(
+        self, q: Float[Array, "B Hk G D"], summaries: Summaries, at: LayerPages,
         forced: ForcedPages,
-    ) -> RankedPages:  # fmt: skip
-        """Return the first pages: those that are forced, then those with the largest estimates."""
+    ) -> PageMasses:  # fmt: skip
+        """Return the estimated masses of all pages, and which ones are forced."""
         masses = self.masses(q, summaries, at)
         first = jnp.arange(masses.shape[-1])[None] * at.pages.page_size
         lengths = at.lengths[:, None]
-        is_page = (first < lengths) & (at.page_table >= 0)
         is_local = first + at.pages.page_size > lengths - forced.num_local
         is_forced = (first < forced.num_sinks) | is_local
         masses = jnp.where(is_forced[:, None], jnp.inf, masses)
-        masses = jnp.where(is_page[:, None], masses, -1.0)
-        return RankedPages(*jax.lax.top_k(masses, min(slots, masses.shape[-1])))
+        return PageMasses(jnp.where(_is_page(at)[:, None], masses, -1.0))
 
     def bytes_per_page(self, pages: PagedKV) -> int:
         """Return the bytes of a page's summary, all kv heads of one layer."""
@@ -187,9 +211,10 @@ class Quest(PageSelector):
         half = lambda x: jnp.where(jnp.isfinite(x), x, 0).astype(jnp.bfloat16)
         return half(least), half(most)
 
-    def estimate(self, q, summaries, exists, layer):
+    def estimate(self, q, summaries, at):
         """See `PageSelector`."""
-        least, most = (x.astype(jnp.float32) for x in summaries)
+        loaded, exists = self.load_all(summaries, at)
+        least, most = (x.astype(jnp.float32) for x in loaded)
         positive, negative = jnp.maximum(q, 0), jnp.minimum(q, 0)
         dot = lambda a, b: jnp.einsum("bkgd,bnkd->bkgn", a, b)
         bound = dot(positive, most) + dot(negative, least)
@@ -231,18 +256,11 @@ class Labels(PageSelector):
         codes = jnp.swapaxes(codes, -1, -2)  # the tokens of a page next to each other
         return codes[..., ::2, :] | codes[..., 1::2, :] << 4, factor[..., 0, :]
 
-    def estimate(self, q, summaries, exists, layer):
+    def estimate(self, q, summaries, at):
         """See `PageSelector`."""
-        codes, factor = summaries
-        q = self._chosen(q, layer, 1)
-        q = q[:, None] * factor.astype(jnp.float32)[:, :, :, None]  # [B, N, Hk, G, R]
-        numbers = jnp.stack([codes & 15, codes >> 4], axis=-2).astype(jnp.float32)
-        numbers = numbers.reshape(*codes.shape[:3], -1, codes.shape[-1])  # [B, N, Hk, R, page]
-        # A product of arrays in memory; fused, XLA computes them again for every row of q.
-        q, numbers = jax.lax.optimization_barrier((q, numbers))
-        s = jnp.einsum("bnkgr,bnkrs->bnkgs", q, numbers - 8)
-        s = jnp.where(exists[:, :, None, None], s, -jnp.inf)
-        return jnp.moveaxis(jax.nn.logsumexp(s, axis=-1), 1, 3)
+        codes, factor = (x.reshape(-1, *x.shape[2:]) for x in summaries)  # no layer is copied
+        table = at.pages.flat_table(at.layer, at.page_table)
+        return label_scores(self._chosen(q, at.layer, 1), codes, factor, table, at.lengths)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -253,11 +271,18 @@ class Oracle(PageSelector):
         """See `PageSelector`."""
         return keys
 
-    def estimate(self, q, summaries, exists, layer):
+    def estimate(self, q, summaries, at):
         """See `PageSelector`."""
-        s = jnp.einsum("bkgd,bnksd->bkgns", q, summaries.astype(jnp.float32), precision="highest")
+        keys, exists = self.load_all(summaries, at)
+        s = jnp.einsum("bkgd,bnksd->bkgns", q, keys.astype(jnp.float32), precision="highest")
         s = jnp.where(exists[:, None, None], s, -jnp.inf)
         return jax.nn.logsumexp(s, axis=-1)
+
+
+def _is_page(at: LayerPages) -> Bool[Array, "B N"]:
+    """Return which pages of the sequences hold tokens."""
+    first = jnp.arange(at.page_table.shape[1])[None] * at.pages.page_size
+    return (first < at.lengths[:, None]) & (at.page_table >= 0)
 
 
 def _existing(number: Int[Array, "B n"], at: LayerPages) -> Bool[Array, "B n page"]:

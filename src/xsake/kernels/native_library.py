@@ -54,23 +54,21 @@ def call(
     operands: Sequence[Any],
     results: Sequence[jax.ShapeDtypeStruct],
     *,
-    sizes: dict[str, int],
+    sizes: dict[str, int] | None = None,
     **attributes: Any,
 ) -> Sequence[Array]:
     """Results of the handler `xsake_cpu_<name>`.
 
     Its workspace is one more result, so that XLA knows of the memory. `sizes` are those that the
-    workspace depends on.
+    workspace depends on; None: it needs none.
     """
-    workspace = load().workspace(name, **sizes)
+    shapes = list(results)
+    if sizes is not None:
+        shapes.append(jax.ShapeDtypeStruct((load().workspace(name, **sizes),), np.uint8))
     arrays = tuple(map(jnp.asarray, operands))
     axes = axes_of(arrays)
-    handler = jax.ffi.ffi_call(
-        f"xsake_cpu_{name}",
-        (*results, jax.ShapeDtypeStruct((workspace,), np.uint8)),
-        vmap_method="sequential",
-    )
-    return vary(handler(*vary(arrays, axes), **attributes), axes)[:-1]
+    handler = jax.ffi.ffi_call(f"xsake_cpu_{name}", shapes, vmap_method="sequential")
+    return vary(handler(*vary(arrays, axes), **attributes), axes)[: len(results)]
 
 
 def sizes_of(q: Any, v: Any) -> dict[str, int]:
