@@ -14,7 +14,7 @@ from xsake.certify.family import PeakFigures, Target
 from xsake.certify.record import CompileCase, CompileFacts
 
 NAME, PLATFORM, PACKAGES = "fake", "cpu", ("jaxlib",)
-KERNELS = SELECTED_KERNELS = "tests.certify.fake_family"
+KERNELS = SELECTED_KERNELS = PAGED_KERNELS = "tests.certify.fake_family"
 PEAK = PeakFigures(1e12, 1e11, 2**30, None, "nowhere")
 TARGETS = {"f1": Target("f1", "fake", "f1:1x1", "made up", cores_per_device=1, peak=PEAK)}
 FAMILIES = {"fake": KERNELS}

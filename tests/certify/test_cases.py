@@ -6,6 +6,7 @@ import pytest
 from tests.certify import fake_family
 from xsake.certify import build, cases
 from xsake.errors import ArgumentError
+from xsake.kernels.paged_decode import mosaic_tpu as paged_tpu
 from xsake.kernels.selected import mosaic_tpu
 
 
@@ -13,7 +14,7 @@ def test_heads_at_128k_are_whole_kv_groups_of_at_most_16():
     for case in cases.all_cases().values():
         heads = cases.MODELS[case.shape]
         assert case.q_heads * heads.kv == case.kv_heads * heads.q
-        if case.tokens == 131072:
+        if case.tokens == 131072 and case.pass_name != cases.PAGED_PASS:
             assert 8 <= case.q_heads <= 16
         else:
             assert (case.q_heads, case.kv_heads) == (heads.q, heads.kv)
@@ -67,3 +68,19 @@ def test_a_case_of_lists_per_token_is_one_launch_over_a_chunk(name):
     assert case.slots == 16 and built.cost.launches == 1 and built.cost.steps > built.cost.listed
     assert 0.4 < case.budget < 0.5
     assert built.cost.flops > 4096 * 16 * 64 * 2 * 256  # at least the products of every pair
+
+
+def test_a_case_of_pages_reads_the_listed_ones_only():
+    name = "llama3_8b_32k_{}_{}_paged_decode"
+    cost = lambda *which: (
+        build.build_paged(cases.all_cases()[name.format(*which)], paged_tpu, "tpu").cost
+    )
+    quarter, chunk, int8 = (
+        cost(*which)
+        for which in ((25, "bf16_page16"), (100, "bf16_page16_64queries"), (100, "int8_page32"))
+    )
+    assert (quarter.listed, chunk.listed, int8.listed) == (8 * 512, 8 * 2048, 8 * 1024)
+    assert quarter.flops == 4 * 32 * 128 * 32768 // 4
+    assert chunk.flops == 64 * 4 * quarter.flops
+    assert 1.9 < chunk.bytes_read / int8.bytes_read < 2.1
+    assert 3.9 < chunk.bytes_read / quarter.bytes_read < 4.1

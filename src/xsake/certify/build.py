@@ -10,9 +10,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from xsake.certify.family import TargetFamily
 from xsake.certify.record import CompileCase, PassCost
 from xsake.errors import ArgumentError
 from xsake.kernels.block_sparse.types import BlockSparseConfig, BlockSparseInputs
+from xsake.kernels.paged_decode.types import PagedConfig, PagedInputs
 from xsake.kernels.selected import chunking
 from xsake.kernels.selected.types import SelectedConfig, SelectedInputs
 from xsake.layout import BlockLayout
@@ -28,6 +30,16 @@ class BuiltCase(NamedTuple):
     run: Callable[..., Any]
     arguments: tuple
     cost: PassCost
+
+
+def build_for_family(case: CompileCase, family: TargetFamily) -> BuiltCase:
+    """Build the function of a case with the kernels of a family."""
+    if case.pass_name == "paged_decode":
+        kernels = importlib.import_module(family.PAGED_KERNELS)
+        return build_paged(case, kernels, family.PLATFORM)
+    if case.slots is not None:
+        return build_selected(case, importlib.import_module(family.SELECTED_KERNELS))
+    return build(case, importlib.import_module(family.KERNELS), family.PLATFORM)
 
 
 def build(case: CompileCase, kernels: ModuleType, platform: str) -> BuiltCase:
@@ -124,6 +136,49 @@ def _selected_arguments(case: CompileCase, sizes: chunking.ChunkSizes) -> tuple:
         return chunk, tiles, (acc, line, line)
     line = _array(queries, sizes.group)
     return chunk, tiles, (_array(queries, sizes.group * dim), line, line), (acc, kv, kv)
+
+
+def build_paged(case: CompileCase, kernels: ModuleType, platform: str) -> BuiltCase:
+    """Build attention of the last queries of one sequence over lists of its pages.
+
+    Args:
+        case: to build, with `q_tokens` and slots.
+        kernels: a backend of attention over pages with `forward` and `make_sizes`.
+        platform: argument of `forward`.
+    """
+    assert case.q_tokens is not None and case.slots is not None
+    config = PagedConfig(case.head_dim**-0.5, None, Causal())
+    integers = functools.partial(_array, dtype=jnp.int32)
+    q = _array(1, case.q_tokens, case.q_heads, case.head_dim, dtype=case.dtype)
+    num_pages = -(-case.tokens // case.block)
+    kv = _array(
+        num_pages, case.kv_heads, case.block, case.head_dim,
+        dtype="int8" if case.is_int8 else case.dtype,
+    )  # fmt: skip
+    lists = 1, case.kv_heads, case.slots
+    scale = _array(num_pages, case.kv_heads) if case.is_int8 else None
+    arguments = PagedInputs(
+        q, kv, kv, integers(*lists), integers(*lists), _array(*lists, dtype=bool),
+        integers(1, case.q_tokens), integers(1), scale, scale,
+    )  # fmt: skip
+
+    def run(*arrays):
+        return kernels.forward(PagedInputs(*arrays), config, platform)
+
+    sizes = kernels.make_sizes(arguments)
+    listed = case.kv_heads * case.slots
+    pages = 2 * listed * case.block * case.head_dim * kv.dtype.itemsize
+    # Of the pool, only the listed pages are read.
+    read = pages + _count_bytes((q, arguments[3:8]))
+    written = _count_bytes(jax.eval_shape(run, *arguments))
+    pairs = listed * case.block * case.q_tokens * case.q_heads // case.kv_heads
+    cost = PassCost(
+        listed=listed, computed=listed, launches=1,
+        steps=case.kv_heads * sizes.tiles * sizes.splits * sizes.steps, balance=None,
+        flops=4 * pairs * case.head_dim, bytes_read=read, bytes_written=written,
+        least_bytes=read + written,
+    )  # fmt: skip
+    return BuiltCase(run, arguments, cost)
 
 
 def _array(*shape: int | None, dtype: Any = jnp.float32) -> Any:

@@ -3,7 +3,7 @@
 import fnmatch
 import functools
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from xsake.certify.family import TargetFamily
 from xsake.certify.record import CompileCase, PassName
@@ -11,6 +11,7 @@ from xsake.errors import ArgumentError
 
 PASSES: tuple[PassName, ...] = ("forward", "dq", "dkv")
 SELECTED_PASSES: tuple[PassName, ...] = ("selected_forward", "selected_backward")
+PAGED_PASS: PassName = "paged_decode"
 SMOKE_TARGETS = ("v5e", "v6e")
 
 
@@ -38,6 +39,15 @@ SIZES = ((4096, 1.0), (4096, 0.25), (4096, 0.10), (16384, 0.25), (32768, 0.10), 
 MAX_HEADS_AT_128K = 16
 # Native sparse attention selects 16 blocks of 64 tokens per token.
 SELECTED_BLOCK, SELECTED_SLOTS = 64, 16
+# Attention over pages: tokens, share of the pages that are listed, tokens of a page, queries.
+PAGED_SIZES: tuple[tuple[int, float, int, int, dict[str, Any]], ...] = (
+    (4096, 1.0, 16, 1, {}),
+    (32768, 0.25, 16, 1, {}),
+    (131072, 0.25, 32, 1, {}),
+    (32768, 1.0, 32, 1, {"is_int8": True}),
+    (4096, 1.0, 16, 1, {"dtype": "float32"}),
+    (32768, 1.0, 16, 64, {}),  # tokens of a draft, or a chunk of a prompt
+)
 _DTYPES = {"bfloat16": "bf16", "float32": "f32"}
 
 
@@ -66,6 +76,7 @@ def all_cases() -> dict[str, CompileCase]:
         for tokens, dtype in ((4096, "bfloat16"), (32768, "bfloat16"), (4096, "float32"))
         for name in SELECTED_PASSES
     ]
+    cases += [_paged_case(shape, *sizes) for shape in MODELS for sizes in PAGED_SIZES]
     by_name = {case.name: case for case in cases}
     assert len(by_name) == len(cases), "two cases share a name"
     return by_name
@@ -100,7 +111,8 @@ def _smoke_cases() -> list[CompileCase]:
     names = ("smollm2_135m_4k_25_bf16", "smollm2_135m_4k_25_bf16_traced", "gemma3_4b_4k_100_bf16")
     more = ("smollm2_135m_4k_25_f32", "llama3_8b_16k_25_bf16")
     cases = [all_cases()[f"{case}_{name}"] for case in names + more for name in PASSES]
-    return cases + [all_cases()[f"smollm2_135m_4k_bf16_{name}"] for name in SELECTED_PASSES]
+    cases += [all_cases()[f"smollm2_135m_4k_bf16_{name}"] for name in SELECTED_PASSES]
+    return [*cases, all_cases()["smollm2_135m_4k_100_bf16_page16_paged_decode"]]
 
 
 def _selected_case(pass_name: PassName, shape: str, tokens: int, dtype: str) -> CompileCase:
@@ -111,6 +123,21 @@ def _selected_case(pass_name: PassName, shape: str, tokens: int, dtype: str) -> 
         (shape, f"{tokens // 1024}k", _DTYPES[dtype], pass_name), MODELS[shape],
         pass_name=pass_name, shape=shape, tokens=tokens, dtype=dtype, budget=budget,
         block=SELECTED_BLOCK, slots=SELECTED_SLOTS,
+    )  # fmt: skip
+
+
+def _paged_case(
+    shape: str, tokens: int, budget: float, page: int, q_tokens: int, more: dict[str, Any]
+) -> CompileCase:
+    """Return a case of attention over pages: one list per kv head."""
+    dtype = "int8" if more.get("is_int8") else _DTYPES[more.get("dtype", "bfloat16")]
+    name = [
+        shape, f"{tokens // 1024}k", f"{budget:.0%}".removesuffix("%"), dtype, f"page{page}",
+        *([f"{q_tokens}queries"] if q_tokens > 1 else []), PAGED_PASS,
+    ]  # fmt: skip
+    return _make_case(
+        name, MODELS[shape], pass_name=PAGED_PASS, shape=shape, tokens=tokens, budget=budget,
+        block=page, slots=int(tokens * budget) // page, q_tokens=q_tokens, **more,
     )  # fmt: skip
 
 

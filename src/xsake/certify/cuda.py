@@ -49,6 +49,7 @@ class GpuFamily:
     CONTROLS: tuple[CompileCase, ...]
     supports: Callable[[CompileCase], bool]
     SELECTED_KERNELS: str = "xsake.kernels.selected.mosaic_gpu"
+    PAGED_KERNELS: str = ""
     PACKAGES: tuple[str, ...] = ("jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-cuda-nvcc")
 
     def requirements(self, jax_version: str) -> tuple[str, ...]:
@@ -106,7 +107,7 @@ def _targets(family: str, *names: str) -> dict[str, Target]:
 TARGETS = _targets("cuda", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a")
 AMPERE = GpuFamily(
     "cuda", "xsake.kernels.block_sparse.mosaic_gpu.ampere", "sm_90", TARGETS, CONTROLS,
-    supports=lambda case: case.dtype == "bfloat16",
+    supports=lambda case: case.dtype == "bfloat16" and case.pass_name != "paged_decode",
 )  # fmt: skip
 """GPUs from Ampere on: 16-bit kernels."""
 HOPPER = GpuFamily(

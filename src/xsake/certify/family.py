@@ -56,6 +56,7 @@ class TargetFamily(Protocol):
     TARGETS: dict[str, Target]
     KERNELS: str  # module with `forward`, `dq_pass`, `dkv_pass` and `count_passes`
     SELECTED_KERNELS: str  # module of selected attention: `visit_forward`, `visit_backward`
+    PAGED_KERNELS: str  # module of attention over pages: `forward`, `make_sizes`
     PLATFORM: str  # argument of `count_passes`
     PACKAGES: tuple[str, ...]  # whose versions a certificate records, besides those of every one
     CONTROLS: tuple[CompileCase, ...]  # cases that the compiler must reject, in every selection

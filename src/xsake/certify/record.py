@@ -14,7 +14,9 @@ from xsake.kernels.block_sparse.types import TileSizes
 
 Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
-PassName = Literal["forward", "dq", "dkv", "selected_forward", "selected_backward"]
+PassName = Literal[
+    "forward", "dq", "dkv", "selected_forward", "selected_backward", "paged_decode"
+]  # fmt: skip
 Verdict = Literal["compiled", "refused", "crashed"]
 MAX_CHARACTERS = 2000  # of a message
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
@@ -35,7 +37,8 @@ class CompileCase(Frozen):
 
     name: str = Field(description="unique; `--cases` matches it as a shell pattern")
     pass_name: PassName = Field(
-        description="dq and dkv are two passes of one gradient; selected: one block list per token"
+        description="dq and dkv are two passes of one gradient; selected: one block list per "
+        "token; paged_decode: a list of pages per kv head"
     )
     shape: str = Field(description="model that the heads come from, or the purpose of a control")
     tokens: Positive
@@ -43,12 +46,16 @@ class CompileCase(Frozen):
     kv_heads: Positive
     head_dim: Positive
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    q_tokens: Positive | None = Field(
+        default=None, description="queries of attention over pages; None: all tokens"
+    )
+    is_int8: bool = Field(default=False, description="pages hold int8, with a factor for each")
     budget: float = Field(gt=0, le=1, description="computed / causally visible blocks")
-    block: Positive = Field(description="tokens per block, for queries and keys")
+    block: Positive = Field(description="tokens per block, for queries and keys, or per page")
     traced: bool = Field(default=False, description="the block list is an argument of the call")
     seed: int = Field(default=0, description="seed of the block lists")
     slots: Positive | None = Field(
-        default=None, description="selected blocks per token; None: one list per row of blocks"
+        default=None, description="blocks per token, or pages; None: one list per row of blocks"
     )
     tiles: TileSizes | None = Field(default=None, description="None: chosen by the kernel")
     constants: dict[str, int] = Field(
@@ -175,9 +182,13 @@ class Certificate(Frozen):
         return list(dict.fromkeys(outcome.commit_text for outcome in by_time))
 
     def is_compatible(self, other: "Certificate") -> bool:
-        """Whether outcomes of `other` can be merged: same target, versions and figures."""
-        same = ("family", "target", "topology", "device_kind", "figures", "versions")
-        return all(getattr(self, name) == getattr(other, name) for name in same)
+        """Whether outcomes of `other` can be merged: same target, versions and figures.
+
+        The version of XSAKE may differ: every outcome has the digest of its sources.
+        """
+        same = ("family", "target", "topology", "device_kind", "figures")
+        compilers, others = (x.versions | {"xsake": ""} for x in (self, other))
+        return compilers == others and all(getattr(self, x) == getattr(other, x) for x in same)
 
 
 def is_as_expected(case: CompileCase, result: CompileResult) -> bool:

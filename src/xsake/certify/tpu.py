@@ -13,6 +13,7 @@ from xsake.kernels.block_sparse.types import TileSizes
 NAME = "tpu"
 KERNELS = "xsake.kernels.block_sparse.mosaic_tpu.kernels"
 SELECTED_KERNELS = "xsake.kernels.selected.mosaic_tpu"
+PAGED_KERNELS = "xsake.kernels.paged_decode.mosaic_tpu"
 PLATFORM = "tpu"
 PACKAGES = ("libtpu",)
 
@@ -75,6 +76,12 @@ CONTROLS = tuple(
                 "xsake.kernels.block_sparse.mosaic_tpu.schedule.MAX_ENTRIES": 2**31 - 1
             },
             "because": r"space=smem|memory space smem",
+        },
+        {
+            "name": "control_page_too_large", "pass_name": "paged_decode",
+            "shape": "two steps of pages that do not fit into vector memory",
+            "tokens": 32768, "head_dim": 1024, "block": 16384, "slots": 2, "q_tokens": 1,
+            "because": r"memory space vmem|space=vmem",
         },
     )
 )  # fmt: skip

@@ -5,7 +5,6 @@
 Started by `process.Worker` in the family's environment, with the family's environment variables.
 """
 
-import importlib
 import json
 import os
 import platform
@@ -31,12 +30,7 @@ def compile_case(
     cost = None
     try:
         with build.override_constants(case.constants):
-            if case.slots is None:
-                kernels = importlib.import_module(family.KERNELS)
-                run, arguments, cost = build.build(case, kernels, family.PLATFORM)
-            else:
-                kernels = importlib.import_module(family.SELECTED_KERNELS)
-                run, arguments, cost = build.build_selected(case, kernels)
+            run, arguments, cost = build.build_for_family(case, family)
             facts = family.compile(run, arguments, target, dump)
     except Exception as error:  # noqa: BLE001 - a rejection is a result
         message = f"{type(error).__name__}: {error}"

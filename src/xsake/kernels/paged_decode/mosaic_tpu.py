@@ -7,7 +7,6 @@ one is computed. Scores are [rows, keys]: decoding has few rows, and keys fill t
 import functools
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
@@ -46,27 +45,18 @@ def unsupported_reason(inputs: PagedInputs, config: PagedConfig, platform: str) 
     return program if isinstance(program, str) else None
 
 
-def forward(
-    inputs: PagedInputs, config: PagedConfig, platform: str, interpret: Any = False
-) -> tuple[Array, Array]:
-    """`(o [B, Tq, Hq, Dv], lse [B, Tq, Hq])`."""
-
-    # Arrays that are copied by DMA must not have the axis of `vmap`.
-    @jax.custom_batching.sequential_vmap
-    def run(inputs: PagedInputs) -> tuple[Array, Array]:
-        multiple = SUBLANES * 4 // inputs.q.dtype.itemsize
-        sizes = splits.make_sizes(inputs, STEP_KEYS, SPLIT_KEYS, MAX_TILE, multiple)
-        return _launch(inputs, config, sizes, interpret)
-
-    return run(inputs)
+def make_sizes(inputs: PagedInputs) -> SplitSizes:
+    """Sizes of a call."""
+    multiple = SUBLANES * 4 // inputs.q.dtype.itemsize
+    return splits.make_sizes(inputs, STEP_KEYS, SPLIT_KEYS, MAX_TILE, multiple)
 
 
 def _launch(
-    inputs: PagedInputs, config: PagedConfig, sizes: SplitSizes, interpret: Any
+    inputs: PagedInputs, config: PagedConfig, program: MaskProgram, interpret: Any
 ) -> tuple[Array, Array]:
-    program = trace_mask(config.mask)
-    assert isinstance(program, MaskProgram)
-    call = splits.cut_call(inputs, config, sizes, program)
+    """o [heads, splits, rows, Dv] and lse [heads, splits, rows] of all splits."""
+    sizes = make_sizes(inputs)
+    call = splits.cut_call(inputs, sizes, program)
     columns = call._replace(row_integers=call.row_integers.swapaxes(1, 2))
     (heads, _, dim), (_, kv_heads, size, v_dim) = call.q.shape, inputs.v.shape
     of_list = lambda head: quotient(head, heads // call.page.shape[0])
@@ -120,7 +110,10 @@ def _launch(
         interpret=interpret,
         name="paged_decode",
     )(*vary((columns, inputs.k, inputs.v), axes_of(inputs.q)))
-    return splits.merge_splits(inputs, o, lse[..., 0])
+    return o, lse[..., 0]
+
+
+forward = splits.define_forward(_launch)
 
 
 def _kernel(

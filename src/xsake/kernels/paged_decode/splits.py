@@ -4,15 +4,17 @@ A program computes a tile of the queries of one kv head over one split of its li
 few pages. Splits of a list run in parallel and are merged by their log-sum-exps.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
 from xsake.kernels import online_softmax
 from xsake.kernels.blocking import pad_axis
-from xsake.kernels.mask_program import MaskProgram
+from xsake.kernels.mask_program import MaskProgram, trace_mask
 from xsake.kernels.paged_decode.types import PagedConfig, PagedInputs
 
 
@@ -54,9 +56,31 @@ def make_sizes(
     return SplitSizes(tile, -(-rows // tile), slots, steps, -(-capacity // (slots * steps)))
 
 
-def cut_call(
-    inputs: PagedInputs, config: PagedConfig, sizes: SplitSizes, program: MaskProgram
-) -> SplitCall:
+def define_forward(launch: Callable[..., tuple[Array, Array]]) -> Callable[..., Any]:
+    """Make `forward` of a backend.
+
+    `launch(inputs, config, program, interpret)` returns o [heads, splits, rows, Dv] and
+    lse [heads, splits, rows]; `interpret` is false on a device.
+    """
+
+    def forward(
+        inputs: PagedInputs, config: PagedConfig, platform: str, interpret: Any = False
+    ) -> tuple[Array, Array]:
+        """`(o [B, Tq, Hq, Dv], lse [B, Tq, Hq])`."""
+        program = trace_mask(config.mask)
+        assert isinstance(program, MaskProgram)  # others are refused before
+
+        # Arrays that are copied page by page must not have the axis of `vmap`.
+        @jax.custom_batching.sequential_vmap
+        def run(inputs: PagedInputs) -> tuple[Array, Array]:
+            return _merge_splits(inputs, *launch(inputs, config, program, interpret))
+
+        return run(inputs)
+
+    return forward
+
+
+def cut_call(inputs: PagedInputs, sizes: SplitSizes, program: MaskProgram) -> SplitCall:
     """The arrays of a call, padded to whole tiles and splits."""
     (batch, *_, dim), (kv_heads, size) = inputs.q.shape, inputs.k.shape[1:3]
     q = _by_kv_head(inputs.q, kv_heads).reshape(batch * kv_heads, -1, dim)
@@ -120,7 +144,7 @@ def visible_pairs(program: MaskProgram, rows: list[Array], kv_pos: Array) -> Arr
     return allowed & (q_pos >= 0) & (kv_pos >= 0)
 
 
-def merge_splits(inputs: PagedInputs, o: Array, lse: Array) -> tuple[Array, Array]:
+def _merge_splits(inputs: PagedInputs, o: Array, lse: Array) -> tuple[Array, Array]:
     """Merge o [heads, splits, rows, Dv] and lse [heads, splits, rows] of all splits.
 
     Returns:
