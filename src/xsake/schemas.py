@@ -11,6 +11,7 @@ TYPES = {
     "evaluation.schema.json": "xsake.evaluation.record:EvaluationReport",
     "generation_output.schema.json": "xsake.model.prompt_file:OutputLine",
     "generation_prompt.schema.json": "xsake.model.prompt_file:PromptLine",
+    "page_audit.schema.json": "xsake.evaluation.page_audit:PageAudit",
     "plan.schema.json": "xsake.hads.plan:SparsityPlan",
     "profile.schema.json": "xsake.hads.profile:Profile",
     "training.schema.json": "xsake.training.config:TrainingConfig",

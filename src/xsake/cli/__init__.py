@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 import xsake
+from xsake.cli.audit import run_audit
 from xsake.cli.bench import bench_app
 from xsake.cli.calibrate import run_calibrate
 from xsake.cli.certify import run_certify
@@ -21,6 +22,7 @@ from xsake.cli.train import profile_app, run_launch, run_train
 __all__ = ["app"]
 
 app = App(no_args_is_help=True, add_completion=False, rich_markup_mode="markdown")
+app.command("audit")(run_audit)
 app.command("calibrate")(run_calibrate)
 app.command("certify")(run_certify)
 app.command("evaluate")(run_evaluate)

@@ -1,7 +1,13 @@
-"""Model evaluation: perplexity, KL from dense attention, and long-range copying."""
+"""Model evaluation: perplexity, KL from dense attention, long-range copying, audits of pages."""
 
 from xsake.evaluation.candidate import Candidate
 from xsake.evaluation.documents import TextDocument, Texts, read_texts
+from xsake.evaluation.page_audit import (
+    PageAudit,
+    PageAuditSettings,
+    UniformPages,
+    audit_pages,
+)
 from xsake.evaluation.plot import draw
 from xsake.evaluation.record import (
     EvaluationReport,
@@ -13,7 +19,7 @@ from xsake.evaluation.record import (
 )
 from xsake.evaluation.run import EvalModel, EvaluationSettings, evaluate
 from xsake.evaluation.score import Scorer, Scores
-from xsake.evaluation.table import report_view
+from xsake.evaluation.table import audit_view, report_view
 
 __all__ = [
     "Candidate",
@@ -25,7 +31,12 @@ __all__ = [
     "Scores",
     "EvaluationSettings",
     "EvalModel",
+    "PageAudit",
+    "PageAuditSettings",
     "Texts",
+    "UniformPages",
+    "audit_pages",
+    "audit_view",
     "draw",
     "evaluate",
     "identify",

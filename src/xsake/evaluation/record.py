@@ -142,8 +142,8 @@ class EvaluationReport(Frozen):
     processor: str
 
 
-def write_report(report: EvaluationReport, path: Path) -> None:
-    """Write the file atomically."""
+def write_report(report: Frozen, path: Path) -> None:
+    """Write the file of a report atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     atomic_write(path, report.model_dump_json(indent=1) + "\n")
 

@@ -122,10 +122,10 @@ def evaluate(
         on_progress: called after each trial.
     """
     cache, config = ResultCache() if cache is None else cache, eval_model.model.config
-    notes = _validate(eval_model, settings, candidate)
+    notes = validate_evaluation(eval_model, settings, candidate)
     encode, opening = eval_model.encode, eval_model.opening
     tokenized = TokenizedTexts(texts.documents, encode, config.vocab_size, opening)
-    window_sets = _window_sets(tokenized, settings, notes)
+    window_sets = cut_window_sets(tokenized, settings, notes)
     used = dict.fromkeys(document for windows in window_sets for document in windows.documents)
     copies, skipped = far_copies(
         tokenized, list(used), settings.gaps, samples=settings.far_copy_samples,
@@ -173,7 +173,7 @@ def evaluate(
     )  # fmt: skip
 
 
-def _validate(
+def validate_evaluation(
     eval_model: EvalModel, settings: EvaluationSettings, candidate: Candidate | None
 ) -> list[str]:
     """Validate the arguments; return warnings."""
@@ -204,7 +204,7 @@ def _validate(
     return [f"context {longest} exceeds the training context of {config.context}"]
 
 
-def _window_sets(
+def cut_window_sets(
     tokenized: TokenizedTexts, settings: EvaluationSettings, notes: list[str]
 ) -> list[WindowSet]:
     """Cut the windows of every context; contexts without a window only get a note."""

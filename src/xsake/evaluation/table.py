@@ -7,9 +7,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from xsake.evaluation.frontier import FrontierPoint
+from xsake.evaluation.page_audit import PageAudit, QueryAudit
 from xsake.evaluation.record import ContextResult, Estimate, EvaluationReport
 from xsake.evaluation.trial import TokenSpan
 
+MAX_HEADS = 5  # listed by an audit
 LOST_NATS = 0.5  # nats per token above dense from which a second copy is marked as lost
 
 
@@ -96,6 +98,39 @@ def _far_copies(report: EvaluationReport) -> Table:
             ]
         table.add_row(*cells)
     return table
+
+
+def audit_view(audit: PageAudit) -> RenderableType:
+    """Render an audit of pages: dropped mass, by position, worst heads, verdict."""
+    total, count = audit.total, len(audit.documents)
+    texts = f"{count} document{'' if count == 1 else 's'} of {audit.context:,} tokens"
+    table = _table(f"{audit.model.name}, {audit.dtype}, {texts}: {total.queries:,} queries")
+    plan = "one budget for all heads" if audit.plan is None else audit.plan.description
+    table.caption = escape(f"{plan}; pages by {audit.selector}, {total.pages:.1%} read")
+    for name in ("share of attention in pages not read", "certified", "true"):
+        table.add_column(name, justify="right" if table.columns else "left")
+    table.add_row(f"queries with at most {audit.eps:g}", *_audit_cells(total, "within", ".1%"))
+    for name in ("mean", "median", "p90", "p99", "max"):
+        table.add_row(name, *_audit_cells(total, name, ".4f"))
+    positions = _table(f"Queries with at most {audit.eps:g}, by position")
+    for name in ("tokens", "pages read", "certified", "true"):
+        positions.add_column(name, justify="right")
+    for span in audit.by_position:
+        cells = _audit_cells(span, "within", ".1%")
+        positions.add_row(f"{span.start}-{span.end}", f"{span.pages:.1%}", *cells)
+    worst = sorted(audit.heads, key=lambda head: head.certified.within)[:MAX_HEADS]
+    heads = ", ".join(f"L{x.layer}H{x.head} {x.certified.within:.0%}" for x in worst)
+    verdict = (
+        f"[bold red]{total.violations:,} certificates are violated[/]"
+        if total.violations
+        else f"[green]All {total.queries:,} certificates hold[/]"
+    )
+    notes = [f"[yellow]{escape(note)}[/]" for note in audit.notes]
+    return Group(table, positions, f"Least certified heads: {heads}", *notes, verdict)
+
+
+def _audit_cells(audit: QueryAudit, name: str, form: str) -> tuple[str, str]:
+    return format(getattr(audit.certified, name), form), format(getattr(audit.true, name), form)
 
 
 def _table(title: str) -> Table:

@@ -124,11 +124,12 @@ class PlanDecoding:
 
 def require_certifiable(call: LayerCall) -> None:
     """Raise for a layer whose attention the bounds of `Int8Keys` do not describe."""
-    if call.softcap is not None or call.mask != Causal():
+    if call.softcap is not None or call.mask != Causal() or call.native is not None:
         raise UnsupportedError(
             "certified-attention", "bounds on dropped mass are of plain causal attention",
-            got=f"mask {call.mask!r}, softcap {call.softcap}",
-            fix="decode by a plan of another policy",
+            got="native sparse attention" if call.native is not None
+            else f"mask {call.mask!r}, softcap {call.softcap}",
+            fix="decode by a plan of another policy; such a layer has no audit",
         )  # fmt: skip
 
 
