@@ -3,6 +3,7 @@
 import json
 import shutil
 
+import numpy as np
 import pytest
 import tokenizers
 
@@ -162,6 +163,24 @@ def test_model_and_tokenizer_cannot_command_the_terminal(
 def test_a_budget_of_pages_needs_a_plan(invoke):
     result = invoke("--prompt", "cat", "--page-budget", "25%")
     assert result.exit_code == 2 and "XSK-102.page-budget-without-plan" in result.output
+
+
+def test_a_draft_is_verified_by_dense_attention(invoke, script, tmp_path):
+    asked = script((2,), (3,))
+    measured = profile(weights=3)
+    sizes = measured.model
+    components = np.tile(np.arange(sizes.head_dim), (sizes.layers, sizes.kv_heads, 1))
+    measured = measured.model_copy(update={"components": components})
+    made = make_plan(measured, KL("pooled"), 0.7, Pooled())
+    made.save(tmp_path / "plan.json")
+    given = ["--prompt", "the cat", "--plan", tmp_path / "plan.json", "--draft-tokens", "3"]
+    result = invoke(*given, "--page-budget", "25%")
+    assert result.exit_code == 0, result.output
+    draft = asked["draft"]
+    assert isinstance(asked["attend"], DenseAttention) and draft.num_tokens == 3
+    assert draft.attend.budget == 0.25 and draft.attend.plan == made
+    alone = invoke(*given)
+    assert alone.exit_code == 2 and "XSK-102.draft-without-page-budget" in alone.output
 
 
 CHAT = """{% for message in messages %}{{ message.role }} {{ message.content }} {% endfor %}

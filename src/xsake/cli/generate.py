@@ -20,6 +20,7 @@ from xsake.errors import PROSE, ArgumentError, escape_controls
 _BATCH_SIZE = "Most prompts that are decoded together."
 _CHAT = "Prompts are messages of a user: apply the checkpoint's chat template."
 _CONFIG = "Take options that are not given from generation_config.json of the checkpoint."
+_DRAFT = "Lossless: number of tokens that the plan drafts before dense attention verifies them."
 _FILE = "File with one prompt; a trailing line break is removed; repeatable."
 _INPUT = 'Prompts: a .jsonl file with {"prompt": ...} or {"messages": [...]} in each line.'
 _LOGPROBS = "Write log-probabilities to --output."
@@ -58,6 +59,7 @@ def run_generate(
     mask: Annotated[str | None, typer.Option(help=_MASK)] = None,
     plan: Annotated[Path | None, typer.Option(help=_PLAN)] = None,
     page_budget: Annotated[str | None, typer.Option(help=_PAGE_BUDGET)] = None,
+    draft_tokens: Annotated[int | None, typer.Option(min=1, help=_DRAFT)] = None,
     dtype: ModelDtype = "float32",
     as_json: AsJson = False,
     no_resume: NoResume = False,
@@ -81,7 +83,7 @@ def run_generate(
         job = GenerationJob.prepare(
             model, read_lines(prompt, prompt_file, input),
             {name: value for name, value in given.items() if value is not None},
-            AttentionChoice(mask, plan, page_budget),
+            AttentionChoice(mask, plan, page_budget, draft_tokens),
             has_config=generation_config, opening=opening, dtype=dtype, batch_size=batch_size,
         )  # fmt: skip
         if output is None:
@@ -228,6 +230,9 @@ def _format_timing(timing: Any) -> str:
     parts = [
         f"{timing.prompt_tokens} prompt tokens in {timing.prefill_seconds:.2f} s",
         "" if rate is None else f"then {rate:.1f} tokens/s",
+        f"{timing.accepted_tokens} of {timing.drafted_tokens} drafted tokens accepted"
+        if timing.drafted_tokens
+        else "",
         f"compiled in {timing.compile_seconds:.1f} s",
     ]
     return ", ".join(part for part in parts if part)

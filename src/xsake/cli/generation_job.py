@@ -48,32 +48,43 @@ class AttentionChoice(NamedTuple):
     mask: str | None
     plan: Path | None
     page_budget: str | None
+    draft_tokens: int | None = None
 
     def load(self) -> dict[str, Any]:
-        """Return the attention functions of prefill and decoding; None for the latter: the same."""
+        """Return arguments of `generate`: attention functions, and a draft."""
         from xsake.hads import PlanAttention, PlanDecoding
         from xsake.model import DenseAttention
+        from xsake.model.speculation import Draft
 
         candidate = load_candidate(self.mask, self.plan)
         attend = DenseAttention() if candidate is None else candidate.attend
         if self.page_budget is None:
-            return {"attend": attend, "decode_attend": None}
+            if self.draft_tokens is not None:
+                raise ArgumentError(
+                    "draft-without-page-budget", "a draft needs a budget of pages",
+                    got=f"--draft-tokens {self.draft_tokens}",
+                    expected="--plan and --page-budget as well", fix="add --page-budget 20%",
+                )  # fmt: skip
+            return {"attend": attend}
         if not isinstance(attend, PlanAttention):
             raise ArgumentError(
                 "page-budget-without-plan", "a budget of pages needs a plan",
                 got=f"--page-budget {self.page_budget}", expected="--plan plan.json as well",
                 fix="write a plan with `xsake calibrate`",
             )  # fmt: skip
-        decode_attend = PlanDecoding(attend.plan, parse_density(self.page_budget))
-        return {"attend": attend, "decode_attend": decode_attend}
+        sparse = PlanDecoding(attend.plan, parse_density(self.page_budget))
+        if self.draft_tokens is None:
+            return {"attend": attend, "decode_attend": sparse}
+        return {"attend": DenseAttention(), "draft": Draft(sparse, self.draft_tokens)}
 
-    def describe(self) -> list[str | None]:
+    def describe(self) -> list[str | int | None]:
         """Return the options, with digests in the place of files."""
         mask, plan = self.mask, self.plan
         return [
             _digest(Path(mask).read_bytes()) if mask and mask.endswith(".json") else mask,
             None if plan is None else _digest(plan.read_bytes()),
             self.page_budget,
+            *(() if self.draft_tokens is None else (self.draft_tokens,)),
         ]
 
 
@@ -88,7 +99,7 @@ class GenerationJob:
         tokenizer: of the checkpoint.
         options: `GenerationOptions`.
         choice: of the attention functions.
-        attention: the attention functions.
+        attention: arguments of `generate` that choose attention.
         dtype: of weights and activations.
         batch_size: most prompts that are decoded together; outputs do not depend on it, up to
             rounding.
