@@ -158,6 +158,7 @@ certify-smoke *args:
     xsake certify v5e --cases smoke --no-figures --no-resume --out .ci/certificates --environments .ci/environments {{ args }}
     xsake certify v6e --cases 'smollm2_135m_4k_25_bf16_[fd]*' --no-figures --no-resume --out .ci/certificates --environments .ci/environments
     xsake certify sm_80 sm_90a_wgmma --cases 'smollm2_135m_4k_25_bf16_[fd]*' --no-figures --no-resume --out .ci/certificates --environments .ci/environments
+    xsake certify sm_80 --cases smollm2_135m_4k_100_bf16_page16_paged_decode --no-figures --no-resume --out .ci/certificates --environments .ci/environments
     python .ci/stage_inputs.py passed certify-smoke
 
 # write the table of certificates into the documentation

@@ -65,7 +65,8 @@ def test_targets_are_found_and_have_the_shared_memory_of_their_capability():
 def test_only_what_the_kernels_take_is_selected():
     smoke = cases.select_cases("smoke", cuda.AMPERE)
     assert {case.dtype for case in smoke if case.expects == "compiles"} == {"bfloat16"}
-    assert {case.pass_name for case in smoke} == {*cases.PASSES, *cases.SELECTED_PASSES}
+    passes = {*cases.PASSES, *cases.SELECTED_PASSES, cases.PAGED_PASS}
+    assert {case.pass_name for case in smoke} == passes
     assert [case for case in smoke if case.expects == "refused"] == list(cuda.CONTROLS)
     assert {case.tokens for case in cases.select_cases("all", cuda.TURING)} == {4096}
 

@@ -31,6 +31,11 @@ CONTROLS = (
         "name": "control_float32", "shape": "operands that tensor cores do not take",
         "dtype": "float32", "constants": {}, "because": r"float32|f32|layout|shape",
     }),
+    _CONTROL.model_copy(update={
+        "name": "control_page_too_large", "pass_name": "paged_decode",
+        "shape": "two steps of pages that do not fit into shared memory", "tokens": 1024,
+        "head_dim": 128, "block": 512, "slots": 2, "q_tokens": 1, "constants": {},
+    }),
 )  # fmt: skip
 
 
@@ -49,7 +54,7 @@ class GpuFamily:
     CONTROLS: tuple[CompileCase, ...]
     supports: Callable[[CompileCase], bool]
     SELECTED_KERNELS: str = "xsake.kernels.selected.mosaic_gpu"
-    PAGED_KERNELS: str = ""
+    PAGED_KERNELS: str = "xsake.kernels.paged_decode.mosaic_gpu"
     PACKAGES: tuple[str, ...] = ("jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-cuda-nvcc")
 
     def requirements(self, jax_version: str) -> tuple[str, ...]:
@@ -107,7 +112,7 @@ def _targets(family: str, *names: str) -> dict[str, Target]:
 TARGETS = _targets("cuda", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a")
 AMPERE = GpuFamily(
     "cuda", "xsake.kernels.block_sparse.mosaic_gpu.ampere", "sm_90", TARGETS, CONTROLS,
-    supports=lambda case: case.dtype == "bfloat16" and case.pass_name != "paged_decode",
+    supports=lambda case: case.dtype == "bfloat16",
 )  # fmt: skip
 """GPUs from Ampere on: 16-bit kernels."""
 HOPPER = GpuFamily(

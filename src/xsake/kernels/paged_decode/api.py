@@ -33,6 +33,7 @@ from xsake.masks.coverage import ALL, NONE
 
 _PACKAGE = "xsake.kernels.paged_decode"
 OP = Op(
+    BackendSpec("mosaic_gpu", f"{_PACKAGE}.mosaic_gpu", ("cuda",), MOSAIC_RELEASES),
     BackendSpec("mosaic_tpu", f"{_PACKAGE}.mosaic_tpu", ("tpu",), MOSAIC_RELEASES),
     BackendSpec.of_native_library(_PACKAGE, "paged"),
     BackendSpec("xla", f"{_PACKAGE}.xla"),

@@ -45,12 +45,22 @@ class SplitCall(NamedTuple):
 
 
 def make_sizes(
-    inputs: PagedInputs, step_keys: int, split_keys: int, tile: int, multiple: int
+    inputs: PagedInputs,
+    step_keys: int,
+    split_keys: int,
+    tile: int,
+    multiple: int,
+    *,
+    is_whole: bool = False,
 ) -> SplitSizes:
-    """Tiles of at most `tile` rows, a multiple of `multiple`; steps and splits of whole pages."""
+    """Tiles of at most `tile` rows, a multiple of `multiple`; steps and splits of whole pages.
+
+    A step has at most the slots of the lists, unless `is_whole`.
+    """
     rows = inputs.q.shape[1] * (inputs.q.shape[2] // inputs.k.shape[1])
     capacity = max(inputs.page.shape[2], 1)
-    slots = min(max(step_keys // inputs.page_size, 1), capacity)
+    slots = max(step_keys // inputs.page_size, 1)
+    slots = slots if is_whole else min(slots, capacity)
     steps = min(max(split_keys // (slots * inputs.page_size), 1), -(-capacity // slots))
     tile = min(tile, -(-rows // multiple) * multiple)
     return SplitSizes(tile, -(-rows // tile), slots, steps, -(-capacity // (slots * steps)))

@@ -137,7 +137,7 @@ def forward_body(config: BlockSparseConfig, launch: GpuLaunch) -> GpuKernelBody:
         pairs: TilePairs, q: QueryArrays, kv: KeyArrays, state: State, is_masked: bool
     ) -> State:
         acc, m, l = state
-        s = _scores(ops, q.q, kv.k, config)
+        s = to_scores(ops.dot_products(q.q, kv.k), config.scale, config.softcap)
         mask = pairs.element_mask() if is_masked else None
         if mask is not None:
             s = jnp.where(mask, s, -jnp.inf)
@@ -171,7 +171,7 @@ def dq_body(config: BlockSparseConfig, launch: GpuLaunch, grad_scale: float) -> 
     ) -> State:
         dq, lse, delta = state
         shape = pairs.shape
-        s = _scores(ops, q.q, kv.k, config)
+        s = to_scores(ops.dot_products(q.q, kv.k), config.scale, config.softcap)
         if kv.poison is not None:
             s = s + gpu.along(gpu.vector(kv.poison, 1), shape, 1)
         p = jnp.exp2(s - gpu.along(lse, shape, 0))
@@ -204,7 +204,7 @@ def dkv_body(config: BlockSparseConfig, launch: GpuLaunch, grad_scale: float) ->
     ) -> State:
         dk, dv = state
         shape = pairs.shape
-        s = _scores(ops, kv.k, q.q, config)
+        s = to_scores(ops.dot_products(kv.k, q.q), config.scale, config.softcap)
         p = jnp.exp2(s - gpu.along(gpu.vector(q.lse, 1), shape, 1))
         mask = pairs.element_mask() if is_masked else None
         if mask is not None:
@@ -224,12 +224,11 @@ def dkv_body(config: BlockSparseConfig, launch: GpuLaunch, grad_scale: float) ->
     return GpuKernelBody("dkv", prologue, body, epilogue)
 
 
-def _scores(ops: gpu.GpuOps, outer: gpu.Ref, inner: gpu.Ref, config: BlockSparseConfig) -> Array:
+def to_scores(qk: Array, scale: float, softcap: float | None) -> Array:
     """Scores in base 2."""
-    qk = ops.dot_products(outer, inner)
-    if config.softcap is None:
-        return qk * (config.scale * BASE.factor)
-    return _tanh(qk * (config.scale / config.softcap)) * (config.softcap * BASE.factor)
+    if softcap is None:
+        return qk * (scale * BASE.factor)
+    return _tanh(qk * (scale / softcap)) * (softcap * BASE.factor)
 
 
 def _tanh(x: Array) -> Array:

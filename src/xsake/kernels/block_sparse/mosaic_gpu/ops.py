@@ -85,6 +85,19 @@ class GpuOps:
         else:
             _plgpu().wait_gmem_to_smem(0)
 
+    def convert(self, sources: Sequence[Ref], targets: Sequence[Ref]) -> None:
+        """Copy tiles [64 n, D] of shared memory to others of another dtype.
+
+        JAX adds barriers around a store into shared memory: all warps have read what was there, and
+        see what is there now.
+        """
+        for source, target in zip(sources, targets, strict=True):
+            # JAX converts int8 to bfloat16 by an instruction that older capabilities than 9.0 lack,
+            # also by way of float32, unless there is an operation in between.
+            x = fragment(source, accumulator()).astype(jnp.float32) + 0.0
+            store(target, x.astype(target.dtype))
+        self.release()
+
     def release(self) -> None:
         """Commit reads of shared memory; required by the interpreter's race detector."""
         if self.interpret is not None:
@@ -108,6 +121,19 @@ class GpuOps:
             b = fragment(inner.at[:, some].transpose((1, 0)), right(inner.dtype))
             acc = self.mma(acc, a, b)
         return acc
+
+    def mark_nonfinite(self, s: Any, inner: Any) -> Any:
+        """`s` [outer, inner] with NaN in the columns whose row of `inner` [inner, D] is not finite.
+
+        Adds the product of zeros and `inner`, by `mma`: other columns keep their bits.
+        """
+        step = SWIZZLE // inner.dtype.itemsize
+        zeros = jnp.zeros((s.shape[0], step), inner.dtype)
+        zeros = _plgpu().layout_cast(zeros, left(inner.dtype))
+        for start in range(0, inner.shape[1], step):
+            some = inner.at[:, pl.ds(start, step)].transpose((1, 0))
+            s = self.mma(s, zeros, fragment(some, right(inner.dtype)))
+        return s
 
     def add_product(self, acc: Any, p: Any, inner: Any, zero_nonfinite: bool = False) -> Any:
         """`acc + p @ inner`, [outer, inner] x [inner, D], `inner` in shared memory.
@@ -195,7 +221,7 @@ def fragment(ref: Any, layout: Any) -> Any:
 
 
 def store(ref: Any, x: Any) -> None:
-    """Write registers to global memory."""
+    """Write registers to global or shared memory."""
     _plgpu().store(ref, x, optimized=False)
 
 
