@@ -57,7 +57,9 @@ def seconds_of_steps(selector, num_pages: int) -> float:
     return min(times)
 
 
-@pytest.mark.parametrize("selector", [None, LABELS, Quest(), Int8Keys()], ids=str)
+@pytest.mark.parametrize(
+    "selector", [None, LABELS, Quest(), Int8Keys()], ids=lambda x: type(x).__name__
+)
 def test_a_step_does_not_copy_the_pool(selector):
     small, large = (seconds_of_steps(selector, pages) for pages in (8, 4096))
     assert large < 8 * small, f"{large * 1e3:.1f} ms, {small * 1e3:.1f} ms with few pages"
