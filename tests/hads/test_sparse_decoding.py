@@ -11,9 +11,9 @@ from tests.hads.sample import model as identity
 from tests.hads.sample import profile as made_up_profile
 from xsake import hads
 from xsake.attention.layer_call import LayerCall
-from xsake.cache import ForcedPages, Oracle, Quest
+from xsake.cache import ForcedPages, Int8Keys, Oracle, Quest
 from xsake.errors import ArgumentError, UnsupportedError
-from xsake.hads.sparse_decoding import rescale_shares
+from xsake.hads.sparse_decoding import _count_pages, rescale_shares
 from xsake.masks import Causal, Window
 from xsake.model import Decoder, DecoderConfig
 from xsake.model.generate import GenerationOptions, generate
@@ -89,7 +89,7 @@ def test_lists_are_as_long_as_the_shares_say(model, plan):
     _, cache = model.prefill(TOKENS, np.array([200, 150]), capacity=224)
     cache = cache.with_selector(attend.page_selector)
     at = cache.layer_pages(1)
-    counts = np.asarray(attend._counts(at, 1))
+    counts = np.asarray(_count_pages(at, jnp.float32(attend.shares[1])))
     expected = np.ceil(np.array([13, 10])[:, None] * attend.shares[1].astype(np.float32))
     np.testing.assert_array_equal(counts, expected)
     q = jax.random.normal(jax.random.key(0), (2, CONFIG.q_heads, CONFIG.head_dim))
@@ -125,7 +125,27 @@ def test_a_bounded_plan_reads_pages_until_its_limit_is_certified(model):
         counts[eps] = (pages >= 0).sum(-1)
     np.testing.assert_array_equal(counts[1e-6], [[13, 13], [10, 10]])
     assert (counts[0.2] >= counts[1.0]).all() and counts[1.0].sum() < counts[0.2].sum() < 46
-    np.testing.assert_array_equal(counts[1.0], np.maximum(attend._counts(at, 1), 3))
+    np.testing.assert_array_equal(
+        counts[1.0], np.maximum(_count_pages(at, jnp.float32(attend.shares[1])), 3)
+    )
+
+
+def test_heads_that_need_many_pages_for_a_limit_keep_their_budget(model, plan):
+    forced, q = ForcedPages(1, 16), jax.random.normal(jax.random.key(0), (2, 6, CONFIG.head_dim))
+    _, cache = model.prefill(TOKENS, np.array([200, 150]), capacity=224)
+
+    def count(budget, **options):
+        attend = hads.PlanDecoding(plan, budget, forced=forced, **options)
+        at = cache.with_selector(attend.page_selector).layer_pages(1)
+        call = LayerCall(1, Causal(), CONFIG.scale, None, pages=at)
+        return (np.asarray(attend.retrieve(4 * q, call)) >= 0).sum(-1)
+
+    budget, needed = count(0.1, selector=Int8Keys()), count(0.1, eps=0.2)
+    assert (needed > budget).any()
+    for share in (0.3, 0.6, 0.8):
+        limit = np.ceil(np.array([[13], [10]]) * share)
+        expected = np.where(needed <= limit, needed, budget)
+        np.testing.assert_array_equal(count(0.1, eps=0.2, max_share=share), expected)
 
 
 def test_a_bounded_plan_decodes_close_to_dense(model):
@@ -161,9 +181,9 @@ def test_shares_keep_their_order_and_none_exceeds_1():
 
 
 def test_what_cannot_be_decoded_is_refused(model, plan):
-    for budget in (0.0, 1.5):
+    for budget, max_share in ((0.0, 1.0), (1.5, 1.0), (0.5, 0.0)):
         with pytest.raises(ArgumentError) as refusal:
-            hads.PlanDecoding(plan, budget)
+            hads.PlanDecoding(plan, budget, max_share=max_share)
         assert refusal.value.slug == "page-budget"
     static = hads.SparsityPlan.of(made_up_profile(heads=6, n=16), hads.make_policy("static"), 0.4)
     with pytest.raises(ArgumentError) as refusal:

@@ -180,6 +180,7 @@ class Int8Keys(PageSelector):
         *,
         scale: float,
         forced: ForcedPages = ForcedPages(),  # noqa: B008 (frozen)
+        max_counts: Int[Array, "B Hk"] | None = None,
     ) -> Int[Array, "B Hk N"]:
         """Return pages as `retrieve_topk`, and more until no head drops more than `eps`.
 
@@ -191,10 +192,14 @@ class Int8Keys(PageSelector):
             eps: largest certified share of attention in pages that are not read.
             scale: factor on q.k.
             forced: pages that are read in any case.
+            max_counts: most pages to read for `eps`; where it takes more, `counts` are read. None:
+                all.
         """
         q = self.group_heads(q, at, scale)
         masses = self.weigh(q, summaries, at, forced)
         needed = self.bounds(q, summaries, at).count_within(masses.order(), eps)
+        if max_counts is not None:
+            needed = jnp.where(needed <= max_counts, needed, counts)
         return masses.list_pages(jnp.maximum(counts, needed), at.page_table.shape[1])
 
 

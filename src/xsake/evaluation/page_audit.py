@@ -51,6 +51,7 @@ SOURCES = (
     "attention", "cache", "evaluation/page_audit.py", "hads", "kernels", "layout", "masks", "model",
 )  # fmt: skip
 CHUNK = 16  # tokens whose pages are selected at once
+GOLDEN_RATIO = 0.6180339887498949  # the fractional part of its multiples is evenly spread
 QUANTILES = {"median": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
 
 
@@ -177,7 +178,9 @@ class PageAudit(Frozen):
     plan: CandidateIdentity | None = Field(description="None: one budget for all heads")
     selector: str = Field(description="page selector")
     budget: Share = Field(description="pages that steps are to read / pages of a sequence")
-    eps: float
+    limit: float | None = Field(description="dropped mass until which heads read more pages")
+    max_share: Share | None = Field(description="pages that a head may read for the limit / all")
+    eps: float = Field(description="dropped mass up to which queries are counted")
     context: Count
     page_size: Count
     positions: Count = Field(description="audited tokens of each document, evenly spaced")
@@ -195,14 +198,17 @@ class PageAudit(Frozen):
 
 
 def choose_positions(tokens: int, count: int | None) -> Int[np.ndarray, " P"]:
-    """Return the middles of `count` equal parts of a document; None: all positions.
+    """Return a position in each of `count` equal parts of a document; None: all positions.
+
+    Places in the parts differ, so that they are also different places in a page.
 
     Example:
-        >>> choose_positions(16, 4)
-        array([ 2,  6, 10, 14])
+        >>> choose_positions(32, 4)
+        array([ 4,  9, 22, 27])
     """
     count = tokens if count is None else count
-    return ((np.arange(count) + 0.5) * tokens / count).astype(np.int64)
+    number = np.arange(count)
+    return ((number + (number + 1) * GOLDEN_RATIO % 1) * tokens / count).astype(np.int64)
 
 
 class LayerInputs(NamedTuple):
@@ -413,6 +419,8 @@ def audit_pages(
         ),
         selector=type(selection.page_selector).__name__,
         budget=selection.budget,
+        limit=getattr(selection, "limit", None),
+        max_share=getattr(selection, "max_share", None),
         eps=settings.eps,
         context=settings.context,
         page_size=PAGE_SIZE,
@@ -420,7 +428,7 @@ def audit_pages(
         documents=tuple(document.name for document in windows.documents),
         notes=tuple(notes),
         total=summarize(measured, positions, settings.eps),
-        by_position=_audit_spans(measured, positions, settings),
+        by_position=summarize_spans(measured, positions, settings.context, settings.eps),
         heads=_audit_heads(measured, positions, settings.eps),
         seconds=time.monotonic() - start,
         versions=current.versions | installed_versions(("flax", "tokenizers")),
@@ -431,17 +439,17 @@ def audit_pages(
     )  # fmt: skip
 
 
-def _audit_spans(
-    measured: MeasuredMasses, positions: Int[np.ndarray, " P"], settings: PageAuditSettings
+def summarize_spans(
+    measured: MeasuredMasses, positions: Int[np.ndarray, " P"], context: int, eps: float
 ) -> tuple[SpanAudit, ...]:
-    """Summarize all heads by position."""
+    """Summarize all heads by position in documents of `context` tokens; see `summarize`."""
     spans = []
-    for span in position_spans(settings.context):
+    for span in position_spans(context):
         start = 0 if span.start == 1 else span.start
         chosen = (positions >= start) & (positions < span.end)
         if chosen.any():
             part = MeasuredMasses(*(x[:, :, chosen] for x in measured))
-            result = summarize(part, positions[chosen], settings.eps)
+            result = summarize(part, positions[chosen], eps)
             spans.append(SpanAudit(start=start, end=span.end, **dict(result)))
     return tuple(spans)
 

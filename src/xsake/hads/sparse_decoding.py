@@ -24,17 +24,22 @@ class PlanDecoding:
     The plan is that of prefill: shares of its heads, averaged over the query heads of a kv head and
     rescaled to `budget`, are shares of the pages of a sequence. A step of several tokens is dense.
 
-    A plan of the policy `bounded` keeps its limit: a kv head reads more pages, up to all, until
-    each of its query heads is certified to drop at most `eps` of its attention mass.
+    With `eps`, a kv head reads more pages, until each of its query heads is certified to drop at
+    most `eps` of its attention mass. A plan of the policy `bounded` keeps its own limit so. Heads
+    that spread their attention need most pages for it; `max_share` leaves them at their budget.
 
     Args:
         plan: shares of blocks per head.
         budget: pages that are read / pages of the sequence, on average over the kv heads of the
             model; summaries are not counted.
-        selector: of pages; None: `Labels` of the plan's first 32 components, or `Int8Keys` for a
-            plan of the policy `bounded`.
+        selector: of pages; None: `Labels` of the plan's first 32 components, or `Int8Keys` with a
+            limit.
         forced: pages that are read in any case.
         operator: implementation, and block sizes of dense steps.
+        eps: limit of the attention mass that a head drops; None: that of a plan of the policy
+            `bounded`, no limit for another.
+        max_share: pages that a head may read for the limit / pages of the sequence; a head that
+            needs more keeps its budget, and its limit is not certified.
     """
 
     plan: SparsityPlan
@@ -42,26 +47,34 @@ class PlanDecoding:
     selector: PageSelector | None = None
     forced: ForcedPages = ForcedPages()
     operator: BlockSparseAttention = BlockSparseAttention()
+    eps: float | None = None
+    max_share: float = 1.0
 
     def __post_init__(self):
-        if not 0 < self.budget <= 1:
-            raise ArgumentError(
-                "page-budget", "the budget of pages is a share", got=self.budget,
-                expected="above 0, at most 1",
-            )  # fmt: skip
+        for name in ("budget", "max_share"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ArgumentError(
+                    "page-budget", "the pages that are read are a share of all",
+                    got=f"{name}={getattr(self, name)}", expected="above 0, at most 1",
+                )  # fmt: skip
         assert self.page_selector is not None  # refused before any model runs
+
+    @property
+    def limit(self) -> float | None:
+        """Largest attention mass that a head is certified to drop; None: any."""
+        return self.plan.eps if self.eps is None else self.eps
 
     @functools.cached_property
     def page_selector(self) -> PageSelector:
         """Page selector of the cache."""
-        if self.plan.eps is not None and not isinstance(self.selector, Int8Keys | None):
+        if self.limit is not None and not isinstance(self.selector, Int8Keys | None):
             raise ArgumentError(
-                "bounded-decoding-selector", "this page selector proves nothing for a bounded plan",
+                "bounded-decoding-selector", "this page selector cannot certify a limit",
                 got=repr(self.selector), expected="Int8Keys()",
             )  # fmt: skip
         if self.selector is not None:
             return self.selector
-        if self.plan.eps is not None:
+        if self.limit is not None:
             return Int8Keys()
         components = self.plan.components_array
         if not components.size:
@@ -95,12 +108,16 @@ class PlanDecoding:
         at = call.pages
         assert at is not None
         options = {"scale": call.scale, "forced": self.forced}
-        count, eps = self._counts(at, call.layer), self.plan.eps
-        if eps is None:
+        share = jnp.asarray(self.shares, jnp.float32)[call.layer]
+        count = _count_pages(at, share)
+        if self.limit is None:
             slots = self._slots(at.page_table.shape[1], at.pages.page_size)
             return at.selector.retrieve_topk(q, at.summaries, at, count, slots=slots, **options)
         require_certifiable(call)
-        return at.selector.retrieve_within(q, at.summaries, at, count, eps, **options)
+        most = _count_pages(at, jnp.full_like(share, self.max_share))
+        return at.selector.retrieve_within(
+            q, at.summaries, at, count, self.limit, max_counts=most, **options
+        )
 
     @functools.cached_property
     def shares(self) -> Float[np.ndarray, "L Hk"]:
@@ -110,16 +127,16 @@ class PlanDecoding:
         shares = shares.reshape(model.layers, model.kv_heads, -1).mean(-1)
         return rescale_shares(shares, self.budget)
 
-    def _counts(self, at: LayerPages, layer) -> Int[Array, "B Hk"]:
-        """Return the pages that each kv head reads, forced ones included."""
-        pages = -(-at.lengths // at.pages.page_size)
-        share = jnp.asarray(self.shares, jnp.float32)[layer]
-        return jnp.ceil(pages[:, None] * share[None]).astype(jnp.int32)
-
     def _slots(self, pages: int, page_size: int) -> int:
         """Return the largest number of pages that any head reads."""
         forced = -(-self.forced.num_sinks // page_size) + -(-self.forced.num_local // page_size) + 1
         return min(pages, max(forced, int(np.ceil(pages * self.shares.max()))))
+
+
+def _count_pages(at: LayerPages, share: Float[Array, " Hk"]) -> Int[Array, "B Hk"]:
+    """Return shares of the pages of sequences, forced ones included, rounded up."""
+    pages = -(-at.lengths // at.pages.page_size)
+    return jnp.ceil(pages[:, None] * share[None]).astype(jnp.int32)
 
 
 def require_certifiable(call: LayerCall) -> None:

@@ -1,0 +1,136 @@
+"""Attention that decoding of SmolLM2 drops, certified and true, by page selector and budgets.
+
+python -m benchmarks.hads.audit                  # 8 test documents of 4096 tokens, 20% of pages
+python -m benchmarks.hads.audit --positions 0 --settings int8  # all tokens
+python -m benchmarks.hads.audit --split calibration --settings limit  # choice of the largest share
+
+A query is one token and one query head. Tokens are evenly spaced. Settings that have a row are not
+measured again.
+"""
+
+import argparse
+import json
+import time
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.experiments.common import RESULTS
+from benchmarks.hads.corpus import COUNTS, documents
+from benchmarks.hads.decoding import PLAN, Uniform
+from benchmarks.peers.smollm2 import directory
+from xsake._io import atomic_write
+from xsake._provenance import checkout_root, environment
+from xsake.cache import Int8Keys, Oracle, Quest
+from xsake.evaluation import page_audit
+from xsake.hads import PlanDecoding, SparsityPlan
+from xsake.model.huggingface import load
+from xsake.model.observer import Observer
+from xsake.model.tokenizer import Tokenizer
+
+ROWS = RESULTS / "hads" / "audit.jsonl"
+SELECTORS = {"labels": None, "int8": Int8Keys(), "quest": Quest(), "oracle": Oracle()}
+
+
+class Setting(NamedTuple):
+    """Selection of pages."""
+
+    selector: str
+    budgets: str  # plan or uniform
+    budget: float
+    limit: float | None = None
+    max_share: float = 1.0
+
+    def make(self, plan: SparsityPlan) -> PlanDecoding:
+        """Return the attention function of decoding steps."""
+        kind = PlanDecoding if self.budgets == "plan" else Uniform
+        selector = SELECTORS[self.selector]
+        return kind(plan, self.budget, selector, eps=self.limit, max_share=self.max_share)
+
+
+SETTINGS = {
+    "int8": Setting("int8", "plan", 0.2),
+    "limit_50": Setting("int8", "plan", 0.1, 0.1, 0.5),
+    "labels": Setting("labels", "plan", 0.2),
+    "oracle": Setting("oracle", "plan", 0.2),
+    "uniform_int8": Setting("int8", "uniform", 0.2),
+    "limit": Setting("int8", "plan", 0.1, 0.1),
+    "uniform_oracle": Setting("oracle", "uniform", 0.2),
+    "quest": Setting("quest", "plan", 0.2),
+    "limit_40": Setting("int8", "plan", 0.1, 0.1, 0.4),
+    "limit_45": Setting("int8", "plan", 0.1, 0.1, 0.45),
+}
+
+
+def rows() -> list[dict]:
+    """Return the committed rows; none if the experiment was not run."""
+    return [json.loads(line) for line in ROWS.read_text().splitlines()] if ROWS.exists() else []
+
+
+def make_row(
+    measured: page_audit.MeasuredMasses, positions: np.ndarray, context: int, eps: float
+) -> dict[str, Any]:
+    """Return the results of documents."""
+    row = page_audit.summarize(measured, positions, eps).model_dump()
+    spans = page_audit.summarize_spans(measured, positions, context, eps)
+    row["by_position"] = [
+        {"start": x.start, "end": x.end, "pages": x.pages, "certified_within": x.certified.within,
+         "true_within": x.true.within} for x in spans
+    ]  # fmt: skip
+    for name in ("certified", "true"):
+        within = (getattr(measured, name) <= eps).mean((1, 2, 3))
+        row[f"{name}_within_by_document"] = [round(float(x), 4) for x in within]
+    return row
+
+
+def main() -> None:
+    """Measure the settings without a row."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--context", type=int, default=4096, help="tokens of a document")
+    parser.add_argument("--documents", type=int, default=8)
+    parser.add_argument("--split", choices=[*COUNTS], default="test")
+    parser.add_argument("--positions", type=int, default=64, help="of a document; 0: all")
+    parser.add_argument("--eps", type=float, default=0.1)
+    parser.add_argument("--settings", default=",".join(SETTINGS))
+    asked = parser.parse_args()
+    common = {"context": asked.context, "documents": asked.documents, "split": asked.split,
+              "positions": asked.positions or asked.context, "eps": asked.eps}  # fmt: skip
+    keys = {name: SETTINGS[name]._asdict() | common for name in asked.settings.split(",")}
+    done = [{key: row.get(key) for key in (*Setting._fields, *common)} for row in rows()]
+    missing = {name: key for name, key in keys.items() if key not in done}
+    if not missing:
+        return
+    folder, plan = directory(), SparsityPlan.load(RESULTS / "hads" / f"{PLAN}.json")
+    chosen = [x for x in documents(Tokenizer.load(folder)) if x.split == asked.split]
+    chosen = chosen[: asked.documents]
+    model, count = load(folder).model, asked.positions or None
+    observe, hook = Observer(model), page_audit.make_query_hook(count)
+    positions = page_audit.choose_positions(asked.context, count)
+    selections = {name: SETTINGS[name].make(plan) for name in missing}
+    parts, seconds = {name: [] for name in missing}, dict.fromkeys(missing, 0.0)
+    for number, document in enumerate(chosen):
+        inputs = observe(jnp.asarray(document.tokens[None, : asked.context]), hook)
+        for name, selection in selections.items():
+            begin = time.monotonic()
+            part = page_audit.measure_document(inputs, selection, positions, model.config.scale)
+            parts[name].append(part)
+            seconds[name] += time.monotonic() - begin
+            result = page_audit.summarize(
+                page_audit.MeasuredMasses(*(x[None] for x in part)), positions, asked.eps
+            )
+            within = f"certified {result.certified.within:.1%}, true {result.true.within:.1%}"
+            print(f"{number + 1} of {len(chosen)}, {document.name}, {name}: {result.pages:.1%} of "
+                  f"pages, {within}, {result.violations} violations", flush=True)  # fmt: skip
+    found = []
+    for name, key in missing.items():
+        measured = page_audit.MeasuredMasses(*(np.stack(x) for x in zip(*parts[name], strict=True)))
+        row = key | make_row(measured, positions, asked.context, asked.eps)
+        row |= {"plan": PLAN, "page_size": page_audit.PAGE_SIZE}
+        row |= {"names": [x.name for x in chosen], "seconds": round(seconds[name], 1)}
+        found.append(row | environment(checkout_root()).fields("utc", "commit", "versions"))
+    atomic_write(ROWS, "".join(json.dumps(x) + "\n" for x in [*rows(), *found]))
+
+
+if __name__ == "__main__":
+    main()
