@@ -331,15 +331,22 @@ def _select(
     cache, certifier = _fork(cache, lengths), _fork(certifier, lengths)
     number = jnp.arange(cache.page_table.shape[1])
 
-    def select(layer_and_q):
+    def select_layer(layer_and_q):
         layer, q = layer_and_q
-        at = cache.layer_pages(layer)
-        pages = selection.retrieve(q, LayerCall(layer, Causal(), scale, pages=at))
-        at = certifier.layer_pages(layer)
-        certified = Int8Keys().certify(q, at.summaries, at, pages, scale=scale)
-        return (pages[..., None] == number[None, None, None]).any(2), certified
 
-    return jax.lax.map(select, (jnp.arange(q.shape[0]), q))
+        def select(sequence):  # one at a time, so that a cache of the CPU holds its keys
+            q, table, length = (x[None] for x in sequence)
+            at, other = (
+                x.layer_pages(layer)._replace(page_table=table, lengths=length)
+                for x in (cache, certifier)
+            )
+            pages = selection.retrieve(q, LayerCall(layer, Causal(), scale, pages=at))
+            certified = Int8Keys().certify(q, other.summaries, other, pages, scale=scale)
+            return (pages[0, ..., None] == number[None, None]).any(1), certified[0]
+
+        return jax.lax.map(select, (q, cache.page_table, cache.lengths))
+
+    return jax.lax.map(select_layer, (jnp.arange(q.shape[0]), q))
 
 
 def summarize(measured: MeasuredMasses, positions: Int[np.ndarray, " P"], eps: float) -> QueryAudit:
