@@ -11,6 +11,7 @@ from xsake._provenance import checkout_root
 from xsake.cli.errors import exit_codes
 from xsake.cli.load import import_extra
 from xsake.errors import ArgumentError
+from xsake.server.settings import ServerSettings
 
 NICENESS = 10
 _CACHE = "Folder of the run index; default: in the user's cache directory."
@@ -23,9 +24,11 @@ def run_serve(
         list[Path] | None, typer.Argument(help="Folders of runs and documents; default: .")
     ] = None,
     host: Annotated[str, typer.Option(help="Address; others than loopback need --token-file.")] = (
-        "127.0.0.1"
+        ServerSettings.host
     ),
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0: any free port.")] = 8765,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0: any free port.")] = (
+        ServerSettings.port
+    ),
     token_file: Annotated[
         Path | None, typer.Option(help="File of the access token; default: a new one is printed.")
     ] = None,
@@ -41,10 +44,10 @@ def run_serve(
     ] = False,
     max_clients: Annotated[
         int, typer.Option(min=1, max=1024, help="Maximum number of clients with live updates.")
-    ] = 32,
+    ] = ServerSettings.max_clients,
     requests_per_second: Annotated[
         float, typer.Option(min=1.0, help="Rate limit per address.")
-    ] = 50.0,
+    ] = ServerSettings.requests_per_second,
     trusted_proxy: Annotated[list[str] | None, typer.Option(help=_PROXY)] = None,
     cache: Annotated[Path | None, typer.Option(help=_CACHE)] = None,
 ) -> None:
@@ -56,8 +59,6 @@ def run_serve(
     with exit_codes(interrupted="stopped"):
         require_local(*(folders or ()), token_file, showcase, cache)
         import_extra("xsake.server.security", "serve")
-        from xsake.server.settings import ServerSettings
-
         token, is_new = _choose_token(token_file, host, no_token=no_token)
         settings = ServerSettings(
             folders=tuple(folders or [Path()]), host=host, port=port,
