@@ -116,11 +116,14 @@ def test_the_gpu_kernel_is_within_the_error_budget_and_without_races(case):
 
 
 @pytest.mark.slow
-def test_sizes_of_hardware_are_within_the_error_budget(monkeypatch):
+@pytest.mark.parametrize(("name", "lengths"), [("tpu", (9000, 700)), ("gpu", (1100, 130))])
+def test_sizes_of_hardware_are_within_the_error_budget(monkeypatch, name, lengths):
     monkeypatch.undo()
-    register(monkeypatch, OP, tpu=Interpreted(mosaic_tpu, True, "tpu"))
-    case = Case("hardware", (9000, 700), q_heads=4, head_dim=64, value_dim=64, dtype="bfloat16")
-    assert budget_failures(case, "tpu") == []
+    backend, interpret = {"tpu": (mosaic_tpu, True), "gpu": (mosaic_gpu, GPU_CHECKED)}[name]
+    platform = {"tpu": "tpu", "gpu": "sm_90"}[name]
+    register(monkeypatch, OP, **{name: Interpreted(backend, interpret, platform)})
+    case = Case("hardware", lengths, q_heads=4, head_dim=64, value_dim=64, dtype="bfloat16")
+    assert budget_failures(case, name) == []
 
 
 @pytest.mark.parametrize(("name", "reason"), DECLINED.items())
