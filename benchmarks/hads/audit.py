@@ -10,21 +10,20 @@ measured again.
 
 import argparse
 import json
-import time
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.experiments.common import RESULTS
-from benchmarks.hads.corpus import COUNTS, documents
+from benchmarks.hads.corpus import COUNTS, Document, documents
 from benchmarks.hads.decoding import PLAN, Uniform
 from benchmarks.peers.smollm2 import directory
-from xsake._io import atomic_write
-from xsake._provenance import checkout_root, environment
+from xsake._io import atomic_write, cache_folder
+from xsake._provenance import checkout_root, environment, source_digest
 from xsake.cache import Int8Keys, Oracle, Quest
 from xsake.evaluation import page_audit
-from xsake.hads import PlanDecoding, SparsityPlan
+from xsake.hads import CalibrationDocument, MassCache, PlanDecoding, SparsityPlan
 from xsake.model.huggingface import load
 from xsake.model.observer import Observer
 from xsake.model.tokenizer import Tokenizer
@@ -61,6 +60,35 @@ SETTINGS = {
     "limit_40": Setting("int8", "plan", 0.1, 0.1, 0.4),
     "limit_45": Setting("int8", "plan", 0.1, 0.1, 0.45),
 }
+
+
+class Measurement:
+    """Masses of documents by setting; those of an earlier run are read from the user's cache."""
+
+    def __init__(self, model: Any, plan: SparsityPlan, context: int, positions: int | None):
+        self.positions = page_audit.choose_positions(context, positions)
+        self._context, self._scale, self._plan = context, model.config.scale, plan
+        self._observe, self._hook = Observer(model), page_audit.make_query_hook(positions)
+        self._cache = MassCache(cache_folder("audits"))
+        self._source = source_digest(*page_audit.SOURCES)
+
+    def __call__(
+        self, document: Document, names: list[str]
+    ) -> dict[str, page_audit.MeasuredMasses]:
+        """Return the masses of a document by name of setting."""
+        tokens, inputs, parts = document.tokens[: self._context], None, {}
+        for name in names:
+            digest = CalibrationDocument(document.name, tokens).sha256
+            sizes = self._context, len(self.positions), SETTINGS[name]
+            key = repr((digest, self._plan.calibration.profile, sizes, self._source))
+            if key not in self._cache:
+                if inputs is None:
+                    inputs = self._observe(jnp.asarray(tokens)[None], self._hook)
+                selection = SETTINGS[name].make(self._plan)
+                part = page_audit.measure_document(inputs, selection, self.positions, self._scale)
+                self._cache[key] = part._asdict()
+            parts[name] = page_audit.MeasuredMasses(**self._cache[key])
+        return parts
 
 
 def rows() -> list[dict]:
@@ -104,18 +132,11 @@ def main() -> None:
     folder, plan = directory(), SparsityPlan.load(RESULTS / "hads" / f"{PLAN}.json")
     chosen = [x for x in documents(Tokenizer.load(folder)) if x.split == asked.split]
     chosen = chosen[: asked.documents]
-    model, count = load(folder).model, asked.positions or None
-    observe, hook = Observer(model), page_audit.make_query_hook(count)
-    positions = page_audit.choose_positions(asked.context, count)
-    selections = {name: SETTINGS[name].make(plan) for name in missing}
-    parts, seconds = {name: [] for name in missing}, dict.fromkeys(missing, 0.0)
+    measure = Measurement(load(folder).model, plan, asked.context, asked.positions or None)
+    positions, parts = measure.positions, {name: [] for name in missing}
     for number, document in enumerate(chosen):
-        inputs = observe(jnp.asarray(document.tokens[None, : asked.context]), hook)
-        for name, selection in selections.items():
-            begin = time.monotonic()
-            part = page_audit.measure_document(inputs, selection, positions, model.config.scale)
+        for name, part in measure(document, list(missing)).items():
             parts[name].append(part)
-            seconds[name] += time.monotonic() - begin
             result = page_audit.summarize(
                 page_audit.MeasuredMasses(*(x[None] for x in part)), positions, asked.eps
             )
@@ -127,7 +148,7 @@ def main() -> None:
         measured = page_audit.MeasuredMasses(*(np.stack(x) for x in zip(*parts[name], strict=True)))
         row = key | make_row(measured, positions, asked.context, asked.eps)
         row |= {"plan": PLAN, "page_size": page_audit.PAGE_SIZE}
-        row |= {"names": [x.name for x in chosen], "seconds": round(seconds[name], 1)}
+        row |= {"names": [x.name for x in chosen]}
         found.append(row | environment(checkout_root()).fields("utc", "commit", "versions"))
     atomic_write(ROWS, "".join(json.dumps(x) + "\n" for x in [*rows(), *found]))
 
