@@ -118,7 +118,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=4096, help="tokens of a document")
     parser.add_argument("--documents", type=int, default=8)
     parser.add_argument("--split", choices=[*COUNTS], default="test")
-    parser.add_argument("--positions", type=int, default=64, help="of a document; 0: all")
+    parser.add_argument("--positions", type=int, default=32, help="of a document; 0: all")
     parser.add_argument("--eps", type=float, default=0.1)
     parser.add_argument("--settings", default=",".join(SETTINGS))
     asked = parser.parse_args()
