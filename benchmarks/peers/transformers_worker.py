@@ -48,7 +48,8 @@ def _prepare_steps(model, prompt: torch.Tensor, new: int, batch: int) -> Prepare
 
     @torch.inference_mode()
     def run() -> torch.Tensor:
-        cache.crop(prompt.shape[1])
+        if decoded := cache.get_seq_length() - prompt.shape[1]:
+            cache.crop(-decoded)
         tokens = [first]
         for _ in range(new):
             logits = model(tokens[-1][:, None], past_key_values=cache).logits
