@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import dataclasses
 import functools
 import math
 
@@ -187,6 +188,12 @@ def test_a_seed_repeats_its_draws_and_another_gives_others():
     assert tokens(draw(3, neighbours))[2] == tokens(draw(3, same))[2]
 
 
+def assert_same_output(found, expected):
+    """Another number of rows may change the order of sums."""
+    np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=1e-5)
+    assert dataclasses.replace(found, logprobs=expected.logprobs) == expected
+
+
 def test_a_prompt_with_its_number_generates_the_same_in_another_list():
     model, options = model_of("causal"), GenerationOptions(max_new_tokens=6, temperature=1)
     rows = generate(model, PROMPTS, options).rows
@@ -194,7 +201,9 @@ def test_a_prompt_with_its_number_generates_the_same_in_another_list():
     some = generate(
         model, [PROMPTS[2], PROMPTS[0]], options, numbers=[2, 0], on_finish=ended.__setitem__
     )
-    assert some.rows == (rows[2], rows[0]) == (ended[2], ended[0])
+    assert some.rows == (ended[2], ended[0])
+    for found, number in zip(some.rows, (2, 0), strict=True):
+        assert_same_output(found, rows[number])
 
 
 def test_rows_end_at_an_end_token_and_the_loop_with_the_last_of_them():
@@ -259,7 +268,8 @@ def test_a_stop_string_ends_a_row_and_is_not_in_its_text():
     assert rows[0].text == WORDS.decode(free[0].tokens[:3]) + " "
     for number, (row, whole) in enumerate(zip(rows, free, strict=True)):
         assert streamed[number] == row.text and ended[number] == row
-        assert row == whole or row.finish == "stop"
+        if row.finish != "stop":
+            assert_same_output(row, whole)
 
 
 def test_a_stop_string_in_the_last_token_counts():
@@ -410,9 +420,8 @@ def test_a_draft_does_not_change_the_output(setting, num_tokens):
     prompts = [*PROMPTS, PROMPTS[0][:5]]
     plain = generate(model, prompts, options, batch_size=2)
     found = generate(model, prompts, options, batch_size=2, draft=Draft(WINDOW, num_tokens))
-    assert [row.tokens for row in found.rows] == [row.tokens for row in plain.rows]
     for row, expected in zip(found.rows, plain.rows, strict=True):
-        np.testing.assert_allclose(row.logprobs, expected.logprobs, atol=1e-5)
+        assert_same_output(row, expected)
     assert 0 < found.timing.accepted_tokens < found.timing.drafted_tokens
 
 
