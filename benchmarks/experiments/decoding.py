@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.experiments.commits import checked_out
-from benchmarks.experiments.common import RESULTS, Outcome, Settings, command, plain_row
+from benchmarks.experiments.common import RESULTS, Settings, parse_settings, plain_row, report
 from benchmarks.experiments.generation import smollm2_shape
 from benchmarks.hads.corpus import documents
 from benchmarks.hads.decoding import PLAN
@@ -31,18 +31,18 @@ EARLIER = "7fb7752"  # 0.1.0; of one row and the longest prompt only
 SIDES = ("dense", "plan", "transformers", "0.1.0")
 
 
-def measure(settings: Settings) -> Outcome:
-    """Every prompt length and batch size."""
+def main() -> None:
+    """Measure every prompt length and batch size; rows are saved after each."""
+    settings = parse_settings(__doc__)
     model = directory(peers_dir=settings.peers_dir)
     text = next(x for x in documents(Tokenizer.load(model)) if x.split == "test")
-    rows = []
     with tempfile.TemporaryDirectory() as folder:
         np.save(Path(folder, "tokens.npy"), text.tokens[None])
         with checked_out(EARLIER, Path(folder, "earlier")) as earlier:
-            for prompt in settings.choose(PROMPTS, quick=512):
-                for batch in BATCHES:
-                    rows += _race(model, Path(folder), earlier, prompt, batch, settings)
-    return rows, []
+            for batch in BATCHES:
+                for prompt in settings.choose(PROMPTS, quick=512):
+                    rows = _race(model, Path(folder), earlier, prompt, batch, settings)
+                    report("decoding", (rows, []), settings)
 
 
 def _race(
@@ -96,4 +96,4 @@ def _race(
 
 
 if __name__ == "__main__":
-    command("decoding", measure, __doc__)
+    main()
