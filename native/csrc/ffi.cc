@@ -401,7 +401,7 @@ ffi::Future score_labels(ffi::ThreadPool pool, Floats q, ffi::AnyBuffer codes,
     if (page_table.typed_data()[i] >= pages[0])
       return fail("page_table: expected pages below " + std::to_string(pages[0]));
   auto call = std::make_unique<Call>();
-  call->labels = {rows[0], rows[1], rows[2], rows[3], pages[3], pages[0], table[1],
+  call->labels = {rows[0], rows[1], rows[2], rows[3], pages[3], table[1],
                   q.typed_data(), static_cast<const uint8_t*>(codes.untyped_data()),
                   static_cast<const uint16_t*>(factor.untyped_data()), page_table.typed_data(),
                   lengths.typed_data(), scores->typed_data()};

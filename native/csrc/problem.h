@@ -230,12 +230,12 @@ static inline DecodeItem decode_task(const Problem& p, int64_t item) {
 
 // Scores of pages by labels: log-sum-exp of q.k over the keys of each page of a sequence.
 struct Labels {
-  int64_t batch, kv_heads, group, components, page_size, num_pages, slots;
-  const float* q;           // [batch, kv_heads, group, components]
-  const uint8_t* codes;     // [num_pages, kv_heads, components / 2, page_size]
-  const uint16_t* factor;   // bfloat16 [num_pages, kv_heads, components]
+  int64_t batch, kv_heads, group, components, page_size, slots;
+  const float* q;                       // [batch, kv_heads, group, components]
+  const uint8_t* codes;                 // [pages, kv_heads, components / 2, page_size]
+  const uint16_t* factor;               // bfloat16 [pages, kv_heads, components]
   const int32_t *page_table, *lengths;  // [batch, slots], [batch]
-  float* scores;            // [batch, kv_heads, group, slots]
+  float* scores;                        // [batch, kv_heads, group, slots]
 };
 static inline int64_t label_chunks(const Labels& x) {
   return (x.slots + kLabelSlots - 1) / kLabelSlots;

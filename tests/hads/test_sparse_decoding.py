@@ -13,7 +13,7 @@ from xsake import hads
 from xsake.attention.layer_call import LayerCall
 from xsake.cache import ForcedPages, Int8Keys, Oracle, Quest
 from xsake.errors import ArgumentError, UnsupportedError
-from xsake.hads.sparse_decoding import _count_pages, rescale_shares
+from xsake.hads.sparse_decoding import count_pages, rescale_shares
 from xsake.masks import Causal, Window
 from xsake.model import Decoder, DecoderConfig
 from xsake.model.generate import GenerationOptions, generate
@@ -89,7 +89,7 @@ def test_lists_are_as_long_as_the_shares_say(model, plan):
     _, cache = model.prefill(TOKENS, np.array([200, 150]), capacity=224)
     cache = cache.with_selector(attend.page_selector)
     at = cache.layer_pages(1)
-    counts = np.asarray(_count_pages(at, jnp.float32(attend.shares[1])))
+    counts = np.asarray(count_pages(at, jnp.float32(attend.shares[1])))
     expected = np.ceil(np.array([13, 10])[:, None] * attend.shares[1].astype(np.float32))
     np.testing.assert_array_equal(counts, expected)
     q = jax.random.normal(jax.random.key(0), (2, CONFIG.q_heads, CONFIG.head_dim))
@@ -126,7 +126,7 @@ def test_a_bounded_plan_reads_pages_until_its_limit_is_certified(model):
     np.testing.assert_array_equal(counts[1e-6], [[13, 13], [10, 10]])
     assert (counts[0.2] >= counts[1.0]).all() and counts[1.0].sum() < counts[0.2].sum() < 46
     np.testing.assert_array_equal(
-        counts[1.0], np.maximum(_count_pages(at, jnp.float32(attend.shares[1])), 3)
+        counts[1.0], np.maximum(count_pages(at, jnp.float32(attend.shares[1])), 3)
     )
 
 

@@ -63,8 +63,8 @@ class PageMasses(NamedTuple):
 
 def _kth_largest(x: Float[Array, "B Hk N"], k: Int[Array, "B Hk"]) -> Float[Array, "B Hk"]:
     """Return the k-th largest of numbers, negative ones left out; inf for k = 0."""
-    # Floats that are not negative are ordered as their bits.
-    bits = jax.lax.bitcast_convert_type(jnp.maximum(x.astype(jnp.float32), -1.0), jnp.int32)
+    # Floats that are not negative are ordered as their bits; those of negative ones are negative.
+    bits = jax.lax.bitcast_convert_type(x, jnp.int32)
 
     def halve(_, limits):
         low, high = limits
@@ -74,7 +74,7 @@ def _kth_largest(x: Float[Array, "B Hk N"], k: Int[Array, "B Hk"]) -> Float[Arra
 
     low, high = jnp.zeros_like(k), jnp.full_like(k, 0x7F800001)  # above inf
     low, _ = jax.lax.fori_loop(0, 31, halve, (low, high))
-    return jax.lax.bitcast_convert_type(jnp.minimum(low, 0x7F800000), jnp.float32)
+    return jax.lax.bitcast_convert_type(low, jnp.float32)
 
 
 class PageSelector(abc.ABC):

@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 from pydantic import Field
 
 from xsake._progress import Progress, ProgressFn
-from xsake._provenance import checkout_root, environment, installed_versions, source_digest
+from xsake._provenance import source_digest
 from xsake._schema import Frozen
 from xsake.attention.layer_call import LayerCall
 from xsake.cache import ForcedPages, Int8Keys, PageSelector
@@ -36,12 +36,14 @@ from xsake.evaluation.run import (
     EvalModel,
     EvaluationSettings,
     cut_window_sets,
+    describe_run,
+    measured_versions,
     validate_evaluation,
 )
 from xsake.evaluation.trial import TokenizedTexts, position_spans
 from xsake.hads import PlanDecoding
 from xsake.hads.hooks import ForwardHook
-from xsake.hads.sparse_decoding import require_certifiable
+from xsake.hads.sparse_decoding import count_pages, require_certifiable
 from xsake.masks import Causal
 from xsake.model.cache import PAGE_SIZE, KVCache
 from xsake.model.observer import Observer
@@ -97,8 +99,7 @@ class UniformPages:
     def retrieve(self, q, call):
         """See `PageSelection`."""
         at = call.pages
-        count = jnp.ceil(-(-at.lengths // at.pages.page_size) * self.budget).astype(jnp.int32)
-        count = jnp.broadcast_to(count[:, None], (q.shape[0], at.pages.k.shape[2]))
+        count = count_pages(at, jnp.full(at.pages.k.shape[2], self.budget))
         options = {"slots": at.page_table.shape[1], "scale": call.scale, "forced": self.forced}
         return self.selector.retrieve_topk(q, at.summaries, at, count, **options)
 
@@ -415,12 +416,8 @@ def audit_pages(
         detail = f"{part.certified.within:.1%} of queries certified, {part.violations} violations"
         on_progress(dataclasses.replace(event, detail=detail))
     measured = MeasuredMasses(*(np.stack(x) for x in zip(*parts, strict=True)))
-    current = environment(checkout_root())
     return PageAudit(
-        made_at=current.utc,
-        model=eval_model.identity,
-        texts=texts.files,
-        dtype=eval_model.dtype,
+        **describe_run(eval_model, texts, measured_versions(), source_digest(*SOURCES)),
         plan=candidate and CandidateIdentity(
             description=candidate.description, digest=candidate.digest, tokens=None
         ),
@@ -438,11 +435,6 @@ def audit_pages(
         by_position=summarize_spans(measured, positions, settings.context, settings.eps),
         heads=_audit_heads(measured, positions, settings.eps),
         seconds=time.monotonic() - start,
-        versions=current.versions | installed_versions(("flax", "tokenizers")),
-        source=source_digest(*SOURCES),
-        commit=current.commit,
-        dirty=current.dirty,
-        processor=current.cpu,
     )  # fmt: skip
 
 

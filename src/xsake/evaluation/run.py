@@ -6,6 +6,7 @@ import itertools
 import json
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 
@@ -138,7 +139,7 @@ def evaluate(
         "model": eval_model.identity.digest,
         "dtype": eval_model.dtype,
         "candidate": None if candidate is None else candidate.digest,
-        "versions": environment().versions | installed_versions(("flax", "tokenizers")),
+        "versions": measured_versions(),
         "source": source_digest(*SOURCES),
     }
     trials = [trial for windows in window_sets for trial in windows.trials]
@@ -149,12 +150,8 @@ def evaluate(
     contexts = [context_result(x, take(x.trials), candidate, settings.seed) for x in window_sets]
     by_gap = [list(group) for _, group in itertools.groupby(copies, lambda copy: copy.gap)]
     probes = [far_copy_result(group, take(group), settings.passage) for group in by_gap]
-    current = environment(checkout_root())
     return EvaluationReport(
-        made_at=current.utc,
-        model=eval_model.identity,
-        texts=texts.files,
-        dtype=eval_model.dtype,
+        **describe_run(eval_model, texts, base["versions"], base["source"]),
         seed=settings.seed,
         document_limit=settings.documents,
         windows_per_document=settings.windows_per_document,
@@ -165,12 +162,24 @@ def evaluate(
         far_copy=tuple(probes),
         notes=(*notes, *skipped),
         seconds=sum(result.seconds for result in (*contexts, *probes)),
-        versions=base["versions"],
-        source=base["source"],
-        commit=current.commit,
-        dirty=current.dirty,
-        processor=current.cpu,
     )  # fmt: skip
+
+
+def measured_versions() -> dict[str, str]:
+    """Return the versions of the packages that compute the results."""
+    return environment().versions | installed_versions(("flax", "tokenizers"))
+
+
+def describe_run(
+    eval_model: EvalModel, texts: Texts, versions: dict[str, str], source: str
+) -> dict[str, Any]:
+    """Return the fields that all reports have: model, texts, machine and code."""
+    current = environment(checkout_root())
+    return {
+        "made_at": current.utc, "model": eval_model.identity, "texts": texts.files,
+        "dtype": eval_model.dtype, "versions": versions, "source": source,
+        "commit": current.commit, "dirty": current.dirty, "processor": current.cpu,
+    }  # fmt: skip
 
 
 def validate_evaluation(

@@ -109,12 +109,12 @@ class PlanDecoding:
         assert at is not None
         options = {"scale": call.scale, "forced": self.forced}
         share = jnp.asarray(self.shares, jnp.float32)[call.layer]
-        count = _count_pages(at, share)
+        count = count_pages(at, share)
         if self.limit is None:
             slots = self._slots(at.page_table.shape[1], at.pages.page_size)
             return at.selector.retrieve_topk(q, at.summaries, at, count, slots=slots, **options)
         require_certifiable(call)
-        most = _count_pages(at, jnp.full_like(share, self.max_share))
+        most = count_pages(at, jnp.full_like(share, self.max_share))
         return at.selector.retrieve_within(
             q, at.summaries, at, count, self.limit, max_counts=most, **options
         )
@@ -133,7 +133,7 @@ class PlanDecoding:
         return min(pages, max(forced, int(np.ceil(pages * self.shares.max()))))
 
 
-def _count_pages(at: LayerPages, share: Float[Array, " Hk"]) -> Int[Array, "B Hk"]:
+def count_pages(at: LayerPages, share: Float[Array, " Hk"]) -> Int[Array, "B Hk"]:
     """Return shares of the pages of sequences, forced ones included, rounded up."""
     pages = -(-at.lengths // at.pages.page_size)
     return jnp.ceil(pages[:, None] * share[None]).astype(jnp.int32)
