@@ -27,7 +27,7 @@ from xsake.model.tokenizer import Tokenizer
 
 PROMPTS, BATCHES, NEW, MOST_ROUNDS = (8127, 1024, 4096), (1, 8), 16, 3
 BUDGET = 0.2  # of the pages
-EARLIER = "7fb7752"  # 0.1.0; of one row and the longest prompt only
+EARLIER = "7fb7752"  # 0.1.0; of the longest prompt only
 SIDES = ("dense", "plan", "transformers", "0.1.0")
 
 
@@ -52,7 +52,7 @@ def _race(
     answers, workers = {}, {}
     with contextlib.ExitStack() as stack:
         for side in SIDES:
-            if side == "0.1.0" and (batch > 1 or prompt < max(PROMPTS)):
+            if side == "0.1.0" and prompt < max(PROMPTS):
                 continue
             is_peer = side == "transformers"
             worker = Worker(

@@ -74,7 +74,12 @@ def _repeat(cache: Any, batch: int) -> Any:
     """Return a cache with the same row several times, each with pages of its own."""
     if batch == 1:
         return cache
-    pages = jax.tree.map(lambda x: jnp.tile(x, (1, batch, *[1] * (x.ndim - 2))), cache.pages)
+
+    def repeat(arrays: Any) -> Any:
+        return jax.tree.map(lambda x: jnp.tile(x, (1, batch, *[1] * (x.ndim - 2))), arrays)
+
+    if not hasattr(cache, "pages"):  # 0.1.0
+        return dataclasses.replace(cache, keys=repeat(cache.keys), values=repeat(cache.values))
     count = cache.page_table.shape[1]
     table = jnp.arange(batch * count, dtype=jnp.int32).reshape(batch, count)
-    return dataclasses.replace(cache, pages=pages, page_table=table)
+    return dataclasses.replace(cache, pages=repeat(cache.pages), page_table=table)
