@@ -15,6 +15,7 @@ import functools
 import json
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -204,9 +205,9 @@ def _by_document(x: np.ndarray, is_counted: np.ndarray) -> np.ndarray:
     return np.where(is_counted, x, 0).sum(0) / is_counted.sum(0)
 
 
-def rows() -> list[dict]:
+def rows(path: Path = ROWS) -> list[dict]:
     """Return the committed rows; none if the experiment was not run."""
-    return [json.loads(line) for line in ROWS.read_text().splitlines()] if ROWS.exists() else []
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def main() -> None:

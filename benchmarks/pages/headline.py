@@ -14,8 +14,10 @@ from pathlib import Path
 
 from benchmarks.experiments.common import RESULTS, ROOT
 from benchmarks.experiments.cpu import decode_shape
+from benchmarks.experiments.decoding import BUDGET as STEP_BUDGET
+from benchmarks.experiments.decoding import PROMPTS as STEP_PROMPTS
 from benchmarks.experiments.generation import NEW, PROMPTS, smollm2_shape
-from benchmarks.hads import plan_loss
+from benchmarks.hads import decoding, plan_loss
 from benchmarks.pages.marked_page import filled
 from xsake._io import atomic_write
 from xsake.benchmarking import BenchmarkRow, Shape, Spread
@@ -24,6 +26,7 @@ from xsake.reports.plan_report import interpolate_share
 
 README, HADS = ROOT / "README.md", ROOT / "docs" / "hads.md"
 PICTURE = RESULTS / "headline.png"
+STEPS_AFTER = max(STEP_PROMPTS)
 LOSS = 0.089  # mean KL of attention at which rules are compared by what they cost
 WINDOWS = {"a_shape": "first block and window", "sliding_window": "window"}
 TIMED = {"plan_8192_128": 128, "plan_4096_64": 64, "plan_4096_32": 32}  # blocks of the timed plans
@@ -99,6 +102,7 @@ def figures(results: Path = RESULTS) -> list[tuple[str, str]]:
     sparse = [find("same_blocks", "xsake", tokens=4096, layout=f"ragged_{x}") for x in (25, 43)]
     lines: list[tuple[str, str | None]] = [
         *_native_lines(find, compare),
+        *_decoding_lines(find, compare, results),
         ("full causal, 4096 tokens, forward", _joined({
             "`jax.nn`": ratio(dense, "jax.nn"), "tokamax": ratio(dense, "tokamax"),
             "torch SDPA": ratio(dense, "torch.sdpa"),
@@ -169,6 +173,28 @@ def _native_lines(find, compare) -> Iterator[tuple[str, str | None]]:
                 f"`xsake[cpu]`: SmolLM2-135M, dense, {what} after a prompt of {prompt}",
                 (compare(row, **sides)),
             )
+
+
+def _decoding_lines(find, compare, results: Path) -> Iterator[tuple[str, str | None]]:
+    """Lines of decoding steps: the speed of a plan with its loss at the same length."""
+    shape = smollm2_shape(1, STEPS_AFTER).model_copy(update={"batch": 8})
+    what = f"`xsake[cpu]`: SmolLM2-135M, a decoding step after {STEPS_AFTER} tokens, batch 8, {{}}"
+    peers = {"transformers": "transformers", "0.1.0": "XSAKE 0.1.0"}
+    yield what.format("dense"), compare(find("decoding", "dense", shape=shape), **peers)
+    speed = compare(find("decoding", "plan", shape=shape), dense="our own dense step", **peers)
+    setting = {"task": "text", "context": 8192, "selector": "labels", "budgets": "plan",
+               "budget": STEP_BUDGET}  # fmt: skip
+    known = [
+        x
+        for x in decoding.rows(results / "hads" / "decoding.jsonl")
+        if setting.items() <= x.items()
+    ]
+    loss = "".join(
+        f"; next-token KL {x['kl']:.4f}, {x['nll_gap']:+.4f} nats, {x['documents']} documents"
+        for x in known
+    )
+    asked = f"by `{decoding.PLAN}` at {STEP_BUDGET:.0%} of the pages"
+    yield what.format(asked), speed + loss if speed and loss else None
 
 
 def table(results: Path = RESULTS) -> str:
