@@ -41,6 +41,9 @@ def test_readme_figures_are_those_of_the_rows(tmp_path):
     page = headline.HADS.read_text()
     plans = {"plans": headline.plans_table()}
     assert filled(page, plans) == page, "run python -m benchmarks.pages.headline"
+    page = headline.DECODING.read_text()
+    pages = {"pages": headline.pages_table()}
+    assert filled(page, pages) == page, "run python -m benchmarks.pages.headline"
     page = comparisons.PAGE.read_text()
     assert filled(page, {"races": comparisons.table()}) == page, (
         "run python -m benchmarks.pages.comparisons"
@@ -58,7 +61,8 @@ def test_a_speed_by_a_plan_is_stated_with_the_loss_of_that_plan(tmp_path):
     for line in by_plans(headline.table()):
         assert "perplexity" in line, line
     shutil.copytree(headline.RESULTS, tmp_path / "results")
-    (tmp_path / "results" / "hads" / "plan_loss.jsonl").unlink()
+    for losses in ("plan_loss", "decoding"):
+        (tmp_path / "results" / "hads" / f"{losses}.jsonl").unlink()
     for line in by_plans(headline.table(tmp_path / "results")):
         assert "time:" not in line, line
 

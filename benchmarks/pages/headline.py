@@ -1,6 +1,6 @@
 """The README's table of figures and its picture, made of committed rows and of nothing else.
 
-python -m benchmarks.pages.headline  # writes the tables of README.md and docs/hads.md
+python -m benchmarks.pages.headline  # writes the tables of README.md and of pages in docs
 python -m benchmarks.pages.headline --draw  # a picture too: quality and time by effective cost
 
 A figure without rows is shown as not measured. `tests/test_documentation.py` holds the
@@ -12,6 +12,8 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
+
 from benchmarks.experiments.common import RESULTS, ROOT
 from benchmarks.experiments.cpu import decode_shape
 from benchmarks.experiments.decoding import BUDGET as STEP_BUDGET
@@ -21,10 +23,11 @@ from benchmarks.hads import decoding, plan_loss
 from benchmarks.pages.marked_page import filled
 from xsake._io import atomic_write
 from xsake.benchmarking import BenchmarkRow, Shape, Spread
+from xsake.evaluation.summary import estimate
 from xsake.reports import plots
 from xsake.reports.plan_report import interpolate_share
 
-README, HADS = ROOT / "README.md", ROOT / "docs" / "hads.md"
+README, HADS, DECODING = (ROOT / x for x in ("README.md", "docs/hads.md", "docs/decoding.md"))
 PICTURE = RESULTS / "headline.png"
 STEPS_AFTER = max(STEP_PROMPTS)
 LOSS = 0.089  # mean KL of attention at which rules are compared by what they cost
@@ -189,12 +192,17 @@ def _decoding_lines(find, compare, results: Path) -> Iterator[tuple[str, str | N
         for x in decoding.rows(results / "hads" / "decoding.jsonl")
         if setting.items() <= x.items()
     ]
-    loss = "".join(
-        f"; next-token KL {x['kl']:.4f}, {x['nll_gap']:+.4f} nats, {x['documents']} documents"
-        for x in known
-    )
+    loss = "".join(f"; {_decoding_loss(row)}" for row in known)
     asked = f"by `{decoding.PLAN}` at {STEP_BUDGET:.0%} of the pages"
     yield what.format(asked), speed + loss if speed and loss else None
+
+
+def _decoding_loss(row: dict) -> str:
+    """Loss of a row of `benchmarks.hads.decoding` as perplexity, with an interval."""
+    sums = np.array([[1, gap] for gap in row["nll_gap_by_document"]])
+    gap = estimate(lambda x: np.expm1(x[..., 1] / x[..., 0]), sums, 0).model_dump()
+    said = _gap({"perplexity_gap": gap})
+    return f"perplexity {said}, next-token KL {row['kl']:#.2g}, {row['documents']} documents"
 
 
 def table(results: Path = RESULTS) -> str:
@@ -222,6 +230,37 @@ def plans_table(results: Path = RESULTS) -> str:
         ]  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, ""])
+
+
+def pages_table(results: Path = RESULTS) -> str:
+    """Losses of decoding by the pages it reads, in Markdown."""
+    rows = decoding.rows(results / "hads" / "decoding.jsonl")
+    lines = [
+        "| tokens | pages | KV | text: KL, loss | copy: KL, loss | fact: KL, loss |",
+        "|---|---|---|---|---|---|",
+    ]
+    for context in (4096, 8192):
+        for (selector, budgets), each in decoding.BUDGETS.items():
+            for budget in each:
+                setting = {"context": context, "selector": selector, "budgets": budgets,
+                           "budget": budget}  # fmt: skip
+                known = {x["task"]: x for x in rows if setting.items() <= x.items()}
+                if known:
+                    lines.append(_pages_line(setting, known))
+    return "\n".join([*lines, ""])
+
+
+def _pages_line(setting: dict, known: dict[str, dict]) -> str:
+    by = {"oracle": "true masses", "window": "the first and the last"}
+    selector, budgets = setting["selector"], setting["budgets"]
+    heads = "" if budgets == "plan" or selector == "window" else ", all heads equal"
+    what = f"{setting['budget'] * 100:.3g}%, {by.get(selector, selector)}{heads}"
+    losses = [
+        f"{known[task]['kl']:#.2g}, {known[task]['nll_gap']:+.3f}" if task in known else ""
+        for task in decoding.STEPS
+    ]
+    share = next(iter(known.values()))["kv_share"]
+    return f"| {' | '.join([str(setting['context']), what, f'{share:.1%}', *losses])} |"
 
 
 def _joined(found: dict[str, str | None]) -> str | None:
@@ -376,6 +415,7 @@ def main() -> None:
         draw()
     atomic_write(README, filled(README.read_text(), {"headline": table()}))
     atomic_write(HADS, filled(HADS.read_text(), {"plans": plans_table()}))
+    atomic_write(DECODING, filled(DECODING.read_text(), {"pages": pages_table()}))
     print(table())
 
 
