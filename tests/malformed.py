@@ -1,8 +1,14 @@
-"""JSON documents damaged at random, for readers that must refuse them cleanly."""
+"""Malformed input: JSON documents damaged at random, and arguments of other types."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import hypothesis.strategies as st
+import pytest
+from jaxtyping import TypeCheckError
+
+from xsake.errors import ArgumentError
 
 ODD = [0, -1, 2**31, 2**64, 10**400, 1e-308, 1e300, -0.0, "", "\ud800", "kl", "silu"]
 JUNK = st.recursive(
@@ -42,3 +48,15 @@ def damaged(draw, document: Any, keys: tuple[str, ...] = ()) -> Any:
         else:
             place[key] = draw(JUNK)
     return document
+
+
+@contextlib.contextmanager
+def refused_type(match: str) -> Iterator[None]:
+    """Expect an `ArgumentError` for an argument of another type than its annotation.
+
+    Where all types are checked, the check comes first.
+    """
+    with pytest.raises((ArgumentError, TypeCheckError)) as found:
+        yield
+    if isinstance(found.value, ArgumentError):
+        found.match(match)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.malformed import refused_type
 from xsake.errors import ArgumentError, CheckpointError, MissingExtraError
 from xsake.model.chat import MAX_TEMPLATE_BYTES, ChatTemplate, _compile
 
@@ -114,7 +115,7 @@ def test_a_template_can_neither_leave_its_sandbox_nor_fail_without_a_name(source
     ],
 )
 def test_messages_are_texts_with_roles(messages):
-    with pytest.raises(ArgumentError, match="XSK-102.chat-messages"):
+    with refused_type("XSK-102.chat-messages"):
         ChatTemplate("").render(messages)
 
 

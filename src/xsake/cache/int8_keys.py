@@ -53,7 +53,9 @@ class PageBounds(NamedTuple):
         dropped = jnp.where(is_read, 0, most).sum(-1)
         return _share(dropped, jnp.where(is_read, least, 0).sum(-1), least.shape[-1])
 
-    def count_within(self, order: Int[Array, "B Hk N"], eps: float) -> Int[Array, "B Hk"]:
+    def count_within(
+        self, order: Int[Array, "B Hk N"], eps: float | Float[Array, ""]
+    ) -> Int[Array, "B Hk"]:
         """Return how many pages, in an order, to read so that no head drops more than `eps`."""
         ordered = (jnp.take_along_axis(x, order[:, :, None], axis=-1) for x in self._weights())
         least, most = (jnp.pad(x, ((0, 0),) * 3 + ((1, 1),)) for x in ordered)
@@ -176,7 +178,7 @@ class Int8Keys(PageSelector):
         summaries: Summaries,
         at: LayerPages,
         counts: Int[Array, "B Hk"],
-        eps: float,
+        eps: float | Float[Array, ""],
         *,
         scale: float,
         forced: ForcedPages = ForcedPages(),  # noqa: B008 (frozen)

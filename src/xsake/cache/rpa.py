@@ -13,7 +13,7 @@ LANES = 128
 
 
 def to_rpa(
-    k: Num[Array, "P Hk page D"], v: Num[Array, "P Hk page D"]
+    k: Num[Array, "P Hk page D"], v: Num[Array, "P Hk page Dv"]
 ) -> Num[Array, "P page W packing C"]:
     """Convert the pages of one layer."""
     if k.shape != v.shape or k.dtype != v.dtype:

@@ -8,7 +8,7 @@ dropped mass. The true mass is computed in float64 from the same queries and key
 import dataclasses
 import functools
 import time
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -57,6 +57,7 @@ GOLDEN_RATIO = 0.6180339887498949  # the fractional part of its multiples is eve
 QUANTILES = {"median": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
 
 
+@runtime_checkable
 class PageSelection(Protocol):
     """Selection of the pages that a decoding step reads, such as `PlanDecoding`."""
 
