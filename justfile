@@ -145,9 +145,9 @@ eyes:
 golden *args:
     python -m benchmarks.peers.golden {{ args }} make
 
-# the real model of the measurements, as a Hugging Face directory; prints where it is
-smollm2 *args:
-    python -m benchmarks.peers.smollm2 {{ args }}
+# a real model of the measurements as a Hugging Face directory; prints where it is: just model [NAME]
+model *args:
+    python -m benchmarks.peers.models {{ args }}
 
 # compile every case for every TPU and GPU target; writes certificates/
 certify *args:

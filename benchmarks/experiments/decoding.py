@@ -1,6 +1,6 @@
 """Decoding steps of SmolLM2: dense, by a plan, by transformers, and by an earlier commit.
 
-python -m benchmarks.experiments.decoding  # needs the model: benchmarks.peers.smollm2
+python -m benchmarks.experiments.decoding  # needs the model: benchmarks.peers.models
 python -m benchmarks.experiments.decoding --tokens 4096 --quick
 
 The prompt is processed before; all rows of a batch have the same one.
@@ -19,8 +19,8 @@ from benchmarks.experiments.generation import smollm2_shape
 from benchmarks.hads.corpus import documents
 from benchmarks.hads.decoding import PLAN
 from benchmarks.peers.client import Worker
+from benchmarks.peers.models import directory
 from benchmarks.peers.recipes import built_interpreter
-from benchmarks.peers.smollm2 import directory
 from xsake.benchmarking import BenchmarkRow, Spread, TimedSide, interleave, pair_ratio
 from xsake.benchmarking.rows import Ratio, TimingStats
 from xsake.model.tokenizer import Tokenizer

@@ -1,6 +1,6 @@
 """SmolLM2 reads a prompt and generates: the native kernels, the backend `xla`, and transformers.
 
-python -m benchmarks.experiments.generation  # needs the model: benchmarks.peers.smollm2
+python -m benchmarks.experiments.generation  # needs the model: benchmarks.peers.models
 python -m benchmarks.experiments.generation --quick
 
 Each side generates one token and many; the difference is decoding.
@@ -16,8 +16,8 @@ import numpy as np
 from benchmarks.experiments.common import Outcome, Settings, command, plain_row
 from benchmarks.hads.corpus import documents
 from benchmarks.peers.client import Worker
+from benchmarks.peers.models import directory
 from benchmarks.peers.recipes import built_interpreter
-from benchmarks.peers.smollm2 import directory
 from xsake.benchmarking import BenchmarkRow, Shape, Spread, TimedSide, interleave
 from xsake.benchmarking.rows import Ratio, TimingStats
 from xsake.benchmarking.runner import pair_ratio

@@ -1,6 +1,6 @@
 """SmolLM2 reads 8192 tokens: its attention dense through XSAKE, by two plans, and through jax.nn.
 
-python -m benchmarks.experiments.prefill  # needs the model: benchmarks.peers.smollm2
+python -m benchmarks.experiments.prefill  # needs the model: benchmarks.peers.models
 python -m benchmarks.experiments.prefill --quick  # and the plan: benchmarks.hads.end_to_end
 """
 
@@ -24,8 +24,8 @@ from benchmarks.experiments.common import (
 from benchmarks.hads.corpus import documents
 from benchmarks.peers import prefill_worker
 from benchmarks.peers.client import Worker
+from benchmarks.peers.models import directory
 from benchmarks.peers.recipes import interpreter
-from benchmarks.peers.smollm2 import directory
 from xsake._format import format_bytes
 from xsake._provenance import environment as facts_of_this_run
 from xsake.benchmarking import (

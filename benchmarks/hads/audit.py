@@ -18,7 +18,7 @@ import numpy as np
 from benchmarks.experiments.common import RESULTS
 from benchmarks.hads.corpus import COUNTS, Document, documents
 from benchmarks.hads.decoding import PLAN, Uniform
-from benchmarks.peers.smollm2 import directory
+from benchmarks.peers.models import directory
 from xsake._io import atomic_write, cache_folder
 from xsake._provenance import checkout_root, environment, source_digest
 from xsake.cache import Int8Keys, Oracle, Quest

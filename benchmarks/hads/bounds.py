@@ -19,7 +19,7 @@ import numpy as np
 
 from benchmarks.hads.capture import SCALE, captured
 from benchmarks.hads.corpus import documents
-from benchmarks.peers.smollm2 import directory
+from benchmarks.peers.models import directory
 from xsake._io import atomic_write
 from xsake._provenance import checkout_root, environment
 from xsake.hads.budget import ForcedBlocks, row_counts, total_blocks, visible_blocks

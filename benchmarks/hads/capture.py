@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.hads.corpus import LONGEST, Document, documents
-from benchmarks.peers.smollm2 import directory
+from benchmarks.peers.models import directory
 from xsake.masks import Causal
 from xsake.model import LayerCall
 from xsake.model.huggingface import load

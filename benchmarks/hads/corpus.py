@@ -1,11 +1,17 @@
 """The documents of the HADS measurements: 12 for calibration, 24 for tests, 12 fresh; four kinds.
 
 Fresh documents took no part in any choice of method or setting: they were drawn after all of it.
+
+`code_documents` has 32 longer ones for models of source code, from CPython's standard library:
+12 for calibration, 12 for tests, 8 fresh. Modules of both lists are in the same split.
 """
 
 import dataclasses
+import hashlib
 import importlib.util
 import json
+import platform
+import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +25,8 @@ LONGEST = 8192  # tokens that every document has; a fresh one may end after FRES
 FRESH_TOKENS = 4096
 KINDS = ("book", "wikipedia", "web", "code")
 COUNTS = {"calibration": 3, "test": 6, "fresh": 3}  # documents of each kind
+LONGEST_CODE = 16_384  # tokens of every document of `code_documents`
+CODE = Path(__file__).with_name("code_documents.json")
 FRESH_START = 300_000  # characters into a test book: past the part that the test split reads
 
 BOOKS = {
@@ -39,12 +47,13 @@ MODULES = {
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """The first tokens of a text."""
+    """The first tokens of a text; those of source code have a domain."""
 
     kind: str
     split: str
     name: str
     tokens: np.ndarray
+    domain: str = ""
 
 
 def documents(tokenizer: Tokenizer, texts: Path = TEXTS) -> list[Document]:
@@ -69,6 +78,30 @@ def documents(tokenizer: Tokenizer, texts: Path = TEXTS) -> list[Document]:
         for place in range(count)
         for kind in KINDS
     ]
+
+
+def code_documents(tokenizer: Tokenizer) -> list[Document]:
+    """Return the long documents of source code, domains interleaved in each split."""
+    made = []
+    for split, domain, name, text in code_texts():
+        tokens = np.asarray(tokenizer.encode(text), np.int32)[:LONGEST_CODE]
+        assert len(tokens) == LONGEST_CODE, f"{name} has only {len(tokens)} tokens"
+        made.append(Document("code", split, name, tokens, domain))
+    return made
+
+
+def code_texts() -> Iterator[tuple[str, str, str, str]]:
+    """Yield (split, domain, name, text) of the listed files of the standard library."""
+    listed, library = json.loads(CODE.read_text()), Path(sysconfig.get_path("stdlib"))
+    for entry in listed["documents"]:
+        text = "".join((library / file).read_text(encoding="utf-8") for file in entry["files"])
+        name, digest = " + ".join(entry["files"]), hashlib.sha256(text.encode()).hexdigest()
+        if digest != entry["sha256"]:
+            raise SystemExit(
+                f"Other text of {name}: got sha256 {digest} in Python {platform.python_version()}, "
+                f"expected {entry['sha256']}. Run this with Python {listed['python']}."
+            )
+        yield entry["split"], entry["domain"], name, text
 
 
 def _candidates(texts: Path) -> Iterator[tuple[str, str, str, str]]:

@@ -25,7 +25,7 @@ from flax import nnx
 
 from benchmarks.experiments.common import RESULTS
 from benchmarks.hads.corpus import Document, documents
-from benchmarks.peers.smollm2 import directory
+from benchmarks.peers.models import directory
 from xsake._io import atomic_write
 from xsake._provenance import checkout_root, environment
 from xsake.cache import ForcedPages, Oracle, PageSelector, Quest

@@ -20,7 +20,7 @@ from benchmarks.hads.corpus import documents
 from benchmarks.hads.ladder import ENTRIES, RESULTS, Ladder
 from benchmarks.hads.ladder import Entry as Rung
 from benchmarks.hads.ruled import Ruled
-from benchmarks.peers.smollm2 import directory
+from benchmarks.peers.models import directory
 from xsake._io import atomic_write
 from xsake._provenance import checkout_root, environment
 from xsake.cli.calibrate import COPIED_DOCUMENTS, EFFECT_DOCUMENTS

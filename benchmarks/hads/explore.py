@@ -20,7 +20,7 @@ from jaxtyping import Float, Int
 
 from benchmarks.hads.corpus import documents
 from benchmarks.hads.explored import WHOLE, Choices, Packed
-from benchmarks.peers.smollm2 import directory
+from benchmarks.peers.models import directory
 from xsake._io import atomic_write
 from xsake._provenance import checkout_root, environment
 from xsake.hads import make_policy

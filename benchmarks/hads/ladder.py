@@ -25,7 +25,7 @@ from benchmarks.baselines.rule import Uncalibrated, row_ranks, take_pool
 from benchmarks.hads.capture import CACHE, SCALE, Replay, captured
 from benchmarks.hads.corpus import Document, documents
 from benchmarks.hads.losses import Ballot, Loss, Masses
-from benchmarks.peers.smollm2 import directory
+from benchmarks.peers.models import directory
 from xsake._io import atomic_write
 from xsake._provenance import checkout_root, environment
 from xsake.cli.calibrate import COPIED_DOCUMENTS, EFFECT_DOCUMENTS

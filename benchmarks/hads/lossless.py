@@ -14,7 +14,7 @@ import numpy as np
 from benchmarks.experiments.common import RESULTS
 from benchmarks.hads.corpus import documents
 from benchmarks.hads.decoding import PLAN
-from benchmarks.peers.smollm2 import directory
+from benchmarks.peers.models import directory
 from xsake._provenance import checkout_root, environment
 from xsake.benchmarking import Spread
 from xsake.hads import PlanDecoding, SparsityPlan

@@ -20,7 +20,7 @@ from benchmarks.hads.capture import CACHE
 from benchmarks.hads.compare import ModelComparison, of_windows, questions
 from benchmarks.hads.corpus import COUNTS, documents
 from benchmarks.hads.ruled import Ruled
-from benchmarks.peers.smollm2 import directory
+from benchmarks.peers.models import directory
 from xsake._io import atomic_write
 from xsake._provenance import checkout_root, environment
 from xsake.evaluation.record import ResultCache

