@@ -63,6 +63,18 @@ def position_spans(tokens: int) -> tuple[TokenSpan, ...]:
     return tuple(TokenSpan(*pair) for pair in itertools.pairwise([1, *inner, tokens]))
 
 
+def check_vocabulary(tokens: Int[np.ndarray, " n"], vocabulary: int, name: str) -> None:
+    """Raise if a text has token ids that the model does not have."""
+    if tokens.size and not 0 <= tokens.min() <= tokens.max() < vocabulary:
+        raise ArgumentError(
+            "evaluation-vocabulary",
+            "token ids exceed the model's vocabulary",
+            got=f"token ids up to {tokens.max()} in {name}",
+            expected=f"ids below {vocabulary}",
+            fix="use the tokenizer of this model",
+        )
+
+
 class TokenizedTexts:
     """Documents that are tokenized on first use; `opening` starts every sequence, such as BOS."""
 
@@ -81,14 +93,7 @@ class TokenizedTexts:
         """Return all tokens of a document."""
         if document.name not in self._tokens:
             tokens = np.asarray(self._encode(document.text), np.int32)
-            if tokens.size and not 0 <= tokens.min() <= tokens.max() < self._vocabulary:
-                raise ArgumentError(
-                    "evaluation-vocabulary",
-                    "token ids exceed the model's vocabulary",
-                    got=f"token ids up to {tokens.max()} in {document.name}",
-                    expected=f"ids below {self._vocabulary}",
-                    fix="use the tokenizer of this model",
-                )
+            check_vocabulary(tokens, self._vocabulary, document.name)
             self._tokens[document.name] = tokens
         return self._tokens[document.name]
 

@@ -1,0 +1,1 @@
+"""Tasks with long prompts: retrieval, tracking and counting, for dense and candidate attention."""
