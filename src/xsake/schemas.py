@@ -14,6 +14,7 @@ TYPES = {
     "page_audit.schema.json": "xsake.evaluation.page_audit:PageAudit",
     "plan.schema.json": "xsake.hads.plan:SparsityPlan",
     "profile.schema.json": "xsake.hads.profile:Profile",
+    "task_report.schema.json": "xsake.evaluation.tasks.record:TaskReport",
     "training.schema.json": "xsake.training.config:TrainingConfig",
 }
 

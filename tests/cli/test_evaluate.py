@@ -5,9 +5,11 @@ import json
 import numpy as np
 import pytest
 
+from tests.cli import tiny
+from tests.evaluation.tasks import corpus
 from xsake import masks
 from xsake.cli.load import bos_prefix
-from xsake.evaluation import read_report
+from xsake.evaluation import read_report, read_task_report
 from xsake.evaluation import run as evaluation
 from xsake.evaluation.score import Scores
 from xsake.layout import BlockLayout
@@ -108,3 +110,50 @@ def test_the_prefix_is_what_the_tokenizer_adds_before_a_text(before, after):
         return np.array([*before, 65, *after] if add_special_tokens else [65], np.int32)
 
     assert bos_prefix(encode) == tuple(before)
+
+
+@pytest.fixture
+def invoke_tasks(run, tmp_path):
+    """Calls with a longer context, and with texts that prompts can be made of."""
+    checkpoint = tiny.save_checkpoint(tmp_path, context=2048)
+    text = tmp_path / "texts.txt"
+    text.write_text("\n".join(document.text for document in corpus.documents()))
+
+    def call(tasks, *arguments):
+        always = "--text", text, "--context", 600, "--samples", 2, "-o", tmp_path / "t.json"
+        return run("evaluate", checkpoint, *always, "--tasks", tasks, *arguments)
+
+    return call
+
+
+def test_tasks_are_evaluated_from_end_to_end(invoke_tasks, tmp_path):
+    picture = tmp_path / "t.png"
+    done = invoke_tasks("niah_single_1,vt", "--mask", NEAR, "--greedy", 1, "--plot", picture)
+    assert done.exit_code == 0, done.output
+    report = read_task_report(tmp_path / "t.json")
+    assert [cell.task for cell in report.cells] == ["niah_single_1", "vt"]
+    assert report.cells[0].nll.difference.value != 0
+    assert [prompt.dense.output is None for prompt in report.prompts] == [False, True] * 2
+    assert "12 of 12: 600 tokens" in done.output and "niah_single_1" in done.output
+    assert "dense, candidate: Window(left=15, right=0) | Sinks(count=2)" in done.output
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    again = invoke_tasks("niah_single_1,vt", "--mask", NEAR, "--greedy", 1, "--json")
+    stored = json.loads((tmp_path / "t.json").read_text())
+    assert json.loads(again.stdout) == stored
+    assert stored["seconds"] == report.seconds  # nothing was computed again
+    assert stored["averages"] == [] and len(stored["cells"]) == 2
+
+
+def test_wrong_options_of_tasks_are_refused_before_the_model_is_loaded(invoke_tasks, invoke):
+    unknown = invoke_tasks("niah_single_1,needle")
+    assert unknown.exit_code == 2 and "unknown-task" in unknown.stderr
+    assert "niah_multikey_3" in unknown.stderr and "find_definition" in unknown.stderr
+    other = invoke_tasks("vt", "--gaps", "16", "--windows-per-document", 2)
+    assert other.exit_code == 2 and "--windows-per-document, --gaps" in other.stderr
+    alone = invoke("--samples", 3, "--chat")
+    assert alone.exit_code == 2 and "only with --tasks" in alone.stderr
+    assert invoke_tasks("vt", "--chat").exit_code == 2  # the checkpoint has no template
+    pages = invoke_tasks("vt", "--page-budget", "20%")
+    assert pages.exit_code == 2 and "task-page-budget" in pages.stderr
+    missing = invoke_tasks("find_definition", "--code", "/none")
+    assert missing.exit_code == 2 and "code-not-found" in missing.stderr

@@ -12,9 +12,9 @@ from xsake.model.huggingface import export
 BLOCK, HEADS = 8, 2
 
 
-def save_checkpoint(folder: Path) -> Path:
+def save_checkpoint(folder: Path, **changes) -> Path:
     """One random layer over bytes, and a tokenizer that makes a token of every byte."""
-    folder = export(sample.model(), folder / "tiny", family="llama")
+    folder = export(sample.model(**changes), folder / "tiny", family="llama")
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     found = tokenizers.Tokenizer(tokenizers.models.BPE({x: i for i, x in enumerate(alphabet)}, []))
     found.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -37,7 +37,7 @@ def load_eval_model(folder: Path, dtype: str) -> Any:
     tokenizer = Tokenizer.load(folder)
     loaded = load(folder, compute_dtype=dtype, param_dtype=dtype)
     prefix = bos_prefix(tokenizer.encode)
-    return EvalModel(loaded.model, tokenizer.encode, identify(folder), dtype, prefix)
+    return EvalModel(loaded.model, tokenizer.encode, identify(folder), dtype, prefix, tokenizer)
 
 
 def bos_prefix(encode: Callable) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ import json
 
 from xsake import masks
 from xsake.attention import BlockSparseAttention
+from xsake.evaluation.record import CandidateIdentity
 from xsake.hads import PlanAttention, SparsityPlan
 from xsake.hads.budget import visible_blocks
 from xsake.layout import BlockLayout
@@ -60,6 +61,13 @@ class Candidate:
     def of_plan(cls, plan: SparsityPlan) -> "Candidate":
         """Build a candidate from a plan, for any length."""
         return cls(plan.summary, PlanAttention(plan), _digest(plan.to_json()))
+
+    @property
+    def identity(self) -> CandidateIdentity:
+        """Fields of reports."""
+        return CandidateIdentity(
+            description=self.description, digest=self.digest, tokens=self.tokens
+        )
 
     def budget(self, tokens: int) -> float | None:
         """Return computed / causally visible blocks at a length; None if unknown."""

@@ -1,10 +1,11 @@
-"""Text documents with stable names from .txt, .raw and .jsonl files."""
+"""Text documents with stable names from .txt, .raw and .jsonl files, and source code."""
 
 import collections
 import dataclasses
 import hashlib
 import json
 import re
+import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from xsake.evaluation.record import TextFile
 
 MAX_BYTES = 2**30  # of all files, which are held in memory
 PLAIN = (".txt", ".raw")
+NOT_LIBRARY = ("idlelib", "site-packages", "test", "tests")  # folders of the standard library
 SEPARATOR = re.compile(r"^<\|endoftext\|>[ \t]*\r?(?:\n|\Z)", re.MULTILINE)
 
 
@@ -77,6 +79,52 @@ def read_texts(paths: Sequence[Path]) -> Texts:
             fix="pass each file once",
         )
     return Texts(tuple(documents), tuple(files))
+
+
+def read_code(paths: Sequence[Path] = ()) -> Texts:
+    """Read Python source files; hidden folders are skipped.
+
+    Args:
+        paths: .py files, and folders of them; empty: Python's standard library.
+
+    Returns:
+        A document per file, named by its path in the folder, and one entry of `files` per path.
+    """
+    documents, files, remaining = [], [], MAX_BYTES
+    for path in paths or [Path(sysconfig.get_path("stdlib"))]:
+        folder, names = _list_code(path, is_library=not paths)
+        digest, start, size = hashlib.sha256(), len(documents), 0
+        for name in names:
+            content = _read_bytes(folder / name, remaining - size)
+            size += len(content)
+            digest.update(f"{name}\0{len(content)}\0".encode() + content)
+            text = _decode(folder / name, content)
+            documents.append(TextDocument(name, text.replace("\r\n", "\n")))
+        remaining -= size
+        number = len(documents) - start
+        files.append(
+            TextFile(name=path.name, bytes=size, sha256=digest.hexdigest(), documents=number)
+        )
+    return Texts(tuple(documents), tuple(files))
+
+
+def _list_code(path: Path, *, is_library: bool) -> tuple[Path, list[str]]:
+    """Return a folder and the names of its source files; those of the library are not tests."""
+    folder, files = path, path.rglob("*.py")
+    if is_library:
+        files = (x for x in (*path.glob("*.py"), *path.glob("*/*.py")) if _is_library(x))
+    elif path.is_file() and path.suffix == ".py":
+        folder, files = path.parent, [path]
+    names = (file.relative_to(folder) for file in files)
+    shown = sorted(x.as_posix() for x in names if not any(y.startswith(".") for y in x.parts))
+    if not shown:
+        expected = "a .py file, or a folder with .py files"
+        raise ArgumentError("code-not-found", "no source code", got=path, expected=expected)
+    return folder, shown
+
+
+def _is_library(file: Path) -> bool:
+    return file.parent.name not in NOT_LIBRARY
 
 
 def list_files(paths: Sequence[Path]) -> Iterator[Path]:

@@ -400,7 +400,7 @@ def audit_pages(
     config, start = eval_model.model.config, time.monotonic()
     candidate = Candidate.of_plan(selection.plan) if isinstance(selection, PlanDecoding) else None
     evaluation = EvaluationSettings((settings.context,), settings.documents, gaps=())
-    notes = validate_evaluation(eval_model, evaluation, candidate)
+    notes = validate_evaluation(eval_model, evaluation.contexts, candidate)
     encode, opening = eval_model.encode, eval_model.opening
     tokenized = TokenizedTexts(texts.documents, encode, config.vocab_size, opening)
     (windows,) = cut_window_sets(tokenized, evaluation, notes)
@@ -419,9 +419,7 @@ def audit_pages(
     measured = MeasuredMasses(*(np.stack(x) for x in zip(*parts, strict=True)))
     return PageAudit(
         **describe_run(eval_model, texts, measured_versions(), source_digest(*SOURCES)),
-        plan=candidate and CandidateIdentity(
-            description=candidate.description, digest=candidate.digest, tokens=None
-        ),
+        plan=candidate and candidate.identity,
         selector=type(selection.page_selector).__name__,
         budget=selection.budget,
         limit=getattr(selection, "limit", None),

@@ -1,12 +1,17 @@
-"""Plots of evaluations: NLL by position, far copies, loss against cost."""
+"""Plots of evaluations: NLL by position, far copies, tasks, loss against cost."""
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from xsake._format import format_commit
 from xsake.evaluation.frontier import FrontierPoint
 from xsake.evaluation.record import ContextResult, EvaluationReport, FarCopyResult
+from xsake.evaluation.tasks.record import TaskReport
+from xsake.evaluation.tasks.registry import DEPTHS
+from xsake.evaluation.tasks.summary import shares_by_depth
 from xsake.evaluation.trial import TokenSpan
 from xsake.reports import plots
 
@@ -27,6 +32,45 @@ def draw(report: EvaluationReport, path: Path) -> None:
         _draw_positions(left, longest)
         for axes in right:
             _draw_far_copies(axes, report.far_copy)
+
+
+def draw_tasks(report: TaskReport, path: Path) -> None:
+    """Draw exact answers by task and context, and by depth; requires `pip install xsake[viz]`."""
+    tasks = list(dict.fromkeys(cell.task for cell in report.cells))
+    contexts = sorted({cell.context for cell in report.cells})
+    sides = ["dense"] if report.candidate is None else ["dense", "candidate"]
+    depths = shares_by_depth(report)
+    rows = [1.2 + 0.24 * len(tasks)] + ([] if depths is None else [1.2 + 0.24 * len(DEPTHS)])
+    size = 2.2 + len(sides) * (1.2 + 0.55 * len(contexts)), sum(rows) + 0.6
+    title = report.model.name + (f": {report.candidate.description}" if report.candidate else "")
+    origin = (
+        f"{report.samples} prompts per cell, crossed out: dense below {report.min_exact:.0%}; "
+        f"{report.dtype}, {format_commit(report.commit, report.dirty)}, {report.made_at}"
+    )
+    with plots.open_png(path, size, title=title, origin=origin) as figure:
+        grid = figure.subplots(
+            len(rows), len(sides), squeeze=False, gridspec_kw={"height_ratios": rows}
+        )
+        for column, side in enumerate(sides):
+            axes, labels = grid[0, column], [f"{context:,}" for context in contexts]
+            shares = np.full((len(tasks), len(contexts)), np.nan)
+            for cell in report.cells:
+                place = tasks.index(cell.task), contexts.index(cell.context)
+                shares[place] = getattr(cell.exact, side).value
+                if cell.is_excluded:
+                    axes.plot(place[1], place[0], "x", color=plots.FAINT, ms=11, mew=0.7)
+            _draw_shares(axes, shares, tasks, labels)
+            axes.set_title(f"{side}: exact answers")
+            if depths is not None:
+                names = [f"{depth:.0%}" for depth in depths[side].depths]
+                _draw_shares(grid[1, column], depths[side].shares, names, labels)
+                grid[1, column].set(xlabel="tokens", ylabel="depth of the needle")
+
+
+def _draw_shares(axes: Any, shares: np.ndarray, rows: list[str], columns: list[str]) -> None:
+    plots.draw_heat_map(axes, shares, 1.0, "{:.0%}")
+    axes.set_yticks(range(len(rows)), rows)
+    axes.set_xticks(range(len(columns)), columns)
 
 
 def draw_frontier(points: Sequence[FrontierPoint], path: Path) -> None:

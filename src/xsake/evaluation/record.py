@@ -202,7 +202,8 @@ class CachedResult(Frozen):
 
     key: str
     seconds: Seconds
-    sums: dict[str, list[float]]
+    sums: dict[str, list[float]] = Field(default_factory=dict)
+    text: str | None = Field(default=None, description="that was generated")
 
 
 class ResultCache:

@@ -1,23 +1,19 @@
 """Evaluation loop: build the trials, score those that are not cached, build the report."""
 
 import dataclasses
-import hashlib
+import functools
 import itertools
-import json
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
-
-from xsake._progress import Progress, ProgressFn
+from xsake._progress import ProgressFn
 from xsake._provenance import checkout_root, environment, installed_versions, source_digest
 from xsake.errors import ArgumentError
 from xsake.evaluation.candidate import Candidate
 from xsake.evaluation.documents import Texts
+from xsake.evaluation.measure import Measurement, digest_key, forward_cost, measure
 from xsake.evaluation.record import (
     CachedResult,
-    CandidateIdentity,
     EvaluationReport,
     ModelIdentity,
     ResultCache,
@@ -35,6 +31,7 @@ from xsake.evaluation.trial import (
 )
 from xsake.hads import PlanAttention
 from xsake.model import Decoder
+from xsake.model.tokenizer import Tokenizer
 
 # Sources that determine the results; their digest is part of cache keys.
 SOURCES = (
@@ -57,6 +54,7 @@ class EvalModel:
         identity: of the model files.
         dtype: of weights and activations.
         opening: token ids at the start of every sequence, such as BOS.
+        tokenizer: that `encode` belongs to; None: no text can be generated.
     """
 
     model: Decoder
@@ -64,6 +62,7 @@ class EvalModel:
     identity: ModelIdentity
     dtype: str = "float32"
     opening: tuple[int, ...] = ()
+    tokenizer: Tokenizer | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,17 +88,22 @@ class EvaluationSettings:
     seed: int = 0
 
     def __post_init__(self):
-        for name, minimum in _MINIMUMS.items():
-            value = getattr(self, name)
-            values = value if isinstance(value, tuple) else () if value is None else (value,)
-            if any(value < minimum for value in values) or len(set(values)) < len(values):
-                got, expected = f"{name}={value}", f">= {minimum}, no duplicates"
-                raise ArgumentError(
-                    "evaluation-settings", "invalid evaluation settings", got=got, expected=expected
-                )
+        check_minimums(self, _MINIMUMS)
         if not self.contexts:
             raise ArgumentError(
                 "no-context", "no context to evaluate", expected="at least one context"
+            )
+
+
+def check_minimums(settings: Any, minimums: dict[str, int]) -> None:
+    """Raise for settings below their minimum, and for duplicates."""
+    for name, minimum in minimums.items():
+        value = getattr(settings, name)
+        values = value if isinstance(value, tuple) else () if value is None else (value,)
+        if any(value < minimum for value in values) or len(set(values)) < len(values):
+            got, expected = f"{name}={value}", f">= {minimum}, no duplicates"
+            raise ArgumentError(
+                "evaluation-settings", "invalid evaluation settings", got=got, expected=expected
             )
 
 
@@ -123,7 +127,7 @@ def evaluate(
         on_progress: called after each trial.
     """
     cache, config = ResultCache() if cache is None else cache, eval_model.model.config
-    notes = validate_evaluation(eval_model, settings, candidate)
+    notes = validate_evaluation(eval_model, settings.contexts, candidate)
     encode, opening = eval_model.encode, eval_model.opening
     tokenized = TokenizedTexts(texts.documents, encode, config.vocab_size, opening)
     window_sets = cut_window_sets(tokenized, settings, notes)
@@ -145,7 +149,8 @@ def evaluate(
     trials = [trial for windows in window_sets for trial in windows.trials]
     trials += [copy.trial for copy in copies]
     score = Scorer(eval_model.model, None if candidate is None else candidate.attend)
-    results = iter(_measure(eval_model.model, trials, score, cache, base, on_progress))
+    items = _measurements(eval_model.model, trials, score, base)
+    results = iter(measure(items, cache, on_progress))
     take = lambda items: list(itertools.islice(results, len(items)))
     contexts = [context_result(x, take(x.trials), candidate, settings.seed) for x in window_sets]
     by_gap = [list(group) for _, group in itertools.groupby(copies, lambda copy: copy.gap)]
@@ -155,9 +160,7 @@ def evaluate(
         seed=settings.seed,
         document_limit=settings.documents,
         windows_per_document=settings.windows_per_document,
-        candidate=None if candidate is None else CandidateIdentity(
-            description=candidate.description, digest=candidate.digest, tokens=candidate.tokens
-        ),
+        candidate=None if candidate is None else candidate.identity,
         contexts=tuple(contexts),
         far_copy=tuple(probes),
         notes=(*notes, *skipped),
@@ -183,16 +186,16 @@ def describe_run(
 
 
 def validate_evaluation(
-    eval_model: EvalModel, settings: EvaluationSettings, candidate: Candidate | None
+    eval_model: EvalModel, contexts: Sequence[int], candidate: Candidate | None
 ) -> list[str]:
     """Validate the arguments; return warnings."""
-    config, longest = eval_model.model.config, max(settings.contexts)
+    config, longest = eval_model.model.config, max(contexts)
     if candidate is not None and isinstance(candidate.attend, PlanAttention):
         candidate.attend.plan.validate_for(
             config.layers, config.q_heads, kv_heads=config.kv_heads, head_dim=config.head_dim
         )
     if candidate is not None and candidate.tokens is not None:
-        others = [x for x in settings.contexts if x != candidate.tokens]
+        others = [x for x in contexts if x != candidate.tokens]
         if others:
             raise ArgumentError(
                 "candidate-length",
@@ -240,44 +243,19 @@ def cut_window_sets(
     return window_sets
 
 
-def _measure(
-    model: Decoder, trials: Sequence[Trial], score: Callable, cache: ResultCache, base: dict,
-    on_progress: ProgressFn,
-) -> list[CachedResult]:  # fmt: skip
-    """Score all trials, cheapest first for an early estimate of the remaining time."""
-    config = model.config
-    parameters = sum(leaf.size for leaf in jax.tree.leaves(model))
-    width = config.layers * config.q_heads * config.head_dim
-
-    def cost(trial: Trial) -> int:
-        """Estimate the multiplications of a forward pass: parameters and attention pairs."""
-        return len(trial.tokens) * (parameters + width * len(trial.tokens))
-
-    keys = [_key(base, trial) for trial in trials]
-    costs = [0 if cache.find(key) else cost(trial) for key, trial in zip(keys, trials, strict=True)]
-    start, spent, remaining = time.monotonic(), 0, sum(costs)
-    results: dict[int, CachedResult] = {}
-    for index in sorted(range(len(trials)), key=costs.__getitem__):
-        key, trial = keys[index], trials[index]
-        entry = cache.find(key)
-        is_new = entry is None
-        if entry is None:
-            begin = time.monotonic()
-            sums = score(trial.tokens).sums(trial.spans)
-            entry = CachedResult(key=key, seconds=time.monotonic() - begin, sums=sums)
-            cache.add(entry)
-            spent, remaining = spent + costs[index], remaining - costs[index]
-        results[index] = entry
-        elapsed = time.monotonic() - start
-        to_go = elapsed / spent * remaining if spent else None
-        event = Progress(len(results), len(trials), trial.label, is_new, elapsed, to_go)
-        on_progress(dataclasses.replace(event, detail=_format_nll(trial, entry)))
-    return [results[index] for index in range(len(trials))]
-
-
-def _key(base: dict, trial: Trial) -> str:
-    text = json.dumps(base | {"trial": trial.digest}, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
+def _measurements(
+    model: Decoder, trials: Sequence[Trial], score: Callable, base: dict
+) -> list[Measurement]:
+    return [
+        Measurement(
+            key=digest_key(base | {"trial": trial.digest}),
+            label=trial.label,
+            cost=forward_cost(model, len(trial.tokens)),
+            compute=lambda trial=trial: {"sums": score(trial.tokens).sums(trial.spans)},
+            describe=functools.partial(_format_nll, trial),
+        )
+        for trial in trials
+    ]
 
 
 def _format_nll(trial: Trial, entry: CachedResult) -> str:

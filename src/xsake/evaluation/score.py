@@ -3,7 +3,8 @@
 import dataclasses
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -56,30 +57,40 @@ class Scorer:
     def __init__(self, model: Decoder, candidate: AttentionFn | None = None, *, chunk: int = CHUNK):
         self._model, self._chunk = model, chunk
         sides = (DenseAttention(), candidate)
-        self._sides = [_compile_hidden(side) for side in sides if side is not None]
+        self._sides = [compile_hidden(side) for side in sides if side is not None]
 
     def __call__(self, tokens: Int[np.ndarray, " T"]) -> Scores:
         """Score all tokens but the first."""
         tokens = np.asarray(tokens, np.int32)
         hidden = tuple(compute(self._model, tokens[None]) for compute in self._sides)
         arrays = score_chunks(self._model, hidden, tokens[1:], chunk=self._chunk)
-        while not all(array.is_ready() for array in arrays):
-            time.sleep(0.01)  # Ctrl-C interrupts Python, not a blocking wait inside JAX
-        scores = Scores(*(np.asarray(array) for array in arrays))
+        scores = Scores(*fetch(arrays))
         totals = scores.sums((TokenSpan(1, len(tokens)),))
-        nonfinite = [name for name, (total,) in totals.items() if not np.isfinite(total)]
-        if nonfinite:
-            raise ArgumentError(
-                "non-finite-predictions",
-                "non-finite predictions",
-                got=f"{', '.join(nonfinite)} over {len(tokens)} tokens",
-                expected="finite logits",
-                fix="evaluate in float32, and check that the checkpoint is finite",
-            )
+        require_finite({name: total for name, (total,) in totals.items()}, len(tokens))
         return scores
 
 
-def _compile_hidden(attend: AttentionFn) -> Callable:
+def fetch(arrays: Sequence[Any]) -> list[np.ndarray]:
+    """Wait for results and copy them."""
+    while not all(array.is_ready() for array in arrays):
+        time.sleep(0.01)  # Ctrl-C interrupts Python, not a blocking wait inside JAX
+    return [np.asarray(array) for array in arrays]
+
+
+def require_finite(totals: dict[str, float], tokens: int) -> None:
+    """Raise if a total over the tokens of a sequence is not finite."""
+    nonfinite = [name for name, total in totals.items() if not np.isfinite(total)]
+    if nonfinite:
+        raise ArgumentError(
+            "non-finite-predictions",
+            "non-finite predictions",
+            got=f"{', '.join(nonfinite)} over {tokens} tokens",
+            expected="finite logits",
+            fix="evaluate in float32, and check that the checkpoint is finite",
+        )
+
+
+def compile_hidden(attend: AttentionFn) -> Callable:
     """Return a jitted function from tokens [1, T] to the hidden states [T-1, width]."""
 
     def hidden(model: Decoder, tokens: Int[Array, "1 T"]) -> Float[Array, "predicted width"]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
@@ -9,9 +10,12 @@ from rich.table import Table
 from xsake.evaluation.frontier import FrontierPoint
 from xsake.evaluation.page_audit import PageAudit, QueryAudit
 from xsake.evaluation.record import ContextResult, Estimate, EvaluationReport
+from xsake.evaluation.tasks.record import PairedScore, TaskReport, TaskScores
+from xsake.evaluation.tasks.summary import DepthShares, shares_by_depth
 from xsake.evaluation.trial import TokenSpan
 
 MAX_HEADS = 5  # listed by an audit
+LOST_SHARE = 0.1  # of exact answers below dense from which a task is marked as lost
 LOST_NATS = 0.5  # nats per token above dense from which a second copy is marked as lost
 
 
@@ -131,6 +135,104 @@ def audit_view(audit: PageAudit) -> RenderableType:
 
 def _audit_cells(audit: QueryAudit, name: str, form: str) -> tuple[str, str]:
     return format(getattr(audit.certified, name), form), format(getattr(audit.true, name), form)
+
+
+def task_view(report: TaskReport) -> RenderableType:
+    """Render scores by task and context, averages, exact answers by depth, and notes."""
+    parts: list[RenderableType] = [_task_cells(report)]
+    if report.averages:
+        parts.append(_task_averages(report))
+    depths = shares_by_depth(report)
+    if depths is not None:
+        parts += [
+            f"Exact answers by depth of the needle: {', '.join(depths)}",
+            _task_depths(depths),
+        ]
+    excluded = sum(cell.is_excluded for cell in report.cells)
+    if excluded:
+        parts.append(
+            f"[yellow]excluded from averages: {excluded} of {len(report.cells)} cells, where dense "
+            f"attention has fewer than {report.min_exact:.0%} exact answers[/]"
+        )
+    parts += [f"[yellow]{escape(note)}[/]" for note in report.notes]
+    return Group(*parts)
+
+
+def _task_cells(report: TaskReport) -> Table:
+    """Build a table with one line per task and context."""
+    chat = ", chat template" if report.is_chat else ""
+    table = _table(
+        f"{report.model.name}, {report.dtype}{chat}: {report.samples} prompts per task and context"
+    )
+    if report.candidate is not None:
+        table.caption = escape(f"dense, candidate: {report.candidate.description}")
+    for name in ("task", "tokens", "NLL", "exact", "strings", "greedy"):
+        table.add_column(name, justify="right" if table.columns else "left")
+    previous = None
+    for cell in report.cells:
+        name = "" if cell.task == previous else cell.task
+        style = "dim" if cell.is_excluded else None
+        table.add_row(name, str(cell.context), *_score_cells(cell), style=style)
+        previous = cell.task
+    return table
+
+
+def _task_averages(report: TaskReport) -> Table:
+    """Build a table with one line per context, and one of all; differences have intervals."""
+    table = _table("Average of tasks")
+    columns = ["tokens", "tasks", "excluded", "NLL", "exact", "strings", "greedy"]
+    for name in columns:
+        table.add_column(name, justify="right")
+    for average in report.averages:
+        scores = (
+            (average.nll, "+.3f", ".3f"),
+            *((score, "+.1%", ".1%") for score in (average.exact, average.strings, average.greedy)),
+        )
+        cells = [
+            _pair_lines(score, form, sign) if score is not None else ""
+            for score, sign, form in scores
+        ]
+        tokens = "all" if average.context is None else str(average.context)
+        table.add_row(tokens, str(len(average.tasks)), str(average.excluded), *cells)
+    return table
+
+
+def _pair_lines(score: PairedScore, form: str, sign: str) -> str:
+    """Return the values of both sides, and the difference with its interval on a second line."""
+    dense = f"{score.dense.value:{form}}"
+    if score.candidate is None or score.difference is None:
+        return dense
+    return f"{dense}, {score.candidate.value:{form}}\n{_estimate(score.difference, sign)}"
+
+
+def _score_cells(scores: TaskScores) -> Iterator[str]:
+    shares = scores.exact, scores.strings, scores.greedy
+    for score, form in ((scores.nll, ".3f"), *((share, ".0%") for share in shares)):
+        if score is None:
+            yield ""
+            continue
+        sides = [x.value for x in (score.dense, score.candidate) if x is not None]
+        is_lost = len(sides) > 1 and score is scores.exact and sides[1] <= sides[0] - LOST_SHARE
+        text = ", ".join(format(value, form) for value in sides)
+        yield f"[bold red]{text}[/]" if is_lost else text
+
+
+def _task_depths(depths: dict[str, DepthShares]) -> Table:
+    """Build a table with one line per depth and one column per context."""
+    contexts = next(iter(depths.values())).contexts
+    table = Table("depth")
+    for context in contexts:
+        table.add_column(str(context), justify="right")
+    for row, depth in enumerate(next(iter(depths.values())).depths):
+        cells = (
+            ", ".join(
+                "-" if np.isnan(x.shares[row, column]) else f"{x.shares[row, column]:.0%}"
+                for x in depths.values()
+            )
+            for column in range(len(contexts))
+        )
+        table.add_row(f"{depth:.0%}", *cells)
+    return table
 
 
 def _table(title: str) -> Table:

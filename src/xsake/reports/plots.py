@@ -147,13 +147,13 @@ def draw_cells(
 
 
 def draw_heat_map(axes: Any, values: np.ndarray, max_value: float, pattern: str) -> None:
-    """Draw a heat map of at least 0 with a number in every cell."""
+    """Draw a heat map of at least 0 with a number in every cell; NaN leaves a cell empty."""
     from matplotlib.colors import LinearSegmentedColormap
 
     cmap = LinearSegmentedColormap.from_list("heat", HEAT)
     axes.imshow(values, cmap=cmap, vmin=0, vmax=max_value, aspect="auto")
     for (y, x), value in np.ndenumerate(values):
-        text = pattern.format(value)
+        text = "" if np.isnan(value) else pattern.format(value)
         axes.text(x, y, text, ha="center", va="center", fontsize=6, in_layout=False)
 
 
