@@ -166,8 +166,9 @@ def _task_cells(report: TaskReport) -> Table:
     )
     if report.candidate is not None:
         table.caption = escape(f"dense, candidate: {report.candidate.description}")
-    for name in ("task", "tokens", "NLL", "exact", "strings", "greedy"):
-        table.add_column(name, justify="right" if table.columns else "left")
+    table.add_column("task", no_wrap=True, min_width=max(len(x.task) for x in report.cells))
+    for name in ("tokens", "NLL", "exact %", "strings %", "greedy %"):
+        table.add_column(name, justify="right")
     previous = None
     for cell in report.cells:
         name = "" if cell.task == previous else cell.task
@@ -207,13 +208,13 @@ def _pair_lines(score: PairedScore, form: str, sign: str) -> str:
 
 def _score_cells(scores: TaskScores) -> Iterator[str]:
     shares = scores.exact, scores.strings, scores.greedy
-    for score, form in ((scores.nll, ".3f"), *((share, ".0%") for share in shares)):
+    for score, unit, form in ((scores.nll, 1, ".3f"), *((share, 100, ".0f") for share in shares)):
         if score is None:
             yield ""
             continue
         sides = [x.value for x in (score.dense, score.candidate) if x is not None]
         is_lost = len(sides) > 1 and score is scores.exact and sides[1] <= sides[0] - LOST_SHARE
-        text = ", ".join(format(value, form) for value in sides)
+        text = ", ".join(format(unit * value, form) for value in sides)
         yield f"[bold red]{text}[/]" if is_lost else text
 
 

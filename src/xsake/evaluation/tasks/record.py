@@ -99,7 +99,9 @@ class TaskReport(Frozen):
     )
     min_exact: Share = Field(description="dense attention fails below this share of exact answers")
     cells: tuple[TaskCell, ...]
-    averages: tuple[TaskAverage, ...] = Field(description="of each context, and of all")
+    averages: tuple[TaskAverage, ...] = Field(
+        description="of each context, and of all if there are several"
+    )
     prompts: tuple[PromptResult, ...]
     notes: tuple[str, ...] = Field(description="skipped parts and warnings")
     seconds: Seconds = Field(description="of scoring, including cached results")

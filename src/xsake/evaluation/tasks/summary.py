@@ -49,12 +49,13 @@ def cell(results: Sequence[PromptResult], seed: int) -> TaskCell:
 def averages(
     cells: Sequence[TaskCell], results: Sequence[PromptResult], seed: int
 ) -> list[TaskAverage]:
-    """Average over the cells where dense attention does not fail, by context and of all.
+    """Average over the cells where dense attention does not fail: by context, and of several all.
 
     All cells have the same number of prompts, so the mean over prompts is that over cells.
     """
     averaged = []
-    for context in (*dict.fromkeys(cell.context for cell in cells), None):
+    contexts = tuple(dict.fromkeys(cell.context for cell in cells))
+    for context in (*contexts, None) if len(contexts) > 1 else contexts:
         chosen = [cell for cell in cells if context in (cell.context, None)]
         kept = [cell for cell in chosen if not cell.is_excluded]
         places = {(cell.task, cell.context) for cell in kept}
