@@ -12,7 +12,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.scale import hlo
-from benchmarks.scale.cases import ScaleCase
+from benchmarks.scale.cases import Machine, ScaleCase
 from xsake._io import atomic_write
 from xsake._provenance import (
     checkout_root,
@@ -65,7 +65,7 @@ def compiled_case(case: ScaleCase, text_file: Path | None = None) -> dict[str, A
     traced = traced_step(case, mesh)
     seconds["trace"] = round(time.perf_counter() - start, 1)
     start = time.perf_counter()
-    with _named(case, mesh):
+    with named_device(case.machine, mesh):
         lowered = traced.lower(lowering_platforms=(machine.platform,))
     seconds["lower"] = round(time.perf_counter() - start, 1)
     start = time.perf_counter()
@@ -82,19 +82,23 @@ def compiled_case(case: ScaleCase, text_file: Path | None = None) -> dict[str, A
         "verdict": "compiled",
         "message": None,
         "seconds": seconds,
-        "memory": memory_of(compiled, case),
+        "memory": memory_of(compiled, case.machine),
         "kernels": len(re.findall(r'custom_call_target="(tpu_custom_call|mosaic_gpu\w*)"', text)),
         "loop_rounds": hlo.loop_rounds(text),
         "collectives": [dataclasses.asdict(one) for one in hlo.collectives(text)],
-        "compiler_cost": _cost(compiled),
+        "compiler_cost": cost_of(compiled),
     }
 
 
 def topology_mesh(case: ScaleCase) -> Mesh:
     """The mesh of a case over devices that only their compiler knows."""
+    return make_mesh(MeshShape(**case.mesh.model_dump()), topology_devices(case.machine))
+
+
+def topology_devices(machine: Machine) -> Any:
+    """Devices that only their compiler knows."""
     from jax.experimental import topologies
 
-    machine = case.machine
     package = {"tpu": "libtpu", "cuda": "jax-cuda13-plugin"}[machine.platform]
     if not installed_versions((package,)):
         extra = {"tpu": "tpu", "cuda": "cuda13"}[machine.platform]
@@ -105,11 +109,9 @@ def topology_mesh(case: ScaleCase) -> Mesh:
             fix=f'run pip install "jax[{extra}]" in an environment of its own',
         )
     if machine.platform == "cuda":
-        devices = gpu_specs.devices(machine.chip, machine.topology)
-    else:
-        named = {"platform": "tpu", "topology_name": machine.topology}
-        devices = topologies.get_topology_desc(**named).devices
-    return make_mesh(MeshShape(**case.mesh.model_dump()), devices)
+        return gpu_specs.devices(machine.chip, machine.topology)
+    named = {"platform": "tpu", "topology_name": machine.topology}
+    return topologies.get_topology_desc(**named).devices
 
 
 def traced_step(case: ScaleCase, mesh: Mesh):
@@ -131,13 +133,13 @@ def traced_step(case: ScaleCase, mesh: Mesh):
     )
     shape = (case.batch, case.context + 1)
     tokens = jax.ShapeDtypeStruct(shape, "int32", sharding=shardings.tokens)
-    with _named(case, mesh):
+    with named_device(case.machine, mesh):
         return step.trace(state, tokens)
 
 
-def _named(case: ScaleCase, mesh: Mesh):
+def named_device(machine: Machine, mesh: Mesh):
     """Kernels for GPUs ask the default device which one they are lowered for."""
-    if case.machine.platform == "cuda":
+    if machine.platform == "cuda":
         return jax.default_device(mesh.devices.flat[0])
     return contextlib.nullcontext()
 
@@ -154,7 +156,7 @@ def _operator(case: ScaleCase, mesh: Mesh) -> BlockSparseAttention:
     return BlockSparseAttention(**settings)
 
 
-def memory_of(compiled: Any, case: ScaleCase) -> dict[str, int | bool]:
+def memory_of(compiled: Any, machine: Machine) -> dict[str, int | bool]:
     """What one device needs, and whether the chip has it."""
     said = compiled.memory_analysis()
     found = {
@@ -169,11 +171,11 @@ def memory_of(compiled: Any, case: ScaleCase) -> dict[str, int | bool]:
         found["arguments"] + found["outputs"] - found["shared_by_both"]
         + found["temporaries"] + found["program"]
     )  # fmt: skip
-    limit = case.machine.memory_bytes
+    limit = machine.memory_bytes
     return found | {"needed": needed, "limit": limit, "fits": needed <= limit}
 
 
-def _cost(compiled: Any) -> dict[str, float]:
+def cost_of(compiled: Any) -> dict[str, float]:
     said = compiled.cost_analysis() or {}
     keys = {"flops": "flops", "bytes accessed": "bytes"}
     return {name: float(said[key]) for key, name in keys.items() if key in said}

@@ -15,6 +15,7 @@ from xsake._io import atomic_write
 from xsake.certify.tpu import TARGETS
 
 PAGE = Path(__file__).parents[2] / "docs" / "scale.md"
+CALIBRATION = RESULTS / "calibration"
 BUDGET = 0.25
 _TERA, _GIGA = 1e12, 1e9
 
@@ -58,22 +59,43 @@ def _cells(name: str, outcome: dict) -> list[str]:
     seconds = f"{outcome['seconds']['compile']:.0f}"
     if outcome["verdict"] != "compiled":
         return [name, outcome["verdict"], "", "", "", "", seconds]
-    memory = outcome["memory"]
-    giga = lambda key: f"{memory[key] / _GIGA:.2f}"
     moved = ", ".join(
         f"{one['kind']} of {one['group'] or 2} x {one['runs']}, {one['bytes'] / _GIGA:.2f}"
         for one in outcome["collectives"]
         if one["bytes"] >= 1e7
     )
+    return [name, *_memory_cells(outcome["memory"]), moved, seconds]
+
+
+def _memory_cells(memory: dict[str, int]) -> list[str]:
+    """Whether a program fits, what it needs of what there is, arguments, temporaries."""
+    giga = lambda key: f"{memory[key] / _GIGA:.2f}"
     verdict = "fits" if memory["fits"] else "does not fit"
-    needed = f"{giga('needed')} / {giga('limit')}"
-    return [name, verdict, needed, giga("arguments"), giga("temporaries"), moved, seconds]
+    return [verdict, f"{giga('needed')} / {giga('limit')}", giga("arguments"), giga("temporaries")]
+
+
+def calibration_table() -> str:
+    """What the compiler said about the programs of a streamed calibration."""
+    rows = [
+        "| chips | program | verdict | needed / limit | arguments | temporaries | compile s |",
+        "|---" * 7 + "|",
+    ]
+    for path in sorted(CALIBRATION.glob("*.json")):
+        programs = json.loads(path.read_text(encoding="utf-8"))["programs"]
+        for name, outcome in programs.items():
+            if outcome["verdict"] != "compiled":
+                rows.append(f"| {path.stem} | {name} | {outcome['verdict']} | | | | |")
+                continue
+            cells = [path.stem, name, *_memory_cells(outcome["memory"])]
+            rows.append("| " + " | ".join([*cells, f"{outcome['seconds']:.0f}"]) + " |")
+    return "\n".join(rows) + "\n"
 
 
 def tables() -> dict[str, str]:
     """All tables of the page, by the name of their mark."""
     outcomes = outcome_table(sorted(RESULTS.glob("*.json")))
-    return {"contexts": context_table(), "outcomes": outcomes}
+    calibration = calibration_table()
+    return {"contexts": context_table(), "outcomes": outcomes, "calibration": calibration}
 
 
 if __name__ == "__main__":

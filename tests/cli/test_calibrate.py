@@ -49,6 +49,16 @@ def test_a_checkpoint_is_calibrated_and_its_plan_evaluated(
     assert result.comparison.budget == pytest.approx(plan.blocks.sum() / PAIRS)
 
 
+def test_one_layer_on_the_device_at_a_time_makes_the_same_plan(invoke, tmp_path):
+    flags = "--budget", "60%", "--max-documents", 1
+    for name, more in (("whole.json", ()), ("streamed.json", ("--stream-layers",))):
+        done = invoke(*flags, *more, name=name, policy="effect")
+        assert done.exit_code == 0, done.output
+    whole, streamed = (SparsityPlan.load(tmp_path / f"{x}.json") for x in ("whole", "streamed"))
+    assert (whole.blocks == streamed.blocks).all()
+    np.testing.assert_allclose(whole.weights, streamed.weights, rtol=1e-4)
+
+
 def test_json_is_all_that_is_printed(quick, invoke, tmp_path):
     done = invoke("--budget", "0.6", "--json")
     assert done.exit_code == 0, done.output

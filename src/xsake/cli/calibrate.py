@@ -19,7 +19,9 @@ COPIED_DOCUMENTS = 2  # at most EFFECT_DOCUMENTS
 _BUDGET = "Density; default 30%, unless the policy sets it (entropy, top_p)."
 _POLICY = "effect, kl, mass, uniform, entropy_budget, static, ..."
 _SELECTOR = "sampled, cumulant, antidiagonal or pooled."
+_DEVICES = "Number of devices, for documents, or with --stream-layers for heads and MLP."
 _SETTING = "Policy parameter, such as eps=0.05 or p=0.9."
+_STREAM = "Keep the weights in host memory and one layer on the device."
 
 
 def run_calibrate(
@@ -32,7 +34,8 @@ def run_calibrate(
     selector: Annotated[str, typer.Option(help=_SELECTOR)] = "sampled",
     block: Annotated[int, typer.Option(min=1, help="Tokens per block.")] = 64,
     max_documents: MaxDocuments = 12,
-    devices: Annotated[int, typer.Option(min=1, help="Number of devices.")] = 1,
+    devices: Annotated[int, typer.Option(min=1, help=_DEVICES)] = 1,
+    stream_layers: Annotated[bool, typer.Option("--stream-layers", help=_STREAM)] = False,
     dtype: ModelDtype = "float32",
     out: Annotated[Path, typer.Option("--out", "-o", help="Output plan.")] = Path("plan.json"),
     profile: Annotated[
@@ -57,8 +60,11 @@ def run_calibrate(
         density = _target_budget(rule, budget)
         scorer = hads.make_selector(selector)
         with ProgressBar(console, "loading, tokenizing, compiling") as bar:
-            inputs = load_calibration(model, text, context, max_documents, dtype, devices)
-            settings = hads.CalibrationSettings(block, selectors=(scorer,), batch_size=devices)
+            inputs = load_calibration(
+                model, text, context, max_documents, dtype, devices, stream_layers=stream_layers
+            )
+            batch_size = 1 if stream_layers else devices
+            settings = hads.CalibrationSettings(block, selectors=(scorer,), batch_size=batch_size)
             if policy == "effect":
                 counts = {
                     "effect_documents": EFFECT_DOCUMENTS,

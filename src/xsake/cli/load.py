@@ -28,14 +28,23 @@ def import_extra(module: str, extra: str = "model") -> ModuleType:
         ) from error
 
 
-def load_eval_model(folder: Path, dtype: str) -> Any:
-    """Load an `evaluation.EvalModel` from a Hugging Face checkpoint."""
+def load_eval_model(folder: Path, dtype: str, *, on_host: bool = False) -> Any:
+    """Load an `evaluation.EvalModel` from a Hugging Face checkpoint.
+
+    Args:
+        folder: of the checkpoint.
+        dtype: of weights and activations.
+        on_host: keep the weights in host memory.
+    """
+    import jax
+
     from xsake.evaluation import EvalModel, identify
     from xsake.model.huggingface import load
     from xsake.model.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.load(folder)
-    loaded = load(folder, compute_dtype=dtype, param_dtype=dtype)
+    with jax.default_device(jax.devices("cpu")[0] if on_host else None):
+        loaded = load(folder, compute_dtype=dtype, param_dtype=dtype)
     prefix = bos_prefix(tokenizer.encode)
     return EvalModel(loaded.model, tokenizer.encode, identify(folder), dtype, prefix, tokenizer)
 
@@ -56,17 +65,29 @@ class CalibrationInputs(NamedTuple):
 
 
 def load_calibration(
-    folder: Path, texts: list[Path], context: int, max_documents: int, dtype: str, devices: int = 1
-) -> CalibrationInputs:
-    """Load a model and tokenize the documents of a calibration."""
+    folder: Path, texts: list[Path], context: int, max_documents: int, dtype: str,
+    devices: int = 1, *, stream_layers: bool = False,
+) -> CalibrationInputs:  # fmt: skip
+    """Load a model and tokenize the documents of a calibration.
+
+    Args:
+        folder: of the checkpoint.
+        texts: files and folders.
+        context: tokens of a document.
+        max_documents: that are used.
+        dtype: of weights and activations.
+        devices: number of devices.
+        stream_layers: keep the weights in host memory; devices share every layer, not documents.
+    """
     import jax
+    from jax.sharding import Mesh
 
     from xsake import evaluation, hads
     from xsake.evaluation.trial import TokenizedTexts, cut_windows
-    from xsake.model.observer import Observer
+    from xsake.model.observer import Observer, StreamingObserver
 
     documents = evaluation.read_texts(texts).documents
-    subject = load_eval_model(folder, dtype)
+    subject = load_eval_model(folder, dtype, on_host=stream_layers)
     config = subject.model.config
     tokenized = TokenizedTexts(documents, subject.encode, config.vocab_size, subject.opening)
     trials = cut_windows(tokenized, context, limit=max_documents).trials
@@ -89,7 +110,12 @@ def load_calibration(
         digest=subject.identity.digest,
         **{name: getattr(config, name) for name in names},
     )
-    observe = Observer(subject.model, devices=available[:devices] if devices > 1 else None)
+    used = available[:devices] if devices > 1 else None
+    if stream_layers:
+        mesh = None if used is None else Mesh(used, ("tensor",))
+        observe = StreamingObserver(subject.model, mesh=mesh)
+    else:
+        observe = Observer(subject.model, devices=used)
     inputs = [hads.CalibrationDocument(trial.document, trial.tokens) for trial in trials]
     return CalibrationInputs(observe, model, inputs)
 

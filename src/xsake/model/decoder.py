@@ -24,7 +24,7 @@ from xsake.model.nsa_layer import NativeSparse
 Tokens = Int[Array | np.ndarray, "B T"]
 _ROTATED = "selected", "window"  # branches of native sparse attention
 
-_LayerAttention = Callable[[Array, Array, Array, LayerCall, Any], tuple[Array, tuple[Any, Any]]]
+LayerAttention = Callable[[Array, Array, Array, LayerCall, Any], tuple[Array, tuple[Any, Any]]]
 """Maps rotated q and k, v, the layer's call and the cache to (out, (cache, auxiliary output))."""
 
 
@@ -137,6 +137,22 @@ class Decoder(nnx.Module):
 
         return self._run(jnp.asarray(tokens), None, attend, layer_attention)[2]
 
+    def embed(
+        self, tokens: Tokens, positions: Int[Array, "B T"] | None = None
+    ) -> Float[Array, "B T width"]:
+        """Return the input of the first layer; arguments as of `__call__`."""
+        config = self.config
+        _check_range("token ids", tokens, config.vocab_size, "the vocabulary")
+        x = _gather_rows(self.embedding[...], tokens, self.compute_dtype)
+        x = x * jnp.asarray(config.embedding_scale, x.dtype)
+        if self.positions is None:
+            return x
+        indices = np.arange(tokens.shape[1]) if positions is None else positions
+        _check_range("positions", indices, config.context, "the learned positions")
+        positions = _token_positions(tokens) if positions is None else positions
+        learned = _gather_rows(self.positions[...], positions, x.dtype)
+        return x + jnp.broadcast_to(learned, x.shape)
+
     def logits(self, hidden: Float[Array, "*rest width"]) -> Float[Array, "*rest vocab"]:
         """Return float32 logits of hidden states."""
         # No explicit transpose of the embedding: it triples the time of a float32 step on a CPU
@@ -248,66 +264,72 @@ class Decoder(nnx.Module):
         return jnp.moveaxis(hidden, 0, 1), cache
 
     def _run(
-        self, tokens, positions, attend: AttentionFn, layer_attention: _LayerAttention,
+        self, tokens, positions, attend: AttentionFn, layer_attention: LayerAttention,
         cache: Any = None,
     ):  # fmt: skip
         """Run embedding, layers and final norm; return (hidden, cache, auxiliary outputs)."""
-        config = self.config
-        _check_range("token ids", tokens, config.vocab_size, "the vocabulary")
-        if self.positions is not None:
-            indices = np.arange(tokens.shape[1]) if positions is None else positions
-            _check_range("positions", indices, config.context, "the learned positions")
+        x = self.embed(tokens, positions)
         positions = _token_positions(tokens) if positions is None else positions
-        tables = self._rope_tables(positions)
         graph, weights = nnx.split(self.layers)
-
-        def step(carry, item):
-            x, cache = carry
-            weights, number, kind = item
-
-            def rotate_and_attend(q, k, v, native=None):
-                if native is not None:
-                    layer, gates = native
-                    native = layer.make_call(
-                        gates, lambda x, at: _rotate(x, self._rope_tables(at), kind)
-                    )
-                q, k = _rotate(q, tables, kind), _rotate(k, tables, kind)
-
-                def attend_by_kind(kind: LayerKind):
-                    call = LayerCall(
-                        number, kind.mask, config.scale, config.attention_softcap, native=native
-                    )
-                    return lambda q, k, v, cache: layer_attention(q, k, v, call, cache)
-
-                branches = [attend_by_kind(kind) for kind in config.kinds]
-                return _switch(kind, branches, q, k, v, cache)
-
-            x, (cache, aux) = nnx.merge(graph, weights)(x, rotate_and_attend)
-            return (x, cache), aux
-
+        step = layer_step(self.config, graph, positions, layer_attention)
         if self.remat:
             step = jax.checkpoint(step)
-        kinds = np.asarray(config.layer_kinds, np.int32)
-        start = (self._embed(tokens, positions), cache)
+        kinds, start = np.asarray(self.config.layer_kinds, np.int32), (x, cache)
         if getattr(attend, "needs_layer_number", False):
             (x, cache), aux = _unroll(step, start, weights, kinds.tolist())
         else:
-            layers = (weights, jnp.arange(config.layers), kinds)
+            layers = (weights, jnp.arange(self.config.layers), kinds)
             (x, cache), aux = jax.lax.scan(step, start, layers)
         return self.final_norm(x), cache, aux
 
-    def _rope_tables(self, positions) -> Array | None:
-        """Return cosines and sines by kind of layer; None without rotary positions."""
-        ropes = tuple(kind.rope for kind in self.config.kinds)
-        return cos_sin_tables(ropes, self.config.head_dim, positions) if any(ropes) else None
 
-    def _embed(self, tokens, positions):
-        x = _gather_rows(self.embedding[...], tokens, self.compute_dtype)
-        x = x * jnp.asarray(self.config.embedding_scale, x.dtype)
-        if self.positions is not None:
-            learned = _gather_rows(self.positions[...], positions, x.dtype)
-            x = x + jnp.broadcast_to(learned, x.shape)
-        return x
+def layer_step(
+    config: DecoderConfig, graph: nnx.GraphDef, positions: Int[Array, "#B T"],
+    layer_attention: LayerAttention,
+) -> Callable:  # fmt: skip
+    """Return `step((x, cache), (weights, number, kind))` of one layer.
+
+    It returns ((x, cache), auxiliary output). `kind` indexes `config.kinds`; it may be traced.
+
+    Args:
+        config: of the model.
+        graph: of one layer, from `nnx.split`.
+        positions: of the tokens.
+        layer_attention: attention of a layer.
+    """
+    tables = _rope_tables(config, positions)
+
+    def step(carry, item):
+        x, cache = carry
+        weights, number, kind = item
+
+        def rotate_and_attend(q, k, v, native=None):
+            if native is not None:
+                layer, gates = native
+                native = layer.make_call(
+                    gates, lambda x, at: _rotate(x, _rope_tables(config, at), kind)
+                )
+            q, k = _rotate(q, tables, kind), _rotate(k, tables, kind)
+
+            def attend_by_kind(kind: LayerKind):
+                call = LayerCall(
+                    number, kind.mask, config.scale, config.attention_softcap, native=native
+                )
+                return lambda q, k, v, cache: layer_attention(q, k, v, call, cache)
+
+            branches = [attend_by_kind(kind) for kind in config.kinds]
+            return _switch(kind, branches, q, k, v, cache)
+
+        x, (cache, aux) = nnx.merge(graph, weights)(x, rotate_and_attend)
+        return (x, cache), aux
+
+    return step
+
+
+def _rope_tables(config: DecoderConfig, positions) -> Array | None:
+    """Return cosines and sines by kind of layer; None without rotary positions."""
+    ropes = tuple(kind.rope for kind in config.kinds)
+    return cos_sin_tables(ropes, config.head_dim, positions) if any(ropes) else None
 
 
 def _make_layers(config: DecoderConfig, rngs: nnx.Rngs, dtype) -> Layer:
