@@ -10,7 +10,6 @@ import json
 import os
 import shlex
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -111,7 +110,6 @@ class Programs:
 
 def compiled(programs: Programs, run: Callable, arguments: tuple[Any, ...]) -> dict[str, Any]:
     """Compile one program; a refusal is an outcome too."""
-    start = time.perf_counter()
     with named_device(programs.machine, programs.mesh):
         lowered = (
             jax.jit(run).trace(*arguments).lower(lowering_platforms=(programs.machine.platform,))
@@ -120,9 +118,7 @@ def compiled(programs: Programs, run: Callable, arguments: tuple[Any, ...]) -> d
         built = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
         return {"verdict": "refused", "message": str(error)[:2000]}
-    seconds = round(time.perf_counter() - start, 1)
-    memory = memory_of(built, programs.machine)
-    return {"verdict": "compiled", "seconds": seconds, "memory": memory}
+    return {"verdict": "compiled", "memory": memory_of(built, programs.machine)}
 
 
 def main() -> None:
@@ -140,7 +136,7 @@ def main() -> None:
     document = {
         "target": given.target, "chips": chips, "context": CONTEXT, "block": PLAN_BLOCK,
         "model": LLAMA_8B.model_dump(mode="json"), "dtype": "bfloat16", "programs": outcomes,
-        "notes": {name: NOTES[name] for name in ("memory", "seconds")},
+        "notes": {"memory": NOTES["memory"]},
         "command": shlex.join(["python", "-m", "benchmarks.scale.calibration", *sys.argv[1:]]),
         **here.fields("utc", "commit", "dirty"), "source": source_digest(),
         "versions": here.versions | installed_versions(COMPILERS),

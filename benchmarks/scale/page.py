@@ -77,17 +77,17 @@ def _memory_cells(memory: dict[str, int]) -> list[str]:
 def calibration_table() -> str:
     """What the compiler said about the programs of a streamed calibration."""
     rows = [
-        "| chips | program | verdict | needed / limit | arguments | temporaries | compile s |",
-        "|---" * 7 + "|",
+        "| chips | program | verdict | needed / limit | arguments | temporaries |",
+        "|---" * 6 + "|",
     ]
     for path in sorted(CALIBRATION.glob("*.json")):
         programs = json.loads(path.read_text(encoding="utf-8"))["programs"]
         for name, outcome in programs.items():
             if outcome["verdict"] != "compiled":
-                rows.append(f"| {path.stem} | {name} | {outcome['verdict']} | | | | |")
+                rows.append(f"| {path.stem} | {name} | {outcome['verdict']} | | | |")
                 continue
             cells = [path.stem, name, *_memory_cells(outcome["memory"])]
-            rows.append("| " + " | ".join([*cells, f"{outcome['seconds']:.0f}"]) + " |")
+            rows.append("| " + " | ".join(cells) + " |")
     return "\n".join(rows) + "\n"
 
 
