@@ -77,3 +77,4 @@ def ring_over_two_processes() -> None:
             one, other = (np.asarray(x.addressable_data(0)) for x in (one, other))
             assert np.isfinite(one).all()
             np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5 * np.abs(other).max())
+    jax.distributed.shutdown()  # waits for the other process, which may still gather

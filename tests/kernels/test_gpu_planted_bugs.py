@@ -104,8 +104,8 @@ BUGS = [
         without_delta, "windows"),
     Bug("the_softcap_has_no_slope", online_softmax, "softcap_grad",
         lambda right, *given, **named: None, "capped"),
-    Bug("scores_are_scaled_by_the_square_of_the_scale", kernels, "_scores",
-        lambda right, *given: right(*given) * given[-1].scale, "windows"),
+    Bug("scores_are_scaled_by_the_square_of_the_scale", kernels, "to_scores",
+        lambda right, *given: right(*given) * given[1], "windows"),
 ]
 # fmt: on
 # What Hopper does in its own way: barriers of warp groups and tiles of 64 tokens. One slot is

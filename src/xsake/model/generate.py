@@ -140,7 +140,7 @@ class GenerationResult:
 
 def generate(
     model: Decoder,
-    prompts: Sequence[Sequence[int] | Int[np.ndarray, " n"]],
+    prompts: Sequence[Sequence[int] | Int[np.ndarray, " _"]],
     options: GenerationOptions = GenerationOptions(),  # noqa: B008 (frozen)
     *,
     attend: AttentionFn = DenseAttention(),  # noqa: B008 (frozen)
