@@ -86,7 +86,7 @@ def compiled_case(case: ScaleCase, text_file: Path | None = None) -> dict[str, A
         "kernels": len(re.findall(r'custom_call_target="(tpu_custom_call|mosaic_gpu\w*)"', text)),
         "loop_rounds": hlo.loop_rounds(text),
         "collectives": [dataclasses.asdict(one) for one in hlo.collectives(text)],
-        "compiler_cost": cost_of(compiled),
+        "compiler_cost": _cost(compiled),
     }
 
 
@@ -175,7 +175,7 @@ def memory_of(compiled: Any, machine: Machine) -> dict[str, int | bool]:
     return found | {"needed": needed, "limit": limit, "fits": needed <= limit}
 
 
-def cost_of(compiled: Any) -> dict[str, float]:
+def _cost(compiled: Any) -> dict[str, float]:
     said = compiled.cost_analysis() or {}
     keys = {"flops": "flops", "bytes accessed": "bytes"}
     return {name: float(said[key]) for key, name in keys.items() if key in said}
