@@ -12,7 +12,7 @@ import importlib.util
 import json
 import platform
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -56,21 +56,13 @@ class Document:
     domain: str = ""
 
 
-def documents(
-    tokenizer: Tokenizer, texts: Path = TEXTS, *, kinds: Sequence[str] = KINDS
-) -> list[Document]:
-    """Return all documents, kinds interleaved, so that the first few are of every kind.
-
-    Args:
-        tokenizer: of the model.
-        texts: folder of novels, articles and pages.
-        kinds: that are returned; web pages are too few for a tokenizer with long tokens.
-    """
+def documents(tokenizer: Tokenizer, texts: Path = TEXTS) -> list[Document]:
+    """Return all documents, kinds interleaved, so that the first few are of every kind."""
     taken: dict[tuple[str, str], list[Document]] = {
-        (split, kind): [] for split in COUNTS for kind in kinds
+        (split, kind): [] for split in COUNTS for kind in KINDS
     }
     for kind, split, name, text in _candidates(texts):
-        if kind not in kinds or all(len(taken[x, kind]) == COUNTS[x] for x in (split, "fresh")):
+        if all(len(taken[x, kind]) == COUNTS[x] for x in (split, "fresh")):
             continue
         tokens = np.asarray(tokenizer.encode(text[: 12 * LONGEST]), np.int32)[:LONGEST]
         if split == "test" and (len(taken[split, kind]) == COUNTS[split] or len(tokens) < LONGEST):
@@ -84,7 +76,7 @@ def documents(
         taken[split, kind][place]
         for split, count in COUNTS.items()
         for place in range(count)
-        for kind in kinds
+        for kind in KINDS
     ]
 
 

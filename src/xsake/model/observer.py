@@ -16,7 +16,7 @@ from xsake.attention.layer_call import AttentionFn, LayerCall
 from xsake.attention.types import Implementation
 from xsake.model.attend import DenseAttention
 from xsake.model.decoder import Decoder, layer_step
-from xsake.model.sharding import TENSOR_PARALLEL
+from xsake.model.sharding import default_rules
 from xsake.sharding import named_sharding
 
 CHUNK = 256  # tokens per chunk of logits
@@ -142,7 +142,6 @@ class StreamingObserver:
 
     def _forward(self, tokens, watch: Callable, keep: Callable[[Array, Any], None]) -> Array:
         """Run all layers; pass the input and the results of the hook of each to `keep`."""
-
         embed = self._jit("start", lambda ends, tokens: self._with_ends(ends).embed(tokens))
         step = self._jit(watch, functools.partial(self.run_layer, watch), kind=3)
         x, weights = embed(_put(self.end_weights, self._mesh), tokens), self._layer(0)
@@ -214,7 +213,7 @@ def _watch_nothing(q, k, v, call) -> None:
 
 def weight_shardings(variables: nnx.State, mesh: Mesh) -> Any:
     """Return the shardings of weights, of the whole model or of one layer."""
-    rules = {name: axis for name, axis in TENSOR_PARALLEL.items() if axis in mesh.axis_names}
+    rules = default_rules(mesh)
 
     def sharding(path: tuple, variable: nnx.Variable) -> NamedSharding:
         # Weights of one layer still have the name of the axis of layers.

@@ -15,6 +15,11 @@ TENSOR_PARALLEL: ShardingRules = {
 }  # fmt: skip
 
 
+def default_rules(mesh: Mesh) -> ShardingRules:
+    """Return the rules of tensor parallelism whose axis the mesh has."""
+    return {name: axis for name, axis in TENSOR_PARALLEL.items() if axis in mesh.axis_names}
+
+
 def check_rules(mesh: Mesh, rules: ShardingRules) -> None:
     """Raise ArgumentError if a rule has an unknown logical or mesh axis."""
     for logical in rules:

@@ -23,7 +23,7 @@ from xsake.model.huggingface.files import (
     StoredTensor,
 )
 from xsake.model.huggingface.param_map import ParamMapping, get_variable, map_params
-from xsake.model.sharding import TENSOR_PARALLEL, check_rules
+from xsake.model.sharding import check_rules, default_rules
 from xsake.sharding import ShardingRules, named_sharding
 
 Outcome = Literal["used", "ignored", "missing", "unexpected", "mis-shaped", "unreadable"]
@@ -245,7 +245,7 @@ def _resolve_rules(rules: ShardingRules | None, mesh: Mesh | None) -> ShardingRu
             )  # fmt: skip
         return {}
     if rules is None:
-        return {name: axis for name, axis in TENSOR_PARALLEL.items() if axis in mesh.axis_names}
+        return default_rules(mesh)
     check_rules(mesh, rules)
     return rules
 
