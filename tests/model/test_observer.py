@@ -51,7 +51,7 @@ def test_one_layer_at_a_time_measures_the_same(name, shards):
 
 
 def test_the_device_holds_one_layer_and_the_next(monkeypatch):
-    config = DecoderConfig.tiny(layers=12, width=128, mlp_width=512, vocab_size=64)
+    config = DecoderConfig.tiny(layers=12, width=128, vocab_size=64)
     decoder = Decoder(config, rngs=nnx.Rngs(0))
     layer = sum(x.nbytes for x in jax.tree.leaves(nnx.split(decoder.layers)[1])) // 12
     observe = StreamingObserver(decoder)

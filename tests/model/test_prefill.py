@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from xsake.model.prefill import CompiledPrograms, Prefill
 CONFIG = DecoderConfig.tiny(layers=2, context=512)
 LENGTH, CAPACITY, TILE, BLOCK = 301, 320, 64, 16
 TOKENS = np.random.default_rng(0).integers(0, CONFIG.vocab_size, LENGTH)
+PROGRAMS = CompiledPrograms()
 
 
 @pytest.fixture(scope="module")
@@ -47,39 +49,45 @@ def make_plan(selector: str) -> hads.SparsityPlan:
     return hads.SparsityPlan.of(profile, hads.make_policy("kl"), 0.5, selector=spec)
 
 
+@functools.cache  # programs are compiled for each instance
 def by_row(selector: str) -> hads.PlanAttention:
     return hads.PlanAttention(make_plan(selector), hads.BudgetScope.ROW)
 
 
-def read(model, tokens, cuts, attend, programs=None, tile=TILE):
+def read(model, tokens, cuts, attend):
     """Logits after the last token, and the cache, of a prompt cut at some positions."""
     cache = model.empty_cache(1, capacity=CAPACITY)
-    prefill = Prefill(model, cache, len(tokens), attend=attend, tile=tile, programs=programs)
+    prefill = Prefill(model, cache, len(tokens), attend=attend, tile=TILE, programs=PROGRAMS)
     for chunk in np.split(tokens, cuts):
         prefill.add(chunk)
     logits, cache = prefill.finish()
     return np.asarray(logits), np.asarray(cache.pages.k), np.asarray(cache.pages.v)
 
 
+@functools.partial(nnx.jit, static_argnames="attend")
+def read_at_once(model, attend):
+    hidden, cache = model.prefill(
+        TOKENS[None], np.array([LENGTH]), capacity=CAPACITY, attend=attend
+    )
+    return model.logits(hidden[0, -1]), cache.pages.k
+
+
 def test_a_dense_prompt_in_chunks_is_a_whole_prompt(model):
     mask = MaskedAttention(Causal() & (Window(left=90, right=0) | Sinks(2)))
     for attend in (DenseAttention(), mask):
-        logits, k, _ = read(model, TOKENS, [100, 101], attend)
-        hidden, cache = model.prefill(
-            TOKENS[None], np.array([LENGTH]), capacity=CAPACITY, attend=attend
-        )
-        np.testing.assert_allclose(logits, model.logits(hidden[0, -1]), atol=3e-5)
-        np.testing.assert_allclose(k, cache.pages.k, atol=3e-5)
+        found = read(model, TOKENS, [100, 101], attend)[:2]
+        for one, other in zip(found, read_at_once(model, attend), strict=True):
+            np.testing.assert_allclose(one, other, atol=3e-5)
 
 
 @pytest.mark.parametrize("attend", [DenseAttention(), by_row("sampled")], ids=["dense", "plan"])
 def test_results_do_not_depend_on_the_chunks(model, attend):
-    programs, rng = CompiledPrograms(), np.random.default_rng(2)
-    whole = read(model, TOKENS, [], attend, programs)
+    rng = np.random.default_rng(2)
+    whole = read(model, TOKENS, [], attend)
     for _ in range(200):
         count = rng.integers(0, LENGTH)
         cuts = np.sort(rng.choice(np.arange(1, LENGTH), min(count, rng.integers(1, 40)), False))
-        for one, other in zip(read(model, TOKENS, cuts, attend, programs), whole, strict=True):
+        for one, other in zip(read(model, TOKENS, cuts, attend), whole, strict=True):
             np.testing.assert_array_equal(one, other)
 
 
@@ -90,34 +98,35 @@ def test_a_chunk_has_the_blocks_of_the_whole_prompt(selector, tokens):
     draw = lambda heads: jnp.asarray(rng.standard_normal((2, tokens, heads, CONFIG.head_dim)) * 2)
     q, k = draw(CONFIG.q_heads).astype(jnp.float32), draw(CONFIG.kv_heads).astype(jnp.float32)
     call = LayerCall(1, Causal(), CONFIG.scale)
-    expected = np.asarray(attend.chosen(q, k, call))
-    state = attend.init_prefill([tokens] * 2, CAPACITY, jnp.float32)
+    expected = np.asarray(jax.jit(lambda q, k: attend.chosen(q, k, call))(q, k))
     padded = jnp.pad(k, ((0, 0), (0, CAPACITY - tokens), (0, 0), (0, 0)), constant_values=7.0)
-    for first in range(0, tokens, TILE):
-        chunk = q[:, first : first + TILE]
-        count = chunk.shape[1]
-        chunk = jnp.pad(chunk, ((0, 0), (0, TILE - count), (0, 0), (0, 0)), constant_values=-3.0)
+
+    @jax.jit
+    def choose(state, chunk, first, count):
         positions = jnp.broadcast_to(first + jnp.arange(TILE)[None], (2, TILE))
         prefill = state.get_layer(1, jnp.full(2, first + count))
         at = LayerPages(None, 1, None, None, prefill=prefill)
         here = dataclasses.replace(call, q_positions=positions, pages=at)
-        chosen = np.asarray(attend.chosen_in_chunk(chunk, padded, here))
+        return attend.chosen_in_chunk(chunk, padded, here), state.store_queries(1, chunk)
+
+    state = attend.init_prefill([tokens] * 2, CAPACITY, jnp.float32)
+    for first in range(0, tokens, TILE):
+        chunk = q[:, first : first + TILE]
+        count = chunk.shape[1]
+        chunk = jnp.pad(chunk, ((0, 0), (0, TILE - count), (0, 0), (0, 0)), constant_values=-3.0)
+        chosen, state = choose(state, chunk, first, count)
         rows = slice(first // BLOCK, -(-(first + count) // BLOCK))
-        found = chosen[:, :, : rows.stop - rows.start, : expected.shape[-1]]
+        found = np.asarray(chosen)[:, :, : rows.stop - rows.start, : expected.shape[-1]]
         np.testing.assert_array_equal(found, expected[:, :, rows])
-        state = state.store_queries(1, chunk)
 
 
 def test_a_plan_in_chunks_is_the_plan_of_the_whole_prompt(model):
     attend = by_row("sampled")
-    logits, k, _ = read(model, TOKENS, [77], attend)
-    hidden, cache = model.prefill(
-        TOKENS[None], np.array([LENGTH]), capacity=CAPACITY, attend=attend
-    )
-    np.testing.assert_allclose(logits, model.logits(hidden[0, -1]), atol=3e-5)
-    np.testing.assert_allclose(k, cache.pages.k, atol=3e-5)
+    found = read(model, TOKENS, [77], attend)[:2]
+    for one, other in zip(found, read_at_once(model, attend), strict=True):
+        np.testing.assert_allclose(one, other, atol=3e-5)
     dense, _, _ = read(model, TOKENS, [77], DenseAttention())
-    assert np.abs(logits - dense).max() > 1e-3
+    assert np.abs(found[0] - dense).max() > 1e-3
 
 
 @pytest.mark.parametrize("position", [40, 130, 300])
@@ -125,8 +134,7 @@ def test_no_block_depends_on_later_tokens(model, position):
     """Keys of the blocks before a changed token keep their bits in every layer."""
     changed = TOKENS.copy()
     changed[position] += 1
-    programs, attend = CompiledPrograms(), by_row("sampled")
-    before, after = (read(model, x, [], attend, programs) for x in (TOKENS, changed))
+    before, after = (read(model, x, [], by_row("sampled")) for x in (TOKENS, changed))
     page = position // BLOCK
     for one, other in zip(before[1:], after[1:], strict=True):
         np.testing.assert_array_equal(one[:, :page], other[:, :page])
@@ -140,10 +148,13 @@ def test_prompts_of_different_lengths_share_a_chunk(model):
     state = attend.init_prefill(lengths, CAPACITY, jnp.float32)
     cache = dataclasses.replace(cache, prefill=state)
     last = {}
+    extend = jax.jit(
+        lambda tokens, cache, count: model.extend(tokens, cache, attend=attend, count=count)
+    )
     for first in range(0, 150, TILE):
         count = np.clip(np.array(lengths) - first, 0, TILE)
         tokens = np.stack([np.pad(TOKENS[first : first + n], (0, TILE - n)) for n in count])
-        hidden, cache = model.extend(tokens, cache, attend=attend, count=jnp.asarray(count))
+        hidden, cache = extend(tokens, cache, count)
         last |= {row: hidden[row, n - 1] for row, n in enumerate(count) if n}
     for row, tokens in enumerate(lengths):
         expected, _, _ = read(model, TOKENS[:tokens], [], attend)
