@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 from jax.sharding import Mesh
 
+from tests import processes
 from tests.hads.sample import documents, model
 from xsake import hads
 from xsake.model import Decoder, DecoderConfig, LayerKind, Rope
@@ -32,13 +33,9 @@ def profile_of(observe, config: DecoderConfig) -> hads.Profile:
     return hads.calibrate(observe, sizes, documents(3, 64, vocabulary=96), SETTINGS)
 
 
-@pytest.mark.parametrize(
-    ("name", "shards"), [("llama", 2), *((name, 1) for name in CONFIGS if name != "llama")]
-)
-def test_one_layer_at_a_time_measures_the_same(name, shards):
+def compare_profiles(name: str, mesh: Mesh | None) -> None:
     config = CONFIGS[name]
     decoder = Decoder(config, rngs=nnx.Rngs(0))
-    mesh = Mesh(jax.devices()[:shards], ("tensor",)) if shards > 1 else None
     found = profile_of(StreamingObserver(decoder, mesh=mesh), config)
     expected = profile_of(Observer(decoder), config)
     for field in ("entropy", "outside", "offset_mass", "column_mass"):
@@ -48,6 +45,20 @@ def test_one_layer_at_a_time_measures_the_same(name, shards):
     effects = found.effects["sampled"], expected.effects["sampled"]
     assert effects[1].max() > 1e-3
     np.testing.assert_allclose(*effects, rtol=2e-3, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", ["two kinds", "learned positions"])
+def test_one_layer_at_a_time_measures_the_same(name):
+    compare_profiles(name, None)
+
+
+def compare_on_two_devices() -> None:
+    assert len(jax.devices()) == 2
+    compare_profiles("llama", Mesh(jax.devices(), ("tensor",)))
+
+
+def test_two_devices_that_share_a_layer_measure_the_same():
+    processes.run(compare_on_two_devices, devices=2)
 
 
 def test_the_device_holds_one_layer_and_the_next(monkeypatch):
