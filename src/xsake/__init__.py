@@ -23,7 +23,7 @@ from xsake.errors import XsakeError
 from xsake.layout import BlockLayout
 
 if TYPE_CHECKING:
-    from xsake import cache, distributed, hads, nsa
+    from xsake import cache, distributed, hads, indexed, nsa
     from xsake.nsa.aliases import (
         Blocks,
         Branches,
@@ -49,12 +49,13 @@ __all__ = [
     "dot_product_attention",
     "explain",
     "hads",
+    "indexed",
     "masks",
     "native_sparse_attention",
     "nsa",
 ]
 
-_PACKAGES = ("cache", "distributed", "hads", "nsa")
+_PACKAGES = ("cache", "distributed", "hads", "indexed", "nsa")
 
 
 def __dir__() -> list[str]:

@@ -16,6 +16,8 @@ from pydantic import (
 from xsake import _json
 from xsake._io import require_local
 
+Size = Annotated[int, Field(ge=1, le=2**24)]
+
 
 class Frozen(BaseModel):
     """Immutable record without unknown fields and without non-finite numbers."""

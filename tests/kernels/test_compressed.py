@@ -7,6 +7,7 @@ import pytest
 
 from tests.kernels.error_budget import failures
 from tests.lanes import slow
+from xsake.kernels.block_selection import BlockSelection, select_blocks
 from xsake.kernels.compressed import compressed_attention, reference
 from xsake.kernels.compressed import xla as pooled_xla
 from xsake.kernels.compressed.summaries import (
@@ -14,9 +15,8 @@ from xsake.kernels.compressed.summaries import (
     means,
     num_summaries,
     runs,
-    select_blocks,
 )
-from xsake.kernels.compressed.types import BlockSelection, CompressedConfig, CompressedInputs
+from xsake.kernels.compressed.types import CompressedConfig, CompressedInputs
 
 # The reference is compared with float64 at every commit too, through the whole of native sparse
 # attention; apart from that it belongs to the nightly lane.

@@ -11,7 +11,7 @@ import xsake
 from xsake import nsa
 from xsake.errors import ArgumentError
 
-LAZY = ("distributed", "hads", "nsa")
+LAZY = ("distributed", "hads", "indexed", "nsa")
 
 FRESH = f"""
 import sys

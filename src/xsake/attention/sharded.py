@@ -78,21 +78,25 @@ def attention_on_mesh(
     return _run(program, arrays, data)
 
 
-def map_over_mesh(mesh: Mesh | None, function: Callable, *arrays: Any) -> Any:
+def map_over_mesh(
+    mesh: Mesh | None, function: Callable, *arrays: Any, shared: tuple[Any, ...] = ()
+) -> Any:
     """Apply `function` to each device's part of the batch and heads; to all without a mesh.
 
-    Arrays and results are pytrees of [B, T, heads, ...].
+    Arrays and results are pytrees of [B, T, heads, ...]. The arrays `shared`, further arguments,
+    are split along the batch only.
     """
     if mesh is None:
-        return function(*arrays)
+        return function(*arrays, *shared)
     shapes = [x.shape for x in jax.tree.leaves(arrays)]
     batch_axes, _ = _axes(mesh, BATCH_AXES, "batch", shapes[0][0])
     kv_heads = min(shape[2] for shape in shapes)
     head_axes, _ = _axes(mesh, (HEAD_AXIS,), "number of kv heads", kv_heads)
     spec = PartitionSpec(batch_axes, None, head_axes)
-    return jax.shard_map(
-        function, mesh=mesh, in_specs=(spec,) * len(arrays), out_specs=spec, check_vma=False
-    )(*arrays)
+    specs = (spec,) * len(arrays) + (PartitionSpec(batch_axes),) * len(shared)
+    return jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=spec, check_vma=False)(
+        *arrays, *shared
+    )
 
 
 @dataclasses.dataclass(frozen=True)

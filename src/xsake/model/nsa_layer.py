@@ -15,6 +15,7 @@ from xsake import nsa
 from xsake.attention import attention
 from xsake.attention.layer_call import LayerCall
 from xsake.errors import UnsupportedError
+from xsake.kernels.block_selection import BlockSelection
 from xsake.kernels.compressed import compressed_attention
 from xsake.kernels.compressed import types as pooling
 from xsake.kernels.compressed.summaries import runs
@@ -70,9 +71,7 @@ class NativeSparseCall:
         state = state.append(k, v, position, self.config, self.compress)
         config, at = self.config, position[:, None]
         blocks = -(-state.selected.k.shape[1] // config.size)
-        selection = pooling.BlockSelection(
-            config.size, blocks, config.count, config.first, config.local
-        )
+        selection = BlockSelection(config.size, blocks, config.count, config.first, config.local)
         compressed, _, selected = compressed_attention(
             pooling.CompressedInputs(q, *state.summaries, at),
             pooling.CompressedConfig(config.length, config.stride, scale, selection),

@@ -11,18 +11,19 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from xsake.attention import block_sparse
+from xsake.attention.packed_sequences import PackedSequences, pack_sequences
 from xsake.attention.sharded import map_over_mesh
 from xsake.attention.types import Implementation
-from xsake.errors import ArgumentError, ShapeError, UnsupportedError
+from xsake.errors import ArgumentError, ShapeError
 from xsake.kernels import selected, sharding
+from xsake.kernels.block_selection import BlockSelection
 from xsake.kernels.compressed import compressed_attention
 from xsake.kernels.compressed.summaries import means, num_summaries, runs
-from xsake.kernels.compressed.types import BlockSelection, CompressedConfig, CompressedInputs
+from xsake.kernels.compressed.types import CompressedConfig, CompressedInputs
 from xsake.kernels.selected.types import SelectedConfig, SelectedInputs
 from xsake.kernels.validation import check_arrays, no_runtime_typecheck, number
 from xsake.masks import Causal, Window
 from xsake.nsa.config import KV, Compress, Config, Gates
-from xsake.nsa.varlen import PackedSequences, align_sequences
 
 BlockIndices = Int[Array, "B Tq Hk Ns"]
 
@@ -93,7 +94,7 @@ def attention(
         scale = number("scale", scale, fix="None is 1 / sqrt(D)")
     packed = None
     if cu_seqlens is not None:
-        packed = _pack(arrays.q, cu_seqlens, config.size, mesh)
+        packed = pack_sequences(arrays.q, cu_seqlens, config.size, mesh)
         arrays = jax.tree.map(packed.align, arrays)
     if arrays.indices is not None:
         indices = _mask_indices(arrays.indices, config.size, packed)
@@ -244,26 +245,6 @@ def _validate_integers(name: str, x: Any, k: Array, *rest: str) -> Array:
             fix="use one entry per token and kv head; query heads of a kv head share it",
         )
     return x
-
-
-def _pack(q: Array, cu_seqlens: Any, block: int, mesh: Mesh | None) -> PackedSequences:
-    if mesh is not None:
-        raise UnsupportedError(
-            "packed-mesh",
-            "packed sequences are not supported on a mesh",
-            got=f"cu_seqlens, and a mesh of {mesh.size} devices",
-            expected="one of the two",
-            fix="use one batch row per sequence",
-        )
-    if q.shape[0] != 1:
-        raise ShapeError(
-            "packed-batch",
-            "packed sequences need batch size 1",
-            got=f"q {q.shape}",
-            expected="q [1, T, Hq, D]",
-            fix="concatenate all sequences and pass their cumulative lengths as cu_seqlens",
-        )
-    return align_sequences(jnp.asarray(cu_seqlens), q.shape[1], block)
 
 
 def _mask_indices(indices: BlockIndices, size: int, packed: PackedSequences | None) -> BlockIndices:

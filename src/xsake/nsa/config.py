@@ -8,10 +8,8 @@ import jax
 from jaxtyping import Array, Float, Int
 from pydantic import ConfigDict, Field
 
+from xsake._schema import Size
 from xsake.errors import ArgumentError
-
-# The upper limit is for configurations in files.
-Size = Annotated[int, Field(ge=1, le=2**24)]
 
 
 @dataclasses.dataclass(frozen=True)

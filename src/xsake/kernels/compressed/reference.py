@@ -4,6 +4,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from xsake.kernels import reference_attention
+from xsake.kernels.block_selection import select_blocks
 from xsake.kernels.block_sparse.types import Gradients
 from xsake.kernels.compressed import summaries
 from xsake.kernels.compressed.types import CompressedConfig, CompressedInputs
@@ -22,7 +23,7 @@ def forward(
     shared = p.reshape(batch, heads, q_heads // heads, queries, -1).sum(2)
     scores = summaries.block_scores(shared, config, config.selection.number)
     position, start = (jnp.broadcast_to(x[:, None], (batch, heads, queries)) for x in inputs.bounds)
-    blocks = summaries.select_blocks(scores, position, start, config.selection)
+    blocks = select_blocks(scores, position, start, config.selection)
     return o, lse, jnp.moveaxis(blocks, 1, 2)
 
 

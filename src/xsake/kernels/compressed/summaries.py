@@ -1,16 +1,11 @@
-"""Summaries of keys: overlapping runs, their means, and the blocks that they select."""
+"""Summaries of keys: overlapping runs, their means, and scores of blocks."""
 
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from xsake.kernels.compressed.types import BlockSelection, CompressedConfig
+from xsake.kernels.compressed.types import CompressedConfig
 from xsake.kernels.validation import sum_dtype
-
-# Above every sum of probabilities, which is at most the number of heads; the query's own block
-# is above all.
-_ALWAYS = 1e30
 
 
 def num_summaries(tokens: int, length: int, stride: int) -> int:
@@ -74,7 +69,7 @@ def block_scores(
 
     Example:
         >>> import jax.numpy as jnp
-        >>> from xsake.kernels.compressed.types import BlockSelection
+        >>> from xsake.kernels.block_selection import BlockSelection
         >>> config = CompressedConfig(32, 16, 1.0, BlockSelection(block=64, number=3, slots=2))
         >>> print(block_scores(jnp.eye(11), config, 3)[:, 1])  # contributions to block 1
         [0. 0. 0. 1. 2. 2. 2. 1. 0. 0. 0.]
@@ -88,31 +83,3 @@ def block_scores(
     padded = (np if isinstance(weight, np.ndarray) else jnp).pad(weight, pad)
     parts = [padded[..., n : n + strides] for n in range(per_summary)]
     return sum(parts[1:], parts[0]).reshape(*weight.shape[:-1], number, per_block).sum(-1)
-
-
-def select_blocks(
-    scores: Float[Array | np.ndarray, "*rest Nk"],
-    position: Int[Array, "*rest"],
-    start: Int[Array, "*rest"],
-    selection: BlockSelection,
-) -> Int[Array, "*rest Ns"]:
-    """Select the best blocks of every query, best first; -1 in unused slots.
-
-    The query's own block comes first, then those before it and those at the start that are always
-    selected; of equal blocks the earlier one wins. No block is selected twice, and none of the
-    future.
-    """
-    number = scores.shape[-1]
-    block = jnp.arange(number, dtype=jnp.int32).reshape((1,) * position.ndim + (number,))
-    own, zero = (x[..., None] // selection.block for x in (position, start))
-    age, index = own - block, block - zero
-    # Whole multiples keep their order whatever `first` is; halves would fall below real scores.
-    first, local = selection.first - index, selection.first + selection.local - age
-    scores = jnp.asarray(scores)
-    scores = jnp.where(first > 0, _ALWAYS * first.astype(scores.dtype), scores)
-    scores = jnp.where(age < selection.local, _ALWAYS * local.astype(scores.dtype), scores)
-    scores = jnp.where((age >= 0) & (index >= 0), scores, -jnp.inf)
-    best, blocks = lax.top_k(scores, min(selection.slots, number))
-    blocks = jnp.where(best == -jnp.inf, -1, blocks).astype(jnp.int32)
-    spare = selection.slots - blocks.shape[-1]
-    return jnp.pad(blocks, ((0, 0),) * position.ndim + ((0, spare),), constant_values=-1)

@@ -7,18 +7,8 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
+from xsake.kernels.block_selection import BlockSelection
 from xsake.kernels.validation import sum_dtype
-
-
-@dataclasses.dataclass(frozen=True)
-class BlockSelection:
-    """Selection of blocks by the attention to their summaries."""
-
-    block: int  # keys per block
-    number: int  # of blocks
-    slots: int  # maximum blocks of a query
-    first: int = 1  # blocks at the start of a sequence that are always selected
-    local: int = 2  # blocks up to the query's own one that are always selected
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,6 +12,7 @@ from jax import Array, lax
 
 from xsake.kernels import blocking
 from xsake.kernels import online_softmax as softmax
+from xsake.kernels.block_selection import select_blocks
 from xsake.kernels.block_sparse.types import Gradients
 from xsake.kernels.compressed import summaries
 from xsake.kernels.compressed.types import CompressedConfig, CompressedInputs
@@ -171,7 +172,7 @@ def _select(
     shared = p.reshape(p.shape[0], call.chunk, call.group, -1).sum(2)
     scores = summaries.block_scores(shared, config, span.blocks)
     position, start = (jnp.broadcast_to(x, scores.shape[:2]) for x in bounds)
-    return summaries.select_blocks(scores, position, start, config.selection)
+    return select_blocks(scores, position, start, config.selection)
 
 
 def backward(

@@ -1,11 +1,12 @@
-"""Variable-length sequences: align packed sequences to block boundaries, and undo it."""
+"""Packed sequences of several lengths: align them to block boundaries, and undo it."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jax.sharding import Mesh
+from jaxtyping import Array, Bool, Float, Int
 
-from xsake.errors import ShapeError
+from xsake.errors import ShapeError, UnsupportedError
 
 
 class PackedSequences(NamedTuple):
@@ -76,3 +77,26 @@ def align_sequences(cu_seqlens: Int[Array, " S"], tokens: int, block: int) -> Pa
     return PackedSequences(
         aligned_index, source, sequence, start, position, owner < num_sequences - 1
     )
+
+
+def pack_sequences(
+    q: Float[Array, "B Tq Hq D"], cu_seqlens: Any, block: int, mesh: Mesh | None
+) -> PackedSequences:
+    """Check the arguments of a call with packed sequences, and align them to blocks."""
+    if mesh is not None:
+        raise UnsupportedError(
+            "packed-mesh",
+            "packed sequences are not supported on a mesh",
+            got=f"cu_seqlens, and a mesh of {mesh.size} devices",
+            expected="one of the two",
+            fix="use one batch row per sequence",
+        )
+    if q.shape[0] != 1:
+        raise ShapeError(
+            "packed-batch",
+            "packed sequences need batch size 1",
+            got=f"q {q.shape}",
+            expected="q [1, T, Hq, D]",
+            fix="concatenate all sequences and pass their cumulative lengths as cu_seqlens",
+        )
+    return align_sequences(jnp.asarray(cu_seqlens), q.shape[1], block)
