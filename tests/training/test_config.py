@@ -133,6 +133,7 @@ WRONG = [
     ([*PLAN, "attention.annealing={steps = 101}"], ["ends before the annealing", "step 101"]),
     (['attention.kind="native_sparse"'], ["or neither"]),
     (["model.decoder.native_sparse={}"], ["or neither"]),
+    (["model.decoder.indexer={}"], ["indexer-training"]),
     ([*NATIVE, "mesh.context=2"], ["does not support context parallelism"]),
     ([*NATIVE, "attention.budget=0.5"], ["does not use all given settings"]),
     (["optimizer.grad_accum_steps"], ["not of the form setting=value", "section.setting=value"]),

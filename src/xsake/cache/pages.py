@@ -19,7 +19,7 @@ MAX_INT8 = 127
 MAX_PAGED_QUERIES = 64
 
 
-@register_layout(leaves=("k", "v", "k_scale", "v_scale"), static=())
+@register_layout(leaves=("k", "v", "k_scale", "v_scale", "index"), static=())
 @dataclasses.dataclass(frozen=True)
 class PagedKV:
     """Keys and values of all layers in pages; tables of pages are arguments of its methods.
@@ -48,11 +48,12 @@ class PagedKV:
     v: Num[Array, "L P Hk page Dv"]
     k_scale: Float[Array, "L P Hk"] | None = None  # factors of int8
     v_scale: Float[Array, "L P Hk"] | None = None
+    index: Float[Array, "L P 1 page Di"] | None = None  # keys of a block indexer
 
     @classmethod
     def create(
         cls, *, layers: int, num_pages: int, page_size: int, kv_heads: int, head_dim: int,
-        dtype: Any, v_dim: int | None = None,
+        dtype: Any, v_dim: int | None = None, index_dim: int | None = None,
     ) -> "PagedKV":  # fmt: skip
         """Create an empty cache.
 
@@ -60,6 +61,7 @@ class PagedKV:
             layers, num_pages, page_size, kv_heads, head_dim: sizes; each layer has `num_pages`.
             dtype: of keys and values; int8 stores a factor for each page and kv head.
             v_dim: of values; None: `head_dim`.
+            index_dim: of the keys of a block indexer; None: there is none.
         """
         if jnp.dtype(dtype).name not in DTYPES:
             raise ArgumentError(
@@ -70,7 +72,11 @@ class PagedKV:
         scale = jnp.ones(shape[:3], jnp.float32) if jnp.dtype(dtype) == jnp.int8 else None
         v_dim = head_dim if v_dim is None else v_dim
         pool = lambda dim: jnp.zeros((*shape, dim), dtype)
-        return cls(pool(head_dim), pool(v_dim), scale, scale)
+        index = None
+        if index_dim is not None:
+            index_dtype = jnp.float32 if scale is not None else dtype
+            index = jnp.zeros((layers, num_pages, 1, page_size, index_dim), index_dtype)
+        return cls(pool(head_dim), pool(v_dim), scale, scale, index)
 
     @property
     def num_pages(self) -> int:
@@ -84,9 +90,9 @@ class PagedKV:
 
     @property
     def bytes_per_token(self) -> float:
-        """Bytes of a token in one layer, all kv heads, factors included."""
+        """Bytes of a token in one layer, all kv heads, factors and index keys included."""
         tokens = self.k.shape[0] * self.num_pages * self.page_size
-        arrays = (self.k, self.v, self.k_scale, self.v_scale)
+        arrays = (self.k, self.v, self.k_scale, self.v_scale, self.index)
         return sum(x.size * x.dtype.itemsize for x in arrays if x is not None) / tokens
 
     def append(
@@ -97,6 +103,7 @@ class PagedKV:
         k: Float[Array, "B T Hk D"],
         v: Float[Array, "B T Hk Dv"],
         count: Int[Array | np.ndarray, " B"] | None = None,
+        index: Float[Array, "B T 1 Di"] | None = None,
     ) -> "PagedKV":
         """Return the cache with tokens of one layer written.
 
@@ -107,12 +114,17 @@ class PagedKV:
             k: keys.
             v: values.
             count: tokens of each sequence that exist; None: T. Others are not written.
+            index: keys of a block indexer, if the cache has them.
         """
         target = _Target.of(self, page_table, start, k.shape[1], count)
         k_pool, k_scale = target.write(self.k, self.k_scale, layer, k)
         v_pool, v_scale = target.write(self.v, self.v_scale, layer, v)
+        index_pool = self.index
+        if index is not None:
+            index_pool, _ = target.write(self.index, None, layer, index)
         # Without the barrier XLA copies the pool: it merges the reshape of `attend` into the write.
-        return jax.lax.optimization_barrier(PagedKV(k_pool, v_pool, k_scale, v_scale))
+        pages = PagedKV(k_pool, v_pool, k_scale, v_scale, index_pool)
+        return jax.lax.optimization_barrier(pages)
 
     def copy(self, copies: Sequence[tuple[int, int]] | Int[Array, "n 2"]) -> "PagedKV":
         """Return the cache with pages copied in every layer: pairs `(source, target)`."""
@@ -123,13 +135,14 @@ class PagedKV:
         self, layer: int | Int[Array, ""], page_table: Int[Array | np.ndarray, "B N"]
     ) -> tuple[Float[Array, "B T Hk D"], Float[Array, "B T Hk Dv"]]:
         """Return a copy of keys and values of one layer, slot after slot; int8 as float32."""
-        table = jnp.maximum(jnp.asarray(page_table), 0)
-
-        def load(pool, scale):
-            x = _load(pool, scale, layer, table)
-            return jnp.swapaxes(x, 2, 3).reshape(table.shape[0], -1, x.shape[2], x.shape[4])
-
+        load = lambda pool, scale: _gather(pool, scale, layer, page_table)
         return load(self.k, self.k_scale), load(self.v, self.v_scale)
+
+    def gather_index(
+        self, layer: int | Int[Array, ""], page_table: Int[Array | np.ndarray, "B N"]
+    ) -> Float[Array, "B T 1 Di"]:
+        """Return a copy of the index keys of one layer, slot after slot."""
+        return _gather(self.index, None, layer, page_table)
 
     def flat_table(
         self, layer: int | Int[Array, ""], page_table: Int[Array | np.ndarray, "B N"]
@@ -218,6 +231,10 @@ class LayerPages(NamedTuple):
         """Return a copy of keys and values of every slot."""
         return self.pages.gather(self.layer, self.page_table)
 
+    def gather_index(self) -> Float[Array, "B T 1 Di"]:
+        """Return a copy of the index keys of every slot."""
+        return self.pages.gather_index(self.layer, self.page_table)
+
     def load_keys(self, page: Int[Array, "B n"]) -> Float[Array, "B n Hk page D"]:
         """Return the keys of some pages; negative ones are page 0."""
         return _load(self.pages.k, self.pages.k_scale, self.layer, jnp.maximum(page, 0))
@@ -232,6 +249,13 @@ class LayerPages(NamedTuple):
         known = {spec.name for spec in OP.backends}
         is_short = q.shape[1] <= MAX_PAGED_QUERIES
         return is_short and operator.mesh is None and known.issuperset(names)
+
+
+def _gather(pool, scale, layer, page_table: Any) -> Float[Array, "B T H D"]:
+    """Return a copy of some pages of a pool, slot after slot."""
+    table = jnp.maximum(jnp.asarray(page_table), 0)
+    x = _load(pool, scale, layer, table)
+    return jnp.swapaxes(x, 2, 3).reshape(table.shape[0], -1, x.shape[2], x.shape[4])
 
 
 def _load(pool, scale, layer, page: Int[Array, "B n"]) -> Float[Array, "B n Hk page D"]:

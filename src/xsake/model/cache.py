@@ -43,9 +43,12 @@ class KVCache:
 
     @classmethod
     def from_prefill(
-        cls, keys, values, lengths, capacity: int, *, page_size: int = PAGE_SIZE
+        cls, keys, values, lengths, capacity: int, *, index=None, page_size: int = PAGE_SIZE
     ) -> "KVCache":
-        """Create a cache for `capacity` tokens from keys and values [layers, B, T, Hk, D]."""
+        """Create a cache for `capacity` tokens from keys and values [layers, B, T, Hk, D].
+
+        `index`: keys of a block indexer, [layers, B, T, 1, Di].
+        """
         layers, batch, tokens = keys.shape[:3]
         count = -(-capacity // page_size)
         table = jnp.arange(batch * count, dtype=jnp.int32).reshape(batch, count)
@@ -55,7 +58,8 @@ class KVCache:
             x = jnp.pad(x, padding).reshape(layers, batch * count, page_size, *x.shape[3:])
             return jnp.swapaxes(x, 2, 3)
 
-        return cls(PagedKV(cut(keys), cut(values)), table, lengths.astype(jnp.int32))
+        pages = PagedKV(cut(keys), cut(values), index=None if index is None else cut(index))
+        return cls(pages, table, lengths.astype(jnp.int32))
 
     @property
     def capacity(self) -> int:
@@ -67,16 +71,17 @@ class KVCache:
         """Position of every slot."""
         return jnp.arange(self.capacity, dtype=jnp.int32)[None]
 
-    def append(self, layer, q, k, v, count=None) -> tuple["KVCache", LayerPages]:
+    def append(self, layer, q, k, v, count=None, index=None) -> tuple["KVCache", LayerPages]:
         """Write new tokens of one layer after the last ones; return the pages for their queries.
 
         Args:
             layer: number of the layer.
             q, k, v: of the new tokens, [B, T, H, D].
             count: tokens of each row that exist, [B]; None: T.
+            index: keys of a block indexer, [B, T, 1, Di].
         """
         tokens = k.shape[1]
-        pages = self.pages.append(layer, self.page_table, self.lengths, k, v, count)
+        pages = self.pages.append(layer, self.page_table, self.lengths, k, v, count, index)
         num_tokens = self.lengths + (tokens if count is None else count)
         at = self.layer_pages(layer)._replace(pages=pages, lengths=num_tokens)
         if self.selector is not None:

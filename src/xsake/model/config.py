@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from xsake import nsa
+from xsake import indexed, nsa
 from xsake._schema import Frozen
 from xsake.masks import AbstractMask, Causal, Window
 
@@ -89,6 +89,23 @@ NativeSparseSizes = nsa.Config
 """Earlier name of `xsake.nsa.Config`."""
 
 
+class IndexerConfig(Frozen):
+    """Attention to blocks that an indexer selects: MSA; without a dimension MoBA."""
+
+    blocks: indexed.Config = indexed.Config()
+    dim: Size | None = Field(
+        default=64, description="of index queries and keys; None: those of the attention (MoBA)"
+    )
+
+    @model_validator(mode="after")
+    def _check_index(self) -> "IndexerConfig":
+        if self.dim is None and (self.blocks.is_shared or self.blocks.has_relu):
+            raise ValueError("without an index dimension, every kv head has its own index")
+        if self.dim is not None and self.dim % 2:
+            raise ValueError(f"rotary positions require an even {self.dim=}")
+        return self
+
+
 class DecoderConfig(Frozen):
     """A decoder-only transformer of the Llama or the GPT-2 family; no weights, no dtype.
 
@@ -127,6 +144,9 @@ class DecoderConfig(Frozen):
     query_scale: Above0 | None = Field(default=None, description="None: 1 / sqrt(head_dim)")
     attention_softcap: Above0 | None = None
     logit_softcap: Above0 | None = None
+    indexer: IndexerConfig | None = Field(
+        default=None, description="attention to blocks that an indexer selects"
+    )
     native_sparse: nsa.Config | None = Field(
         default=None, description="compressed, selected and sliding-window branches"
     )
@@ -143,15 +163,19 @@ class DecoderConfig(Frozen):
             raise ValueError(f"kind_of_layer has an index beyond the {len(self.kinds)} kinds")
         if self.head_dim % 2 and any(kind.rope for kind in self.kinds):
             raise ValueError(f"rotary positions require an even {self.head_dim=}")
-        if self.native_sparse is not None:
+        if self.native_sparse is not None or self.indexer is not None:
             self._check_native()
         return self
 
     def _check_native(self) -> None:
+        if self.native_sparse is not None and self.indexer is not None:
+            raise ValueError("native sparse attention and an indexer exclude each other")
         others = self.attention_softcap, *(kind.window for kind in self.kinds)
-        if any(x is not None for x in others) or self.has_qkv_bias or self.has_out_bias:
+        has_bias = self.native_sparse is not None and (self.has_qkv_bias or self.has_out_bias)
+        if any(x is not None for x in others) or has_bias:
             raise ValueError(
-                "native sparse attention does not support windows of layers, softcap or biases"
+                "native sparse attention does not support windows of layers, softcap or biases, "
+                "an indexer neither windows nor softcap"
             )
 
     @property

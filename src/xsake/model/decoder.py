@@ -18,6 +18,7 @@ from xsake.kernels.validation import is_known
 from xsake.model.attend import DenseAttention
 from xsake.model.cache import AnyCache, KVCache, NativeCache
 from xsake.model.config import DecoderConfig, LayerKind
+from xsake.model.indexed_layer import IndexedAttention, IndexedCall
 from xsake.model.layers import Attention, Layer, Norm, cos_sin_tables, init_param, rotate
 from xsake.model.nsa_layer import NativeSparse
 
@@ -177,6 +178,7 @@ class Decoder(nnx.Module):
         return KVCache.empty(
             rows, capacity, layers=config.layers, kv_heads=config.kv_heads,
             head_dim=config.head_dim, dtype=self.compute_dtype,
+            index_dim=None if config.indexer is None else config.indexer.dim,
         )  # fmt: skip
 
     def prefill(
@@ -199,16 +201,19 @@ class Decoder(nnx.Module):
 
         def layer_attention(q, k, v, call: LayerCall, cache):
             # Padding follows the prompt, so the causal mask hides it.
-            native = call.native
-            kv = (k, v) if native is None else native.make_state(k, v, lengths, capacity)
+            native, kv = call.native, (k, v, None)
+            if isinstance(native, IndexedCall):
+                kv = k, v, native.index_k
+            elif native is not None:
+                kv = native.make_state(k, v, lengths, capacity)
             return attend(q, k, v, call), (cache, kv)
 
         lengths = jnp.asarray(lengths)
         hidden, _, kv = self._run(tokens, None, attend, layer_attention)
         if self.config.native_sparse is not None:
             return hidden, NativeCache(kv, lengths.astype(jnp.int32))
-        keys, values = kv
-        return hidden, KVCache.from_prefill(keys, values, lengths, capacity)
+        keys, values, index = kv
+        return hidden, KVCache.from_prefill(keys, values, lengths, capacity, index=index)
 
     def extend(
         self,
@@ -236,7 +241,8 @@ class Decoder(nnx.Module):
         overrides = {"q_positions": positions, "kv_positions": cache.positions}
 
         def layer_attention(q, k, v, call: LayerCall, cache: KVCache):
-            cache, pages = cache.append(call.layer, q, k, v, count)
+            index = call.native.index_k if isinstance(call.native, IndexedCall) else None
+            cache, pages = cache.append(call.layer, q, k, v, count, index)
             call = dataclasses.replace(call, pages=pages, **overrides)
             # The compiler drops the copy where attention reads the pages.
             return attend(q, *pages.gather(), call), (cache, None)
@@ -303,12 +309,13 @@ def layer_step(
         x, cache = carry
         weights, number, kind = item
 
+        def rotate_at(x, at=positions):
+            return _rotate(x, _rope_tables(config, at, x.shape[-1]), kind)
+
         def rotate_and_attend(q, k, v, native=None):
             if native is not None:
                 layer, gates = native
-                native = layer.make_call(
-                    gates, lambda x, at: _rotate(x, _rope_tables(config, at), kind)
-                )
+                native = layer.make_call(gates, rotate_at)
             q, k = _rotate(q, tables, kind), _rotate(k, tables, kind)
 
             def attend_by_kind(kind: LayerKind):
@@ -326,15 +333,16 @@ def layer_step(
     return step
 
 
-def _rope_tables(config: DecoderConfig, positions) -> Array | None:
+def _rope_tables(config: DecoderConfig, positions, dim: int | None = None) -> Array | None:
     """Return cosines and sines by kind of layer; None without rotary positions."""
     ropes = tuple(kind.rope for kind in config.kinds)
-    return cos_sin_tables(ropes, config.head_dim, positions) if any(ropes) else None
+    return cos_sin_tables(ropes, dim or config.head_dim, positions) if any(ropes) else None
 
 
 def _make_layers(config: DecoderConfig, rngs: nnx.Rngs, dtype) -> Layer:
     """Create all layers, stacked along a leading axis `layer` of every parameter."""
     attention = Attention if config.native_sparse is None else NativeSparse
+    attention = attention if config.indexer is None else IndexedAttention
     make = nnx.vmap(
         lambda rngs: Layer(config, rngs, dtype, attention),
         axis_size=config.layers,

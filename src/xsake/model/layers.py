@@ -155,13 +155,14 @@ class Attention(nnx.Module):
         norm = lambda: Norm(config, dim, "head_dim", dtype) if config.has_qk_norm else None
         self.query_norm, self.key_norm = norm(), norm()
 
-    def __call__(self, x: Float[Array, "B T width"], attention_fn: InnerAttention):
+    def __call__(self, x: Float[Array, "B T width"], attention_fn: InnerAttention, *native: Any):
+        """Return (output, auxiliary output of `attention_fn(q, k, v, *native)`)."""
         q = _project_heads(x, self.query, self.query_bias)
         k = _project_heads(x, self.key, self.key_bias)
         v = _project_heads(x, self.value, self.value_bias)
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
-        attended, aux = attention_fn(q, k, v)
+        attended, aux = attention_fn(q, k, v, *native)
         out = jnp.einsum("bthd,hde->bte", attended, self.out[...].astype(x.dtype))
         return _add_bias(out, self.out_bias), aux
 

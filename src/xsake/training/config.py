@@ -179,6 +179,12 @@ def _check_batch_and_mesh(config: TrainingConfig) -> None:
 
 
 def _check_native_sparse(config: TrainingConfig) -> None:
+    require(
+        config.model.decoder.indexer is None,
+        "indexer-training", "the trainer has no loss for a block indexer",
+        got="model.decoder.indexer is set", expected="no indexer",
+        fix="train it with xsake.indexed.distillation_loss; see docs/indexed.md",
+    )  # fmt: skip
     kind, sizes = config.attention.kind, config.model.decoder.native_sparse
     is_native = kind == "native_sparse"
     require(
@@ -307,6 +313,7 @@ RENAMED: Mapping[str, Mapping[str, str]] = {
 """Current name by old name, for each section."""
 
 _SECTION = re.compile(r'  "(\w+)": ')
+_UNUSED = {'"indexer": null,'}  # settings that 0.1.0 did not have, where they are not used
 _SETTING = re.compile(r'    "(\w+)": ')
 
 
@@ -332,7 +339,7 @@ def _rename_section(section: Any, values: Any) -> Any:
 
 
 def _restore_old_names(text: str) -> str:
-    """Return the JSON of a configuration with the names of 0.1.0, so that digests are stable."""
+    """Return the JSON of a configuration as 0.1.0 wrote it, so that digests are stable."""
     old = {section: {new: old for old, new in names.items()} for section, names in RENAMED.items()}
     section, lines = "", []
     for line in text.splitlines(keepends=True):
@@ -340,7 +347,8 @@ def _restore_old_names(text: str) -> str:
             section = match[1]
         elif (match := _SETTING.match(line)) and match[1] in old.get(section, {}):
             line = f'    "{old[section][match[1]]}": {line[match.end() :]}'
-        lines.append(line)
+        if line.strip() not in _UNUSED:
+            lines.append(line)
     return "".join(lines)
 
 
