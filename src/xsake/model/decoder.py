@@ -132,11 +132,22 @@ class Decoder(nnx.Module):
             watch: hook, called with a layer's rotated q and k, v and its call; returns arrays.
             attend: attention function.
         """
+        return self.hidden_and_observed(tokens, watch, attend=attend)[1]
+
+    def hidden_and_observed(
+        self,
+        tokens: Tokens,
+        watch: Callable[[Array, Array, Array, LayerCall], Any],
+        *,
+        attend: AttentionFn = DenseAttention(),  # noqa: B008 (frozen)
+    ) -> tuple[Float[Array, "B T width"], Any]:
+        """Return what `hidden` and `observe` return, of one run."""
 
         def layer_attention(q, k, v, call: LayerCall, cache):
             return attend(q, k, v, call), (cache, watch(q, k, v, call))
 
-        return self._run(jnp.asarray(tokens), None, attend, layer_attention)[2]
+        hidden, _, observed = self._run(jnp.asarray(tokens), None, attend, layer_attention)
+        return hidden, observed
 
     def embed(
         self, tokens: Tokens, positions: Int[Array, "B T"] | None = None

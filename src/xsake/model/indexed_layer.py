@@ -96,8 +96,8 @@ class Indexer(nnx.Module):
     """
 
     def __init__(self, config: DecoderConfig, heads: int, dim: int, rngs: nnx.Rngs, dtype):
-        width = config.width
-        names = ("embed", "kv_heads", "head_dim")
+        width, axis = config.width, "kv_heads" if heads == config.kv_heads else "index_heads"
+        names = ("embed", axis, "head_dim")
         self.query = init_param(rngs, names, (width, heads, dim), dtype, fan_in=width)
         self.key = init_param(rngs, ("embed", "head_dim"), (width, dim), dtype, fan_in=width)
         self.query_norm = Norm(config, dim, "head_dim", dtype)

@@ -7,7 +7,7 @@ from xsake.sharding import ShardingRules, check_mesh_axes
 
 LOGICAL_AXES = (
     "layer", "vocab", "position", "embed", "q_heads", "kv_heads", "head_dim", "mlp",
-    "branch", "run", "summary",
+    "branch", "index_heads", "run", "summary",
 )  # fmt: skip
 
 TENSOR_PARALLEL: ShardingRules = {

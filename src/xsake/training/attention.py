@@ -1,4 +1,4 @@
-"""Attention used during training: dense, masked, sparse by a plan, or native sparse.
+"""Attention used during training: dense, masked, sparse by a plan, native sparse, or indexed.
 
 Block selection is not differentiated: gradients flow through the selected blocks only. The scope of
 selection is one row of blocks (`BudgetScope.ROW`). In a wider scope later rows would compete with
@@ -48,6 +48,16 @@ class StopGradientPlanAttention:
         return call.apply(self.planned.operator, q, k, v, layout)
 
 
+@dataclasses.dataclass(frozen=True)
+class DenseWarmup:
+    """Dense attention in layers with a block indexer, which learns from all keys."""
+
+    operator: BlockSparseAttention = BlockSparseAttention()
+
+    def __call__(self, q, k, v, call: LayerCall):
+        return dataclasses.replace(call, native=None).apply(self.operator, q, k, v)
+
+
 class PlanRecipe(NamedTuple):
     """Policy, selector, block size and budgets of plans."""
 
@@ -91,14 +101,18 @@ class TrainingAttention:
 
     section: AttentionSection  # the settings
     attends: tuple[AttentionFn, ...]  # attention functions by level; one compiled step for each
-    plans: tuple[hads.SparsityPlan | None, ...]  # by level; None: dense, masked or native sparse
+    plans: tuple[
+        hads.SparsityPlan | None, ...
+    ]  # by level; None: dense, masked, native sparse or indexed
     profile: hads.Profile | None = None  # source of the plans, if known
     operator: BlockSparseAttention = BlockSparseAttention()  # implementation and mesh
     kv_order: KvOrder | None = None  # order of the profile's heads in the plans; None: unchanged
 
     def level(self, step: int) -> int:
-        """Return the annealing level of a step."""
-        annealing = self.section.annealing
+        """Return the annealing level of a step, or whether the warm-up of an indexer is over."""
+        annealing, indexer = self.section.annealing, self.section.indexer
+        if indexer is not None and indexer.dense_steps:
+            return int(step >= indexer.dense_steps)
         return 0 if annealing is None else annealing.level(step)
 
     def attend(self, step: int) -> AttentionFn:
@@ -106,7 +120,7 @@ class TrainingAttention:
         return self.attends[self.level(step)]
 
     def budget(self, step: int) -> float | None:
-        """Return computed / visible blocks of a step; None for masks and native sparse."""
+        """Return computed / visible blocks of a step; None for those of masks and of the model."""
         plan = self.plans[self.level(step)]
         if plan is not None:
             return plan.budget
@@ -119,8 +133,9 @@ class TrainingAttention:
         return self.attends[planned_levels[0] if planned_levels else level]
 
     def is_probe_due(self, step: int) -> bool:
-        """Return whether to probe before this step; native sparse attention is not probed."""
-        interval = 0 if self.section.kind == "native_sparse" else self.section.probe_interval
+        """Return whether to probe before this step; the model's own selection is not probed."""
+        is_own = self.section.kind in ("native_sparse", "indexed")
+        interval = 0 if is_own else self.section.probe_interval
         return bool(interval) and step % interval == 0
 
     def is_calibration_due(self, step: int) -> bool:
@@ -166,10 +181,12 @@ def make_attention(
 ) -> TrainingAttention:
     """Build the attention of a run, with plans from `profile` or from the one in the settings."""
     if section.kind != "plan":
-        attend = DenseAttention(operator)
+        attends: tuple[AttentionFn, ...] = (DenseAttention(operator),)
         if section.mask is not None:
-            attend = MaskedAttention(masks.parse(section.mask), operator)
-        return TrainingAttention(section, (attend,), (None,), None, operator)
+            attends = (MaskedAttention(masks.parse(section.mask), operator),)
+        elif section.indexer is not None and section.indexer.dense_steps:
+            attends = (DenseWarmup(operator), *attends)
+        return TrainingAttention(section, attends, (None,) * len(attends), None, operator)
     if profile is None and section.profile is not None:
         profile = hads.Profile.load(section.profile)
     if profile is not None:

@@ -25,6 +25,7 @@ from xsake.training.sections import (
     CheckpointSection,
     DataSection,
     GuardSection,
+    IndexerSection,
     MeshSection,
     ModelSection,
     OptimizerSection,
@@ -121,6 +122,14 @@ class TrainingConfig(Frozen):
         return hashlib.sha256(_restore_old_names(self.to_json()).encode()).hexdigest()
 
     @property
+    def indexer_loss(self) -> IndexerSection | None:
+        """Settings of the loss of the model's indexers; None: it has none to train."""
+        indexer = self.model.decoder.indexer
+        if indexer is None or indexer.dim is None:
+            return None
+        return self.attention.indexer or IndexerSection()
+
+    @property
     def total_steps(self) -> int:
         """Updates at which the learning rate schedule ends."""
         return self.optimizer.total_steps or self.run.steps
@@ -133,7 +142,7 @@ class TrainingConfig(Frozen):
     @model_validator(mode="after")
     def _check_consistency(self) -> "TrainingConfig":
         _check_batch_and_mesh(self)
-        _check_native_sparse(self)
+        _check_model_attention(self)
         _check_steps(self)
         _check_blocks(self)
         require(
@@ -178,30 +187,26 @@ def _check_batch_and_mesh(config: TrainingConfig) -> None:
     )
 
 
-def _check_native_sparse(config: TrainingConfig) -> None:
-    require(
-        config.model.decoder.indexer is None,
-        "indexer-training", "the trainer has no loss for a block indexer",
-        got="model.decoder.indexer is set", expected="no indexer",
-        fix="train it with xsake.indexed.distillation_loss; see docs/indexed.md",
-    )  # fmt: skip
-    kind, sizes = config.attention.kind, config.model.decoder.native_sparse
-    is_native = kind == "native_sparse"
-    require(
-        is_native == (sizes is not None),
-        "native-sparse-settings",
-        "native sparse attention must be set for both attention and model, or neither",
-        got=f"attention.kind={kind!r}, model.decoder.native_sparse "
-        f"{'is missing' if is_native else 'is set'}",
-        expected="attention.kind='native_sparse' and its sizes in model.decoder.native_sparse",
-        fix="set model.decoder.native_sparse = {} for the sizes of the paper",
-    )
-    require(
-        not is_native or config.mesh.context == 1,
-        "native-sparse-mesh", "native sparse attention does not support context parallelism",
-        got=f"mesh.context={config.mesh.context}", expected="mesh.context=1",
-        fix="shard the batch (mesh.data, mesh.fsdp) and the heads (mesh.tensor)",
-    )  # fmt: skip
+def _check_model_attention(config: TrainingConfig) -> None:
+    """Check the kinds of attention whose sizes are part of the model."""
+    for kind, name in (("native_sparse", "native_sparse"), ("indexed", "indexer")):
+        is_kind = config.attention.kind == kind
+        require(
+            is_kind == (getattr(config.model.decoder, name) is not None),
+            f"{name.replace('_', '-')}-settings",
+            f"attention of kind {kind!r} must be set for both attention and model, or neither",
+            got=f"attention.kind={config.attention.kind!r}, model.decoder.{name} "
+            f"{'is missing' if is_kind else 'is set'}",
+            expected=f"attention.kind={kind!r} and its sizes in model.decoder.{name}",
+            fix=f"set model.decoder.{name} = {{}} for the sizes of the paper",
+        )
+        require(
+            not is_kind or config.mesh.context == 1,
+            "native-sparse-mesh",
+            f"attention of kind {kind!r} does not support context parallelism",
+            got=f"mesh.context={config.mesh.context}", expected="mesh.context=1",
+            fix="shard the batch (mesh.data, mesh.fsdp) and the heads (mesh.tensor)",
+        )  # fmt: skip
 
 
 def _check_steps(config: TrainingConfig) -> None:

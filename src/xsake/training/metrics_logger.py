@@ -68,6 +68,8 @@ class MetricsLogger:
             "failed_saves": store.count_failures() if is_primary() else 0,
             "tokens": tokens,
         }
+        if metrics.indexer_loss is not None:
+            line["indexer_loss"] = float(metrics.indexer_loss)
         if self._last_end is not None:  # the first step includes compilation
             spent = max(now - self._last_end, 1e-9)
             line["step_seconds"] = round(spent, 6)

@@ -203,10 +203,24 @@ class BudgetAnnealing(Frozen):
         return min(passed, self.levels - 1)
 
 
+class IndexerSection(Frozen):
+    """Training of the block indexers of a model."""
+
+    weight: PositiveNumber = Field(
+        default=1.0, description="factor on KL(attention || index), mean over layers, per token"
+    )
+    dense_steps: Count = Field(
+        default=0, description="first steps, with dense attention; the index learns from all keys"
+    )
+
+
 class AttentionSection(Frozen):
     """Attention used during training."""
 
-    kind: Literal["dense", "mask", "plan", "native_sparse"] = "dense"
+    kind: Literal["dense", "mask", "plan", "native_sparse", "indexed"] = "dense"
+    indexer: IndexerSection | None = Field(
+        default=None, description="for kind indexed; None: its defaults"
+    )
     mask: str | None = Field(default=None, description="such as window(255, 0) | sinks(4)")
     plan: LocalPath | None = Field(default=None, description="file of an existing plan")
     profile: LocalPath | None = Field(
@@ -267,6 +281,7 @@ class AttentionSection(Frozen):
         used = {
             "dense": {"kind", "probe_interval", "probe_rows"},
             "native_sparse": {"kind"},
+            "indexed": {"kind", "indexer"},
             "mask": {"kind", "mask", "probe_interval", "probe_rows"},
             "plan": set(fields) - {"mask"} - (made if self.plan else set()),
         }[self.kind]

@@ -9,6 +9,7 @@ import optax
 from jaxtyping import Array, Bool, Float, Int
 
 from xsake.model import AttentionFn, Decoder
+from xsake.training.attention import DenseWarmup
 from xsake.training.config import TrainingConfig
 from xsake.training.optimizer import Optimizer
 from xsake.training.reliability import select_tree, should_update, update_guard
@@ -24,7 +25,19 @@ class StepMetrics(NamedTuple):
     is_skipped: Bool[Array, ""]  # whether the update was skipped
     consecutive_skips: Int[Array, ""]  # number of consecutive skipped updates, including this one
     tokens: Int[Array, ""]  # number of predicted tokens
+    indexer_loss: Float[Array, ""] | None = None  # mean KL(attention || index) of a token
 
+
+class LossSums(NamedTuple):
+    """Sums over the predicted tokens."""
+
+    loss: Float[Array, ""]  # of -log p
+    count: Int[Array, ""]  # number of tokens
+    indexer_loss: Float[Array, ""] | None = None  # of the mean over layers and lists of blocks
+
+
+Objective = Callable[[Parameters, Int[Array, "B T1"]], tuple[Float[Array, ""], LossSums]]
+"""Maps parameters and tokens [B, context + 1] to (what is minimized, its parts)."""
 
 Loss = Callable[[Parameters, Int[Array, "B T1"]], tuple[Float[Array, ""], Int[Array, ""]]]
 """Maps parameters and tokens [B, context + 1] to (summed loss, number of predicted tokens)."""
@@ -45,16 +58,17 @@ def make_step(
     A step is one update, accumulated over the microbatches. Random numbers must come from
     `step_key(state)`, so that resuming changes nothing; the model itself draws none.
     """
-    loss_of = make_loss(config, definition, attend)
+    objective = make_objective(config, definition, attend)
     num_microbatches = config.optimizer.grad_accum_steps
     grad_shardings = None if shardings is None else shardings.state.parameters
 
     def train_step(state: TrainState, tokens) -> tuple[TrainState, StepMetrics]:
-        summed, loss, count = accumulate_gradients(
-            loss_of, state.parameters, tokens, num_microbatches, grad_shardings
+        summed, sums = accumulate_gradients(
+            objective, state.parameters, tokens, num_microbatches, grad_shardings
         )
-        share = 1 / jnp.maximum(count, 1).astype(jnp.float32)
-        loss, gradients = loss * share, jax.tree.map(lambda x: x * share, summed)
+        share = 1 / jnp.maximum(sums.count, 1).astype(jnp.float32)
+        loss, gradients = sums.loss * share, jax.tree.map(lambda x: x * share, summed)
+        indexer_loss = None if sums.indexer_loss is None else sums.indexer_loss * share
         norm = optax.tree.norm(gradients)
         rate = optimizer.learning_rate(optimizer.updates(state.optimizer))
         is_applied = should_update(config.guard, state.guard, loss, norm)
@@ -69,7 +83,9 @@ def make_step(
             key=state.key,
             guard=guard,
         )
-        return new, StepMetrics(loss, norm, rate, ~is_applied, guard.skips, count)
+        return new, StepMetrics(
+            loss, norm, rate, ~is_applied, guard.skips, sums.count, indexer_loss
+        )
 
     if shardings is None:
         return jax.jit(train_step, donate_argnums=0)
@@ -79,6 +95,37 @@ def make_step(
         in_shardings=(shardings.state, shardings.tokens),
         out_shardings=(shardings.state, None),
     )
+
+
+def make_objective(
+    config: TrainingConfig, definition: ModelDefinition, attend: AttentionFn
+) -> Objective:
+    """Build what training minimizes: the loss, and the loss of an indexer if the model has one."""
+    settings = config.indexer_loss
+    if settings is None:
+        loss_of = make_loss(config, definition, attend)
+
+        def plain(parameters, tokens):
+            loss, count = loss_of(parameters, tokens)
+            return loss, LossSums(loss, count)
+
+        return plain
+
+    def objective(parameters, tokens):
+        model, targets = definition.merge(parameters), tokens[:, 1:]
+
+        def watch(q, k, v, call):
+            is_sparse = not isinstance(attend, DenseWarmup)
+            nats = call.native.distillation_loss(q, k, call, is_sparse=is_sparse).mean(-1)
+            return jnp.where(targets >= 0, nats, 0).sum()
+
+        inputs = jnp.maximum(tokens[:, :-1], 0)
+        hidden, nats = model.hidden_and_observed(inputs, watch, attend=attend)
+        loss, count = next_token_loss(model, hidden, targets, config.model.loss_chunk_size)
+        nats = nats.mean()
+        return loss + settings.weight * nats, LossSums(loss, count, nats)
+
+    return objective
 
 
 def make_loss(config: TrainingConfig, definition: ModelDefinition, attend: AttentionFn) -> Loss:
@@ -128,23 +175,23 @@ def next_token_loss(
 
 
 def accumulate_gradients(
-    loss_of: Loss,
+    objective: Objective,
     parameters: Parameters,
     tokens: Int[Array, "B T1"],
     num_microbatches: int,
     grad_shardings: Any = None,
-) -> tuple[Parameters, Float[Array, ""], Int[Array, ""]]:
-    """Return gradients, loss and number of tokens, summed over the microbatches in float32.
+) -> tuple[Parameters, LossSums]:
+    """Return gradients and sums of losses over the microbatches, in float32.
 
     Sums give every token the same weight, whatever its microbatch.
     """
-    loss_and_grad = jax.value_and_grad(loss_of, has_aux=True)
+    gradients_of = jax.grad(objective, has_aux=True)
 
     def compute_part(tokens):
-        (loss, count), gradients = loss_and_grad(parameters, tokens)
+        gradients, sums = gradients_of(parameters, tokens)
         if grad_shardings is not None:
             gradients = jax.lax.with_sharding_constraint(gradients, grad_shardings)
-        return jax.tree.map(lambda x: x.astype(jnp.float32), gradients), loss, count
+        return jax.tree.map(lambda x: x.astype(jnp.float32), gradients), sums
 
     if num_microbatches == 1:
         return compute_part(tokens)
@@ -152,8 +199,8 @@ def accumulate_gradients(
     def add(sums, tokens):
         return jax.tree.map(jnp.add, sums, compute_part(tokens)), None
 
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), parameters)
-    start = zeros, jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32)
     # A microbatch is strided over the batch, so batch sharding is preserved.
     microbatches = jnp.moveaxis(tokens.reshape(-1, num_microbatches, tokens.shape[1]), 1, 0)
+    shapes = jax.eval_shape(compute_part, microbatches[0])
+    start = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     return jax.lax.scan(add, start, microbatches)[0]
