@@ -1,12 +1,21 @@
 """Block indexers in the trainer: a dense warm-up, then selected blocks; both losses fall."""
 
+import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 from tests.training.test_config import config
-from xsake.model import DenseAttention
+from xsake.errors import ArgumentError
+from xsake.model import Decoder, DenseAttention, huggingface
 from xsake.training.attention import DenseWarmup, make_attention
-from xsake.training.state import build_optimizer, define_model, init_state
+from xsake.training.state import (
+    DeviceSetup,
+    build_optimizer,
+    define_model,
+    flat_parameters,
+    init_state,
+)
 from xsake.training.step import make_step
 
 INDEXED = (
@@ -34,6 +43,46 @@ def test_a_warm_up_is_dense_and_both_losses_fall(parts):
     assert np.isfinite(metrics).all() and [step._cache_size() for step in steps] == [1, 1]
     assert metrics[-1][0] < 0.8 * metrics[0][0]
     assert metrics[5][1] < metrics[0][1] and metrics[-1][1] < metrics[6][1]
+
+
+def test_a_frozen_model_changes_in_its_indexers_only():
+    run = config(
+        *INDEXED, "attention.indexer={dense_steps=9, freeze_model=true}",
+        "optimizer.weight_decay=0.1",
+    )  # fmt: skip
+    definition = define_model(run)
+    step = make_step(run, definition, build_optimizer(run, definition), DenseWarmup())
+    before, state = jax.device_get(init_state(run).parameters), init_state(run)
+    for _ in range(2):
+        state, told = step(state, TOKENS)
+    assert told.indexer_loss > 0 and told.gradient_norm > 0
+    for path, x in flat_parameters(state.parameters).items():
+        has_changed = (np.asarray(x) != flat_parameters(before)[path]).any()
+        assert has_changed == ("indexer" in path), path
+
+
+def test_a_dense_checkpoint_is_converted(tmp_path):
+    """The dense weights are kept, the index is drawn, and a warm-up starts at the dense loss."""
+    run = config(*INDEXED, "attention.indexer.dense_steps=2")
+    decoder = run.model.decoder.model_copy(update={"indexer": None})
+    dense = Decoder(decoder, rngs=nnx.Rngs(7))
+    huggingface.export(dense, tmp_path / "dense", family="llama")
+    run = run.model_copy(
+        update={"model": run.model.model_copy(update={"weights": tmp_path / "dense"})}
+    )
+    state = DeviceSetup.from_config(run).init_state(run)
+    np.testing.assert_array_equal(state.parameters["embedding"], dense.embedding[...])
+    assert "indexer" in state.parameters["layers"]["attention"]
+    definition = define_model(run)
+    step = make_step(run, definition, build_optimizer(run, definition), DenseWarmup())
+    log_p = jax.nn.log_softmax(dense(TOKENS[:, :-1]))
+    expected = -np.take_along_axis(np.asarray(log_p), TOKENS[:, 1:, None], axis=-1).mean()
+    _, told = step(state, TOKENS)
+    np.testing.assert_allclose(told.loss, expected, rtol=1e-5)
+    wider = decoder.model_copy(update={"mlp_width": 32, "indexer": run.model.decoder.indexer})
+    run = run.model_copy(update={"model": run.model.model_copy(update={"decoder": wider})})
+    with pytest.raises(ArgumentError, match=r"(?s)weights-config.*mlp_width=64"):
+        DeviceSetup.from_config(run).init_state(run)
 
 
 def test_moba_has_no_loss_of_its_own():

@@ -318,7 +318,10 @@ RENAMED: Mapping[str, Mapping[str, str]] = {
 """Current name by old name, for each section."""
 
 _SECTION = re.compile(r'  "(\w+)": ')
-_UNUSED = {'"indexer": null,'}  # settings that 0.1.0 did not have, where they are not used
+_UNUSED = {
+    '"indexer": null,',
+    '"weights": null,',
+}  # settings that 0.1.0 did not have, where they are not used
 _SETTING = re.compile(r'    "(\w+)": ')
 
 

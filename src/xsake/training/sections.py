@@ -53,6 +53,11 @@ class ModelSection(Frozen):
 
     preset: str | None = Field(default=None, description="base of `decoder`")
     decoder: DecoderConfig = Field(description="with a preset: only the fields that differ")
+    weights: LocalPath | None = Field(
+        default=None,
+        description="Hugging Face directory whose weights a run starts with; weights that it lacks,"
+        " such as those of an indexer, are drawn",
+    )
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     remat: Flag = Field(
         default=False, description="recompute activations of a layer in the backward pass"
@@ -211,6 +216,9 @@ class IndexerSection(Frozen):
     )
     dense_steps: Count = Field(
         default=0, description="first steps, with dense attention; the index learns from all keys"
+    )
+    freeze_model: Flag = Field(
+        default=False, description="train nothing but the indexers in the dense steps"
     )
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -26,7 +27,8 @@ from xsake.distributed import (
     make_mesh,
 )
 from xsake.distributed.head_balancing import Q_HEADS
-from xsake.model import Decoder
+from xsake.errors import ArgumentError
+from xsake.model import Decoder, huggingface
 from xsake.training.config import TrainingConfig
 from xsake.training.data import TokenLoader
 from xsake.training.optimizer import Optimizer, make_optimizer, unflatten
@@ -129,6 +131,33 @@ def init_state(config: TrainingConfig) -> TrainState:
         key=jax.random.key_data(draws),
         guard=init_guard(config.guard),
     )
+
+
+def load_weights(config: TrainingConfig, folder: Path) -> Parameters:
+    """Load the parameters of a Hugging Face directory, of the same sizes as the run's model."""
+    model = huggingface.load(folder).model
+    sizes = lambda decoder: decoder.model_dump(exclude={"context", "indexer", "native_sparse"})
+    own, given = sizes(config.model.decoder), sizes(model.config)
+    other = [name for name in own if own[name] != given[name]]
+    if other:
+        raise ArgumentError(
+            "weights-config", "the weights are of another model than `model.decoder`",
+            got=", ".join(f"{name}={given[name]!r}" for name in other),
+            expected=", ".join(f"{name}={own[name]!r}" for name in other),
+            fix=f"use the configuration of {folder}",
+        )  # fmt: skip
+    return ModelDefinition.from_model(model).parameters(model)
+
+
+def _replace(parameters: Parameters, weights: Parameters) -> Parameters:
+    """Return parameters with those of `weights` in place of the drawn ones."""
+    flat, new = flat_parameters(parameters), flat_parameters(weights)
+
+    def place(drawn: Array, value: Array) -> Array:
+        host = np.asarray(value)
+        return jax.make_array_from_callback(host.shape, drawn.sharding, lambda index: host[index])
+
+    return unflatten({path: place(x, new[path]) if path in new else x for path, x in flat.items()})
 
 
 def abstract_state(config: TrainingConfig) -> TrainState:
@@ -240,16 +269,22 @@ class DeviceSetup:
     def init_state(self, config: TrainingConfig, kv_order: KvOrder | None = None) -> TrainState:
         """Build the state before the first step with its shardings and the order of its heads."""
 
+        def order(parameters: Parameters) -> Parameters:
+            if kv_order is None:
+                return parameters
+            # Moments are zero before the first step, in any order.
+            return reorder_heads(kv_order, parameters, define_model(config).names)
+
         def build() -> TrainState:
             state = init_state(config)
-            if kv_order is None:
-                return state
-            # Moments are zero before the first step, in any order.
-            parameters = reorder_heads(kv_order, state.parameters, define_model(config).names)
-            return dataclasses.replace(state, parameters=parameters)
+            return dataclasses.replace(state, parameters=order(state.parameters))
 
         shardings = None if self.shardings is None else self.shardings.state
-        return jax.jit(build, out_shardings=shardings)()
+        state = jax.jit(build, out_shardings=shardings)()
+        if config.model.weights is None:
+            return state
+        weights = order(load_weights(config, config.model.weights))
+        return dataclasses.replace(state, parameters=_replace(state.parameters, weights))
 
     def abstract_state(self, config: TrainingConfig) -> TrainState:
         """Return shapes, dtypes and shardings of the state, for restoring a checkpoint."""

@@ -73,6 +73,8 @@ def make_step(
         rate = optimizer.learning_rate(optimizer.updates(state.optimizer))
         is_applied = should_update(config.guard, state.guard, loss, norm)
         changes, moments = optimizer.transform.update(gradients, state.optimizer, state.parameters)
+        if _is_frozen(config, attend):
+            changes = _of_indexers(changes)
         guard = update_guard(config.guard, state.guard, norm, is_applied)
         new = TrainState(
             step=state.step + 1,
@@ -122,10 +124,24 @@ def make_objective(
         inputs = jnp.maximum(tokens[:, :-1], 0)
         hidden, nats = model.hidden_and_observed(inputs, watch, attend=attend)
         loss, count = next_token_loss(model, hidden, targets, config.model.loss_chunk_size)
-        nats = nats.mean()
-        return loss + settings.weight * nats, LossSums(loss, count, nats)
+        sums = LossSums(loss, count, nats.mean())
+        # A frozen model needs no backward pass.
+        return (0 if _is_frozen(config, attend) else loss) + settings.weight * nats.mean(), sums
 
     return objective
+
+
+def _is_frozen(config: TrainingConfig, attend: AttentionFn) -> bool:
+    settings = config.indexer_loss
+    return settings is not None and settings.freeze_model and isinstance(attend, DenseWarmup)
+
+
+def _of_indexers(changes: Any) -> Any:
+    """Return changes that leave all other weights as they are, weight decay included."""
+    is_index = lambda path: any(getattr(key, "key", None) == "indexer" for key in path)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, x: x if is_index(path) else jnp.zeros_like(x), changes
+    )
 
 
 def make_loss(config: TrainingConfig, definition: ModelDefinition, attend: AttentionFn) -> Loss:
