@@ -2,6 +2,7 @@
 
 python -m benchmarks.peers.golden make  # write tests/model/golden again
 python -m benchmarks.peers.golden chat  # write tests/model/chat/golden.json again
+python -m benchmarks.peers.golden msa  # write tests/indexed/golden again
 python -m benchmarks.peers.golden check DIRECTORY [GOLDEN]  # same logits in transformers?
 python -m benchmarks.peers.golden perplexity DIRECTORY TEXT [--tokens 512]
 
@@ -21,8 +22,9 @@ from benchmarks.peers.recipes import DEFAULT_PEERS_DIR, built_interpreter
 
 GOLDEN_FOLDER = ROOT / "tests" / "model" / "golden"
 CHAT_FOLDER = ROOT / "tests" / "model" / "chat"
+MSA_FOLDER = ROOT / "tests" / "indexed" / "golden"
 ORACLE = ROOT / "benchmarks" / "peers" / "transformers_oracle.py"
-CHAT_ORACLE = ORACLE.with_name("chat_oracle.py")
+CHAT_ORACLE, MSA_ORACLE = (ORACLE.with_name(f"{name}_oracle.py") for name in ("chat", "msa"))
 TOLERANCE = 2e-4
 
 
@@ -40,10 +42,9 @@ def make(folder: Path, peers_dir: Path = DEFAULT_PEERS_DIR) -> None:
     subprocess.run(_command(["make", folder], peers_dir), env=_isolated(), check=True)
 
 
-def make_chats(folder: Path, peers_dir: Path = DEFAULT_PEERS_DIR) -> None:
-    """Write the prompts of the chat templates in `folder`."""
-    command = _command([folder], peers_dir, CHAT_ORACLE)
-    subprocess.run(command, env=_isolated(), check=True)
+def make_files(oracle: Path, folder: Path, peers_dir: Path = DEFAULT_PEERS_DIR) -> None:
+    """Write the files of an oracle that does nothing else."""
+    subprocess.run(_command([folder], peers_dir, oracle), env=_isolated(), check=True)
 
 
 def _command(words: Sequence[str | Path], peers_dir: Path, oracle: Path = ORACLE) -> list[str]:
@@ -69,6 +70,8 @@ def main() -> None:
     maker.add_argument("folder", type=Path, nargs="?", default=GOLDEN_FOLDER)
     chats = verbs.add_parser("chat", help="write the prompts of chat templates")
     chats.add_argument("folder", type=Path, nargs="?", default=CHAT_FOLDER)
+    sparse = verbs.add_parser("msa", help="write logits and gradients of tiny MiniMax-M3 models")
+    sparse.add_argument("folder", type=Path, nargs="?", default=MSA_FOLDER)
     checker = verbs.add_parser("check", help="compare a directory's logits with golden ones")
     checker.add_argument("folder", type=Path)
     checker.add_argument("golden", type=Path, nargs="?", help="default: in the directory")
@@ -80,7 +83,9 @@ def main() -> None:
     if given.verb == "make":
         make(given.folder, given.peers_dir)
     elif given.verb == "chat":
-        make_chats(given.folder, given.peers_dir)
+        make_files(CHAT_ORACLE, given.folder, given.peers_dir)
+    elif given.verb == "msa":
+        make_files(MSA_ORACLE, given.folder, given.peers_dir)
     elif given.verb == "check":
         golden = given.golden or given.folder / "golden.safetensors"
         answer = ask("check", given.folder, golden, peers_dir=given.peers_dir)

@@ -136,8 +136,9 @@ def init_state(config: TrainingConfig) -> TrainState:
 def load_weights(config: TrainingConfig, folder: Path) -> Parameters:
     """Load the parameters of a Hugging Face directory, of the same sizes as the run's model."""
     model = huggingface.load(folder).model
-    sizes = lambda decoder: decoder.model_dump(exclude={"context", "indexer", "native_sparse"})
-    own, given = sizes(config.model.decoder), sizes(model.config)
+    decoder, drawn = config.model.decoder, {"indexer", "native_sparse"}
+    exclude = drawn if decoder.has_learned_positions else {*drawn, "context"}
+    own, given = (x.model_dump(exclude=exclude) for x in (decoder, model.config))
     other = [name for name in own if own[name] != given[name]]
     if other:
         raise ArgumentError(
