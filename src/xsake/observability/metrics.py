@@ -29,7 +29,7 @@ METRICS: dict[str, Metric] = {
         Metric("learning_rate", "1", "of the update, skipped or not"),
         Metric("is_skipped", "0 or 1", "whether the update was skipped"),
         Metric("consecutive_skips", "updates", "skipped in a row, this one included"),
-        Metric("indexer_loss", "nats per token", "KL(attention || index), mean over layers"),
+        Metric("indexer_loss", "nats per token", "KL(attention to index), mean over layers"),
         Metric("tokens", "tokens", "predicted by the step"),
         Metric("step_seconds", "s", "from the end of the previous step to the end of this one"),
         Metric("tokens_per_second", "tokens/s", "predicted in those seconds"),
