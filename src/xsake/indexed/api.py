@@ -1,6 +1,5 @@
 """Attention to blocks that an indexer selects, and the selection alone."""
 
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +18,12 @@ from xsake.kernels.selected import selected_attention
 from xsake.kernels.selected.types import SelectedConfig, SelectedInputs
 from xsake.kernels.top_blocks import top_blocks
 from xsake.kernels.top_blocks.types import TopBlocksInputs
-from xsake.kernels.validation import check_arrays, integers, no_runtime_typecheck, number
+from xsake.kernels.validation import (
+    check_arrays,
+    integers,
+    no_runtime_typecheck,
+    scale_or_default,
+)
 
 BlockIndices = Int[Array, "B Tq Hk Ns"]
 
@@ -95,10 +99,7 @@ def attention(
             "indexed-positions", "queries of a longer sequence need positions",
             got=f"q {q.shape}, k {k.shape}", expected="q_positions", fix="pass q_positions=[B, Tq]",
         )  # fmt: skip
-    if scale is None:
-        scale = 1 / math.sqrt(q.shape[3])
-    else:
-        scale = number("scale", scale, fix="None is 1 / sqrt(D)")
+    scale = scale_or_default(scale, q)
     packed = None
     if cu_seqlens is not None:
         packed = _pack(q, q_positions, cu_seqlens, config, mesh)

@@ -1,6 +1,5 @@
 """Training of an indexer: KL of its scores from the attention that it shall imitate."""
 
-import math
 from typing import NamedTuple
 
 import jax
@@ -12,7 +11,13 @@ from jaxtyping import Array, Bool, Float, Int
 from xsake.indexed.api import BlockIndices, check_index
 from xsake.indexed.config import Config
 from xsake.kernels.blocking import pad_axis
-from xsake.kernels.validation import check_arrays, no_runtime_typecheck, number, sum_dtype
+from xsake.kernels.validation import (
+    check_arrays,
+    no_runtime_typecheck,
+    number,
+    scale_or_default,
+    sum_dtype,
+)
 
 LOGITS = 2**22  # of a chunk of queries
 
@@ -63,10 +68,10 @@ def distillation_loss(
     q, k = lax.stop_gradient((jnp.asarray(q), jnp.asarray(k)))
     check_arrays(q, k, k)
     index = check_index(index_q, index_k, index_weights, q=q, k=k, config=config)
-    own, other = (1 / math.sqrt(x.shape[3]) for x in (q, index.q))
-    fix = "None is 1 / sqrt(D)"
-    scale = own if scale is None else number("scale", scale, fix)
-    index_scale = other if index_scale is None else number("index_scale", index_scale, fix)
+    scale = scale_or_default(scale, q)
+    if index_scale is not None:
+        index_scale = number("index_scale", index_scale, "None is 1 / sqrt(Di)")
+    index_scale = scale_or_default(index_scale, index.q)
     batch, tokens, q_heads, _ = q.shape
     groups = 1 if config.is_shared else k.shape[2]
     keys = tokens if blocks is None else blocks.shape[3] * config.size

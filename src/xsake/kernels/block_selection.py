@@ -13,7 +13,7 @@ _ALWAYS = 1e30
 
 @dataclasses.dataclass(frozen=True)
 class BlockSelection:
-    """Selection of blocks by the attention to their summaries."""
+    """How many blocks a query selects by their scores, and which ones in any case."""
 
     block: int  # keys per block
     number: int  # of blocks
