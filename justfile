@@ -117,10 +117,11 @@ headline:
 bench-quality:
     python -m benchmarks.hads.capture
     python -m benchmarks.hads.ladder
-    python -m benchmarks.hads.end_to_end --block 32 --rules 'hads, by effect'
-    python -m benchmarks.hads.plan_loss
-    python -m benchmarks.hads.plan_loss --context 4096 --documents 12
-    python -m benchmarks.hads.plan_loss --split fresh --context 4096 --documents 12
+    python -m benchmarks.hads.plans --context 8192 --work 25%,30%,35%
+    python -m benchmarks.hads.end_to_end --plans plan_4096_64,plan_8192_64_25,plan_8192_64_30,plan_8192_64_35 --context 8192 --tests 12
+    python -m benchmarks.hads.end_to_end --plans plan_4096_32
+    python -m benchmarks.hads.end_to_end --plans plan_4096_32 --split fresh
+    python -m benchmarks.hads.end_to_end --rules all
     just venv={{ venv }} headline
 
 # a few ratios that must not become worse; a part of the gate

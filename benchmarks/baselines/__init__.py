@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from benchmarks.baselines.calibrated import AdaKv, EqualCoverage, Sparge
+from benchmarks.baselines.calibrated import AdaKv, EqualCoverage, Sparge, SpargeTopK
 from benchmarks.baselines.estimators import BOUNDS, POOLED, antidiagonals
 from benchmarks.baselines.moba import Moba
 from benchmarks.baselines.rule import (
@@ -43,6 +43,7 @@ RULES: dict[str, Callable[[], SelectionRule]] = {
     "minference": Minference,
     "flexprefill": FlexPrefill,
     "sparge": Sparge,
+    "sparge_top_k": SpargeTopK,
     "quest": lambda: TopKRule("quest", BOUNDS),
     "moba": Moba,
     "ada_kv": AdaKv,

@@ -13,7 +13,14 @@ from benchmarks.baselines.estimators import (
     pooled_mass,
     self_similarity,
 )
-from benchmarks.baselines.rule import LayerSample, Ranking, RuleScope, causal_grid, forced_grid
+from benchmarks.baselines.rule import (
+    LayerSample,
+    Ranking,
+    RuleScope,
+    Uncalibrated,
+    causal_grid,
+    forced_grid,
+)
 from benchmarks.baselines.top_p import descending_order, remaining_mass, remaining_row_mass
 from xsake.errors import ArgumentError
 
@@ -215,14 +222,46 @@ class Sparge:
         return Ranking.of(priority, forced=forced)
 
 
-def gate_masses(sample: LayerSample, pooled: Plane, theta: float) -> tuple[Cells, Plane]:
+@dataclasses.dataclass(frozen=True)
+class SpargeTopK(Uncalibrated):
+    """Top-k form of `Sparge`, with the defaults of the authors' current code.
+
+    `spas_sage2_attn_meansim_topk_cuda`: `simthreshd1=-0.1`, and the mean of all keys is subtracted
+    before similarities are computed, which changes no pooled softmax. Dissimilar blocks come first,
+    then the same number of blocks by pooled mass in every row. Sink, diagonal and previous block
+    are forced.
+    """
+
+    name: str = "sparge_top_k"
+    scope: RuleScope = RuleScope.ROWS
+    theta: float = -0.1
+    cost = staticmethod(pooled_cost)
+
+    def rank(self, sample: LayerSample) -> Ranking:
+        pooled = pooled_mass(sample)
+        dissimilar, mass = gate_masses(sample, pooled, self.theta, center_keys=True)
+        priority = np.where(dissimilar, 1 + pooled, mass)
+        return Ranking.of(priority, forced=forced_grid(sample.blocks))
+
+
+def gate_masses(
+    sample: LayerSample, pooled: Plane, theta: float, *, center_keys: bool = False
+) -> tuple[Cells, Plane]:
     """Return the dissimilar blocks, and the pooled masses of similar keys, normalised to one.
 
     A row without similar keys has mass 0.
+
+    Args:
+        sample: one layer of a document.
+        pooled: pooled masses of all blocks.
+        theta: minimum mean cosine of a block that may be pooled.
+        center_keys: subtract the mean of all keys from keys.
     """
     group = sample.heads // sample.k.shape[1]
+    keys = np.asarray(sample.k)
+    keys = keys - keys.mean(axis=0) if center_keys else keys
     is_dissimilar_row = self_similarity(sample.q, sample.block) < theta
-    is_dissimilar_key = np.repeat(self_similarity(sample.k, sample.block) < theta, group, axis=0)
+    is_dissimilar_key = np.repeat(self_similarity(keys, sample.block) < theta, group, axis=0)
     mass = np.where(is_dissimilar_key[:, None, :], 0, pooled)
     total = mass.sum(axis=-1, keepdims=True)
     mass = mass / np.where(total > 0, total, 1)

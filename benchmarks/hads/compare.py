@@ -1,45 +1,26 @@
-"""The model with several attentions compared with dense attention, on the same texts."""
+"""Next-token losses of sparse attention compared with dense attention, document by document."""
 
-import dataclasses
-import hashlib
-import json
-import time
-from pathlib import Path
+import functools
+from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, Int
 
-from benchmarks import baselines
-from benchmarks.hads.corpus import Document
-from benchmarks.hads.ruled import Ruled
-from xsake._provenance import source_digest
-from xsake.evaluation.documents import TextDocument as Text
-from xsake.evaluation.record import CachedResult, ResultCache
-from xsake.evaluation.score import Scores, score_chunks
+from xsake.evaluation.score import compare
 from xsake.evaluation.summary import estimate
-from xsake.evaluation.trial import TokenizedTexts, Trial, far_copies, position_spans
 from xsake.model import AttentionFn, Decoder, DenseAttention
 
-GAPS = (1024, 2048, 4096)
-SAMPLES = 2
 CHUNK = 256
-SOURCES = (
-    "attention", "evaluation/score.py", "hads/sparse_attention.py", "hads/budget.py",
-    "hads/topk.py", "hads/hooks.py", "hads/plan.py", "hads/selectors", "kernels", "layout",
-    "masks", "model",
-)  # fmt: skip
-
-
-@dataclasses.dataclass(frozen=True)
-class Asked:
-    """A question: what the model reads, and the gap between copies if it is a far copy."""
-
-    trial: Trial
-    gap: int | None
+SCORES = ("dense_nll", "nll", "kl", "agreement")
+# Rows keep a constant number of blocks, so early positions are dense and the mean is optimistic.
+PARTS = {"all": 0.0, "second_half": 0.5, "last_quarter": 0.75}
+DIGITS = 7
 
 
 class ModelComparison:
-    """A model, and how it reads with each attention.
+    """A model that scores one document after the other with several attention functions.
 
     Args:
         model: the decoder.
@@ -47,119 +28,84 @@ class ModelComparison:
 
     def __init__(self, model: Decoder):
         self.model = model
-        self._read = {}
-        self._dense: tuple[str, jax.Array] | None = None
+        self._hidden = {}
+        self._dense: tuple[bytes, Array] | None = None
         self.add("dense", DenseAttention())
 
-    def add(self, name: str, attend: AttentionFn) -> None:
-        """One more attention, compiled whole."""
-        self._read[name] = jax.jit(lambda m, t: m.hidden(t, attend=attend))
+    def add(self, name: str, attend: AttentionFn, *, is_compiled: bool = True) -> None:
+        """Add an attention function; one that is not compiled runs layer by layer."""
+        hidden = lambda model, tokens: model.hidden(tokens, attend=attend)[0, :-1]
+        self._hidden[name] = jax.jit(hidden) if is_compiled else hidden
 
-    def add_rule(self, name: str, ruled: Ruled) -> None:
-        """A published rule, which runs layer by layer."""
-        self._read[name] = lambda m, t: m.hidden(t, attend=ruled)
-
-    def sums(self, side: str, trial: Trial) -> dict[str, list[float]]:
-        """The scores of one side on one trial, summed over its spans."""
-        tokens = np.asarray(trial.tokens, np.int32)
-        if self._dense is None or self._dense[0] != trial.digest:
-            self._dense = trial.digest, self._read["dense"](self.model, tokens[None])[0, :-1]
-        hidden = self._dense[1], self._read[side](self.model, tokens[None])[0, :-1]
-        found = score_chunks(self.model, hidden, tokens[1:], chunk=CHUNK)
-        sums = Scores(*(np.asarray(part) for part in found)).sums(trial.spans)
-        assert all(np.isfinite(values).all() for values in sums.values()), f"{side}: {sums}"
-        return sums
-
-    def answer(self, side: str, trial: Trial, known: list, journal: ResultCache) -> CachedResult:
-        """The sums of one side on one trial, from the journal if they are there.
-
-        Args:
-            side: its name.
-            trial: what is read.
-            known: all that the result depends on, except trial and sources.
-            journal: keeps answers.
-        """
-        text = json.dumps([*known, trial.digest, source_digest(*SOURCES), _baselines_digest()])
-        key = hashlib.sha256(text.encode()).hexdigest()[:32]
-        entry = journal.find(key)
-        if entry is None:
-            begin = time.monotonic()
-            sums = self.sums(side, trial)
-            entry = CachedResult(key=key, seconds=time.monotonic() - begin, sums=sums)
-            journal.add(entry)
-            print(f"  {side}: {trial.label}: {entry.seconds:.0f} s", flush=True)
-        return entry
+    def losses(self, name: str, tokens: Int[np.ndarray, " T"]) -> dict[str, dict[str, float]]:
+        """Return the mean scores of a document, by part of its positions."""
+        tokens = np.asarray(tokens, np.int32)
+        key = tokens.tobytes()
+        if self._dense is None or self._dense[0] != key:
+            self._dense = None  # frees gigabytes before the next ones are made
+            self._dense = key, _logits(self.model, self._hidden["dense"](self.model, tokens[None]))
+        hidden = self._hidden[name](self.model, tokens[None])
+        found = _scores(self.model, self._dense[1], hidden, tokens[1:])
+        scores = [np.asarray(x, np.float64) for x in found]
+        assert all(np.isfinite(x).all() for x in scores), f"{name}: not finite"
+        return {part: _means(scores, int(len(tokens) * start)) for part, start in PARTS.items()}
 
 
-def _baselines_digest() -> str:
-    files = sorted(Path(baselines.__file__).parent.glob("*.py"))
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
+def _means(scores: Sequence[np.ndarray], first: int) -> dict[str, float]:
+    """Return the means of the scores from a position on; the first token has none."""
+    first = max(first, 1)
+    means = {name: x[first - 1 :].mean() for name, x in zip(SCORES, scores, strict=True)}
+    count = len(scores[0]) - first + 1
+    return {"tokens": count} | {name: round(float(x), DIGITS) for name, x in means.items()}
 
 
-def questions(
-    corpus: list[Document], context: int, tests: int, *, has_copies: bool, split: str = "test"
-) -> list[Asked]:
-    """Windows of the first documents of a split, and far copies made of them."""
-    chosen = [x for x in corpus if x.split == split and len(x.tokens) >= context][:tests]
-    asked = [
-        Asked(Trial(x.name, x.name, x.tokens[:context], position_spans(context)), None)
-        for x in chosen
-    ]
-    if has_copies:
-        by_name = {x.name: x.tokens for x in chosen}
-        library = TokenizedTexts([Text(x.name, x.name) for x in chosen], by_name.__getitem__, 2**31)
-        copies, notes = far_copies(library, library.documents, GAPS, samples=SAMPLES)
-        assert not notes, notes
-        asked += [Asked(copy.trial, copy.gap) for copy in copies]
-    return asked
+def _split(x: Array) -> Array:
+    """Reshape [T, ...] to [chunks, CHUNK, ...]; the last chunk is padded."""
+    padding = -len(x) % CHUNK
+    x = jnp.pad(x, [(0, padding)] + [(0, 0)] * (x.ndim - 1))
+    return x.reshape(-1, CHUNK, *x.shape[1:])
 
 
-def of_windows(windows: list[tuple[Trial, CachedResult]]) -> dict:
-    """Perplexities, their gap, divergence and agreement, with intervals over documents.
+@jax.jit
+def _logits(model: Decoder, hidden: Float[Array, "T width"]) -> Float[Array, "chunks CHUNK vocab"]:
+    return jax.lax.map(model.logits, _split(hidden))
 
-    Rows keep a constant number of blocks, so early positions are dense: the gap and the divergence
-    of the second half of the positions are reported as well.
+
+@jax.jit
+def _scores(model: Decoder, dense: Array, hidden: Array, targets: Int[Array, " T"]):
+    one = lambda part: compare([part[0], model.logits(part[1])], part[2])
+    found = jax.lax.map(one, (dense, _split(hidden), _split(targets)))
+    return tuple(x.reshape(-1)[: len(targets)] for x in found)
+
+
+def summarize(losses: Sequence[dict[str, dict[str, float]]]) -> dict:
+    """Return means over documents with 95% intervals over documents.
+
+    Perplexity gaps are `exp(nll - dense_nll) - 1` of the mean over all tokens.
     """
-    estimate_of = _estimator(windows, first=0)
-    second_half = _estimator(windows, first=len(windows[0][0].tokens) // 2)
-    return {
-        "documents": len(windows),
-        "perplexity_dense": estimate_of(lambda dense, ours, kl, same: np.exp(dense)),
-        "perplexity": estimate_of(lambda dense, ours, kl, same: np.exp(ours)),
-        "perplexity_gap": estimate_of(_gap),
-        "kl": estimate_of(lambda dense, ours, kl, same: kl),
-        "agreement": estimate_of(lambda dense, ours, kl, same: same),
-        "perplexity_gap_second_half": second_half(_gap),
-        "kl_second_half": second_half(lambda dense, ours, kl, same: kl),
+    statistics = {
+        "perplexity_dense": lambda dense, nll, kl, same: np.exp(dense),
+        "perplexity": lambda dense, nll, kl, same: np.exp(nll),
+        "perplexity_gap": lambda dense, nll, kl, same: np.exp(nll - dense) - 1,
+        "kl": lambda dense, nll, kl, same: kl,
+        "agreement": lambda dense, nll, kl, same: same,
     }
+    summary: dict = {"documents": len(losses)}
+    for part in PARTS:
+        suffix = "" if part == "all" else f"_{part}"
+        names = statistics if part == "all" else ("perplexity_gap", "kl")
+        for name in names:
+            summary[name + suffix] = _estimate(losses, part, statistics[name])
+    return summary
 
 
-def _gap(dense, ours, kl, same):
-    return np.exp(ours - dense) - 1
+def _estimate(losses: Sequence[dict], part: str, statistic) -> dict[str, float]:
+    """Bootstrap a statistic of the mean scores of one part over documents."""
+    own = [each[part] for each in losses]
+    sums = np.array([[x["tokens"], *(x["tokens"] * x[name] for name in SCORES)] for x in own])
+    means = lambda x: [x[..., place] / x[..., 0] for place in range(1, len(SCORES) + 1)]
+    return estimate(functools.partial(_apply, statistic, means), sums, 0).model_dump()
 
 
-def _estimator(windows: list[tuple[Trial, CachedResult]], *, first: int):
-    """A function that bootstraps a statistic of the means over all spans from a position on."""
-    names = ("dense_nll", "candidate_nll", "kl", "agreement")
-    sums = []
-    for trial, entry in windows:
-        chosen = [place for place, span in enumerate(trial.spans) if span.start >= first]
-        count = sum(trial.spans[place].end - trial.spans[place].start for place in chosen)
-        sums.append([count, *(sum(entry.sums[name][place] for place in chosen) for name in names)])
-    means = lambda x: [x[..., place] / x[..., 0] for place in range(1, 1 + len(names))]
-    return lambda statistic: estimate(
-        lambda x: statistic(*means(x)), np.array(sums), 0
-    ).model_dump()
-
-
-def of_copies(pairs: list[tuple[Asked, CachedResult]]) -> dict[str, dict[str, float]]:
-    """NLL of the second copy, nats per token, mean over the samples, by gap."""
-    found = {}
-    for gap in GAPS:
-        own = [(a.trial.spans[1], e.sums) for a, e in pairs if a.gap == gap]
-        if own:
-            found[str(gap)] = {
-                side: float(np.mean([s[f"{side}_nll"][1] / (b - a) for (a, b), s in own]))
-                for side in ("dense", "candidate")
-            }
-    return found
+def _apply(statistic, means, sums):
+    return statistic(*means(sums))

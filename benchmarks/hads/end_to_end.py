@@ -1,138 +1,212 @@
-"""What a model loses with each rule at equal effective cost: perplexity, divergence, far copies.
+"""What a model loses with sparse attention in all layers: plans and published rules at equal work.
 
-python -m benchmarks.hads.end_to_end --context 4096 --tests 12     # after benchmarks.hads.capture
-python -m benchmarks.hads.end_to_end --context 8192 --block 128 --tests 4 --no-far-copy \\
-    --rules 'hads, by effect;sliding_window;a_shape;flexprefill'
+python -m benchmarks.hads.end_to_end --plans plan_4096_32,plan_8192_64_35 --context 8192
+python -m benchmarks.hads.end_to_end --rules all --work 15,20,30,40,50   # the ladder, 4096 tokens
+python -m benchmarks.hads.end_to_end --rules quest --split fresh --documents 8
 
-Every layer sees what the sparse layers before it left: errors propagate. Answers are kept, so that
-an interrupted run resumes; rows go to results/hads/end_to_end_<context>_<block>.jsonl.
+Every layer computes on what the sparse layers before it produced: errors propagate. One row per
+document in results/hads/end_to_end.jsonl; documents that have a row are not measured again, so an
+interrupted run resumes. Work counts computed blocks and their selection, relative to dense causal
+attention. Means of plans over documents go to results/hads/plan_loss.jsonl.
 """
 
 import argparse
-import dataclasses
+import itertools
 import json
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from benchmarks.baselines import RULES
-from benchmarks.hads.capture import CACHE
-from benchmarks.hads.compare import Asked, ModelComparison, of_copies, of_windows, questions
-from benchmarks.hads.corpus import documents
-from benchmarks.hads.ladder import ENTRIES, RESULTS, Ladder
-from benchmarks.hads.ladder import Entry as Rung
-from benchmarks.hads.ruled import Ruled
-from benchmarks.peers.models import directory
+from benchmarks.baselines import RULES, RuleScope
+from benchmarks.baselines.token_columns import TokenColumns
+from benchmarks.experiments.common import RESULTS
+from benchmarks.hads.compare import ModelComparison, summarize
+from benchmarks.hads.corpus import COUNTS, Document
+from benchmarks.hads.plans import corpus_of, measure
+from benchmarks.hads.ruled import Rule, RuleAttention, RuleCalibration
+from benchmarks.peers.models import MODELS, SMOLLM2, directory
 from xsake._io import atomic_write
 from xsake._provenance import checkout_root, environment
-from xsake.cli.calibrate import COPIED_DOCUMENTS, EFFECT_DOCUMENTS
-from xsake.evaluation.record import CachedResult, ResultCache
-from xsake.evaluation.trial import Trial
-from xsake.hads import make_plan, make_policy
+from xsake.cli.load import load_eval_model
+from xsake.evaluation import EvalModel
+from xsake.hads import PlanAttention, SparsityPlan, make_plan, make_policy
 from xsake.hads.selectors import Sampled
-from xsake.hads.sparse_attention import PlanAttention
-from xsake.model import Decoder
-from xsake.model.huggingface import load
-from xsake.model.tokenizer import Tokenizer
 
-BEST = "hads, by effect"
-OURS = tuple(entry for entry in ENTRIES if entry.name in ("hads", BEST))
-EFFECTIVE = 0.3
-# First those that the claims name, so that a run cut short has them.
-FIRST = (BEST, "hads", "sliding_window", "a_shape", "ada_kv", "sparge", "flexprefill", "minference",
-         "xattention_16", "vertical_slash", "oracle_model")  # fmt: skip
-SKIPPED = ("oracle_rows", "entropy_original_literal", "xattention_8_top_k", "xattention_8_top_p",
-           "xattention_16_top_k", "xattention_16_top_p")  # fmt: skip
+ROWS = RESULTS / "hads" / "end_to_end.jsonl"
+MEANS = RESULTS / "hads" / "plan_loss.jsonl"
+OURS = "hads"
+TOKEN_COLUMNS = TokenColumns().name
+PUBLISHED = ("a_shape", "quest", TOKEN_COLUMNS, "flexprefill", "xattention_16", "sparge_top_k")
+KEY = ("model", "side", "work", "context", "block", "split", "document")
 
 
-class Course(ModelComparison):
-    """The model with every rule, compared with dense attention.
+class Side(NamedTuple):
+    """Something that is compared with dense attention.
 
     Args:
-        ladder: prepared: its rules have watched the calibration documents.
-        model: the decoder.
+        name: of a plan's file or a rule.
+        work: share of dense attention that it was given.
+        block: tokens of a block.
+        source: digest of the plan's choices; empty for rules.
+        attend: the attention function.
     """
 
-    def __init__(self, ladder: Ladder, model: Decoder):
-        super().__init__(model)
-        self.ladder = ladder
-        self.plans = {entry.name: self._plan(entry) for entry in OURS}
-        for name, plan in self.plans.items():
-            self.add(name, PlanAttention(plan))
-        layers = model.config.layers
-        for name, rule in ladder.rules.items():
-            self.add_rule(name, Ruled(rule, EFFECTIVE, block=ladder.block, layers=layers))
+    name: str
+    work: float
+    block: int
+    source: str
+    attend: Any
 
-    def _plan(self, entry: Rung):
-        """Our plan: its blocks and its selector together cost what is asked."""
-        profile, policy = self.ladder.profile, make_policy(entry.policy)
-        cost = make_plan(profile, policy, EFFECTIVE, Sampled()).selector.cost
-        return make_plan(profile, policy, EFFECTIVE - cost, Sampled())
+
+def read_rows(path: Path = ROWS) -> list[dict]:
+    """Return committed rows; none without the file."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def plan_side(name: str, plan: SparsityPlan) -> Side:
+    """Return the side of a plan."""
+    work = round(plan.budget + plan.selector.cost, 4)
+    return Side(name, work, plan.block, plan.calibration.profile[:16], PlanAttention(plan))
+
+
+def plan_sides(given: argparse.Namespace) -> Iterator[Side]:
+    """Yield the sides of the plan files that were named."""
+    for name in filter(None, given.plans.split(",")):
+        yield plan_side(name, SparsityPlan.load(RESULTS / "hads" / f"{name}.json"))
+
+
+def ladder_sides(given: argparse.Namespace, model: EvalModel) -> Iterator[Side]:
+    """Calibrate our plans and the rules, and yield one side per share of work."""
+    named = [OURS, *PUBLISHED] if given.rules == "all" else given.rules.split(",")
+    works = [float(x) / 100 for x in given.work.split(",")]
+    if OURS in named:
+        profile, selector = measure(given, model), Sampled()
+        cost = selector.spec(given.context, given.block, profile.model.head_dim).cost
+        for work in works:
+            plan = make_plan(profile, make_policy("effect"), round(work - cost, 6), selector)
+            yield plan_side(OURS, plan)
+    rules = {name: _make_rule(name) for name in named if name != OURS}
+    levels = _calibrate_rules(rules, works, given, model)
+    for (name, rule), (place, work) in itertools.product(rules.items(), enumerate(works)):
+        level = levels[name][place] if name in levels else None
+        attend = RuleAttention(rule, work, block=given.block, level=level)
+        yield Side(name, work, given.block, "", attend)
+
+
+def _make_rule(name: str) -> Rule:
+    return TokenColumns() if name == TOKEN_COLUMNS else RULES[name]()
+
+
+def _calibrate_rules(
+    rules: dict[str, Rule], works: list[float], given: argparse.Namespace, model: EvalModel
+) -> dict[str, list[float]]:
+    """Show the calibration documents to rules; return the thresholds of those that have one."""
+    competing = {name: rule for name, rule in rules.items() if rule.scope is RuleScope.MODEL}
+    if not {TOKEN_COLUMNS, *competing} & {*rules}:
+        return {}
+    calibration = RuleCalibration([*rules.values()], given.block)
+    chosen = [x for x in corpus_of(given.model, model) if x.split == "calibration"]
+    for document in chosen[: given.documents_of_rules]:
+        begin = time.monotonic()
+        model.model.hidden(document.tokens[None, : given.context], attend=calibration)
+        seconds = time.monotonic() - begin
+        print(f"  rules observed {document.name}: {seconds:.0f} s", flush=True)
+    calibration.finish()
+    return {name: calibration.levels(rule, works) for name, rule in competing.items()}
 
 
 def main() -> None:
-    """Ask what has not been answered yet and write the rows."""
+    """Measure the documents without a row and write the rows."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--context", type=int, default=4096)
-    parser.add_argument("--block", type=int, default=64)
-    parser.add_argument("--tests", type=int, default=12, help="maximum number of test documents")
-    parser.add_argument("--far-copy", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--rules", help="names with semicolons; default: all but variants")
-    parser.add_argument("--effects", type=int, default=EFFECT_DOCUMENTS, help="documents")
-    parser.add_argument("--copies", type=int, default=COPIED_DOCUMENTS, help="of those documents")
-    asked = parser.parse_args()
-    folder = directory()
-    corpus = documents(Tokenizer.load(folder))
-    others = [name for name in RULES if name not in (*FIRST, *SKIPPED)]
-    groups = [asked.rules.split(";")] if asked.rules else [FIRST, others]
-    named = [name for group in groups for name in group if name in RULES]
-    ladder = Ladder(
-        asked.context, asked.block, corpus, named, OURS, effects=asked.effects, copies=asked.copies
-    )
-    ladder.prepare()
-    course = Course(ladder, load(folder).model)
-    trials = questions(corpus, asked.context, asked.tests, has_copies=asked.far_copy)
-    journal = ResultCache(CACHE / "end_to_end.jsonl")
-    answers: dict[str, list[tuple[Asked, CachedResult]]] = {}
-    plan_file = RESULTS / "hads" / f"plan_{asked.context}_{asked.block}.json"
-    atomic_write(plan_file, course.plans[BEST].to_json())
-    for group in groups:
-        for question in trials:
-            for side in group:
-                entry = _answered(course, side, question.trial, journal)
-                answers.setdefault(side, []).append((question, entry))
-            _write(ladder, answers)
+    parser.add_argument("--model", choices=sorted(MODELS), default=SMOLLM2)
+    parser.add_argument("--plans", default="", help="files of results/hads, with commas")
+    parser.add_argument("--rules", default="", help="names with commas, or all")
+    parser.add_argument("--work", default="15,20,30,40,50", help="percent, of rules")
+    parser.add_argument("--context", type=int, default=4096, help="tokens of a document")
+    parser.add_argument("--block", type=int, default=64, help="tokens of a block, for rules")
+    parser.add_argument("--split", choices=[*COUNTS], default="test")
+    parser.add_argument("--tests", type=int, default=24, help="maximum number of test documents")
+    parser.add_argument("--documents", type=int, default=12, help="of our calibration")
+    parser.add_argument("--effects", type=int, default=6, help="of those, with gradients")
+    parser.add_argument("--documents-of-rules", type=int, default=12, help="of their calibration")
+    given = parser.parse_args()
+    model = load_eval_model(directory(given.model), "float32")
+    corpus = corpus_of(given.model, model)
+    tests = [x for x in corpus if x.split == given.split and len(x.tokens) >= given.context]
+    sides = [*plan_sides(given), *(ladder_sides(given, model) if given.rules else ())]
+    comparison = ModelComparison(model.model)
+    for side in sides:
+        is_compiled = not isinstance(side.attend, RuleAttention)
+        comparison.add(_label(side), side.attend, is_compiled=is_compiled)
+    for document in tests[: given.tests]:
+        for side in sides:
+            _measure(given, comparison, side, document)
+    _write_means(sides, given)
 
 
-def _answered(course: Course, side: str, trial: Trial, journal: ResultCache) -> CachedResult:
-    rules = course.ladder
-    # A plan's file has a date; what it chooses does not.
-    plan = course.plans[side].model_dump(mode="json") if side in course.plans else {}
-    plan = {name: plan.get(name) for name in ("heads", "scope", "components", "selector")}
-    base = [side, EFFECTIVE, rules.context, rules.block, plan]
-    return course.answer(side, trial, base, journal)
+def _label(side: Side) -> str:
+    return f"{side.name} {side.work:.0%} {side.block}"
 
 
-def _write(ladder: Ladder, answers: dict[str, list]) -> None:
-    """Return the rows of these rules, and earlier rows of others."""
+def _measure(
+    given: argparse.Namespace, comparison: ModelComparison, side: Side, document: Document
+) -> None:
+    """Append the row of a document, unless there is one."""
+    row = {
+        "model": given.model, "side": side.name, "work": side.work, "context": given.context,
+        "block": side.block, "split": given.split, "document": document.name,
+        "kind": document.kind, "source": side.source,
+    }  # fmt: skip
+    known = read_rows()
+    if any(row.items() <= x.items() for x in known):
+        return
+    begin = time.monotonic()
+    if isinstance(side.attend, RuleAttention):
+        side.attend.pairs = side.attend.visible = 0
+    losses = comparison.losses(_label(side), document.tokens[: given.context])
+    measured = side.work
+    if isinstance(side.attend, RuleAttention):
+        dim = comparison.model.config.head_dim
+        measured = side.attend.measured_work(given.context, dim)
     here = environment(checkout_root())
-    path = RESULTS / "hads" / f"end_to_end_{ladder.context}_{ladder.block}.jsonl"
-    rows = []
-    for side, pairs in answers.items():
-        windows = [(a.trial, e) for a, e in pairs if a.gap is None]
-        rows.append({
-            "context": ladder.context, "block": ladder.block, "rule": side,
-            "budget": round(EFFECTIVE - ladder.cost(side), 6), "effective": EFFECTIVE,
-            **of_windows(windows), "far_copy": of_copies(pairs), "commit": here.commit,
+    row |= {"measured_work": round(measured, 5), "losses": losses}
+    row |= {"seconds": round(time.monotonic() - begin, 1), **here.fields("utc", "commit")}
+    key = [row[name] for name in KEY]
+    kept = [x for x in known if [x[name] for name in KEY] != key]
+    atomic_write(ROWS, "".join(json.dumps(x) + "\n" for x in [*kept, row]))
+    kl, gap = losses["all"]["kl"], losses["all"]["nll"] - losses["all"]["dense_nll"]
+    said = f"measured work {measured:.3f}, KL {kl:.4f}, {gap:+.4f} nats, {row['seconds']:.0f} s"
+    print(f"{_label(side)}, {document.name}: {said}", flush=True)
+
+
+def select(rows: list[dict], **fields: Any) -> list[dict]:
+    """Return the rows with these fields."""
+    return [row for row in rows if fields.items() <= row.items()]
+
+
+def _write_means(sides: list[Side], given: argparse.Namespace) -> None:
+    """Replace the means of the plans that were measured."""
+    here, made, rows = environment(checkout_root()), [], read_rows()
+    for side in sides:
+        if not isinstance(side.attend, PlanAttention) or side.name == OURS:
+            continue
+        own = select(rows, model=given.model, side=side.name, context=given.context,
+                     split=given.split, source=side.source)  # fmt: skip
+        made.append({
+            "model": given.model, "plan": side.name, "policy": side.attend.plan.policy.name,
+            "block": side.block, "rule": "plan", "effective": side.work, "context": given.context,
+            "split": given.split, **summarize([row["losses"] for row in own]),
+            "names": [row["document"] for row in own],
+            **here.fields("utc", "commit", "versions"),
         })  # fmt: skip
-    head = {"effective": EFFECTIVE, "environment": dataclasses.asdict(here)}
-    rows += [row for row in _known(path) if row["rule"] not in answers]
-    atomic_write(path, "".join(json.dumps(row) + "\n" for row in [head, *rows]))
-
-
-def _known(path: Path) -> list[dict]:
-    if not path.exists():
-        return []
-    head, *rows = map(json.loads, path.read_text().splitlines())
-    return [{"commit": head["environment"]["commit"], **row} for row in rows]
+        gap, kl = (made[-1][name]["value"] for name in ("perplexity_gap", "kl"))
+        print(f"{side.name}: {len(own)} documents, perplexity {gap:+.2%}, KL {kl:.4f}")
+    key = lambda row: [row[name] for name in ("plan", "rule", "context", "split")]
+    known = [key(row) for row in made]
+    kept = [row for row in read_rows(MEANS) if key(row) not in known]
+    ordered = sorted([*kept, *made], key=key)
+    atomic_write(MEANS, "".join(json.dumps(row) + "\n" for row in ordered))
 
 
 if __name__ == "__main__":

@@ -27,23 +27,22 @@ class Masses:
         for layer in range(layers):
             own = [jnp.asarray(x[layer, :tokens])[None] for x in (q, k)]
             place = slice(layer * heads, (layer + 1) * heads)
-            found = _measured(*own, block=block)
+            found = _measured(*own, SCALE, block=block)
             for kept, values in zip((self.by_query, self.by_row, self.entropy), found, strict=True):
                 kept[place] = np.asarray(values)
 
 
-@functools.partial(jax.jit, static_argnames="block")
-def _measured(q, k, *, block: int):
-    found = block_statistics(q, k, block_kv=block, scale=SCALE)
+@functools.partial(jax.jit, static_argnames=("scale", "block"))
+def _measured(q, k, scale, *, block: int):
+    found = block_statistics(q, k, block_kv=block, scale=scale)
     masses = jnp.moveaxis(found.mass()[0], 1, 0)
     by_query = masses.reshape(masses.shape[0], -1, block, masses.shape[-1])
     return by_query.astype(jnp.float16), by_query.mean(2), found.entropy[0].mean(0)
 
 
-@functools.partial(jax.jit, static_argnames="block")
-def measured_rows(q, k, *, block: int) -> Float[Array, "Hq Nq Nk"]:
+def measured_rows(q, k, scale: float, *, block: int) -> Float[Array, "Hq Nq Nk"]:
     """The exact block masses of one layer, each the mean over the queries of its row."""
-    return _measured(q, k, block=block)[1]
+    return _measured(q, k, scale, block=block)[1]
 
 
 @dataclasses.dataclass(frozen=True)

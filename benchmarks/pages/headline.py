@@ -19,7 +19,7 @@ from benchmarks.experiments.cpu import decode_shape
 from benchmarks.experiments.decoding import BUDGET as STEP_BUDGET
 from benchmarks.experiments.decoding import PROMPTS as STEP_PROMPTS
 from benchmarks.experiments.generation import NEW, PROMPTS, smollm2_shape
-from benchmarks.hads import decoding, plan_loss
+from benchmarks.hads import decoding, end_to_end
 from benchmarks.pages.marked_page import filled
 from xsake._io import atomic_write
 from xsake.benchmarking import BenchmarkRow, Shape, Spread
@@ -218,7 +218,7 @@ def plans_table(results: Path = RESULTS) -> str:
         "second half of the positions | next-token KL | time of attention / dense |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for row in plan_loss.rows(results / "hads" / "plan_loss.jsonl"):
+    for row in end_to_end.read_rows(results / "hads" / "plan_loss.jsonl"):
         is_plan, second = row["rule"] == "plan", row.get("perplexity_gap_second_half")
         timed = newest("hads/speed", row["plan"], results, tokens=row["context"])
         cells = [
@@ -296,7 +296,7 @@ def _plan(name: str) -> str:
 def losses(results: Path, plan: str, context: int, split: str, rule: str = "plan") -> dict | None:
     """The measured losses of a plan, or of a window that costs as much."""
     asked = {"plan": plan, "context": context, "split": split, "rule": rule}
-    rows = plan_loss.rows(results / "hads" / "plan_loss.jsonl")
+    rows = end_to_end.read_rows(results / "hads" / "plan_loss.jsonl")
     return next((row for row in rows if asked.items() <= row.items()), None)
 
 
