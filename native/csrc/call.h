@@ -14,6 +14,7 @@ namespace xsake_cpu {
 struct Call {
   Problem problem{};
   Labels labels{};
+  TopBlocks top_blocks{};
   MaskProgram program{};
   std::vector<ProgramStep> steps;
   std::vector<uint8_t> is_listed;

@@ -408,6 +408,39 @@ ffi::Future score_labels(ffi::ThreadPool pool, Floats q, ffi::AnyBuffer codes,
   return start(pool, labels_job(std::move(call)));
 }
 
+ffi::Future select_blocks(ffi::ThreadPool pool, Floats q, Floats k, Floats weights, Ints position,
+                          Ints start_of, ffi::Result<Ints> blocks, AnyResult workspace,
+                          int64_t block, int64_t first, int64_t local, bool has_relu) {
+  const auto rows = q.dimensions(), keys = k.dimensions(), lists = blocks->dimensions();
+  const bool is_weighted = weights.element_count() > 0;
+  if (rows.size() != 4 || keys.size() != 4 || lists.size() != 4 || keys[0] != rows[0] ||
+      keys[3] != rows[3] || lists[2] < 1 || rows[2] % lists[2] ||
+      (keys[2] != 1 && keys[2] != lists[2]) ||
+      !has_shape(lists, {rows[0], rows[1], lists[2], lists[3]}) ||
+      !has_shape(position.dimensions(), {rows[0], rows[1]}) ||
+      !has_shape(start_of.dimensions(), {rows[0], rows[1]}) ||
+      (is_weighted && !has_shape(weights.dimensions(), {rows[0], rows[1], rows[2]})))
+    return fail("shapes of an index: expected q [B, Tq, Hi, D], k [B, Tk, 1 or groups, D], weights "
+                "[B, Tq, Hi] or none, position and start [B, Tq], blocks [B, Tq, groups, slots]");
+  if (block < 1 || first < 0 || local < 1 || rows[3] < 1 || keys[1] > INT32_MAX - block)
+    return fail("numbers of an index: expected block, local and D of 1 or more, first of 0 or more");
+  const int64_t tokens = rows[0] * rows[1];
+  for (int64_t i = 0; i < tokens; i++)
+    if (start_of.typed_data()[i] < 0) return fail("start: expected 0 or more");
+  auto call = std::make_unique<Call>();
+  call->top_blocks = {rows[0], rows[1], keys[1], rows[2], keys[2], rows[3], lists[2],
+                      block, (keys[1] + block - 1) / block, lists[3], first, local,
+                      has_relu, q.typed_data(), k.typed_data(),
+                      is_weighted ? weights.typed_data() : nullptr, position.typed_data(),
+                      start_of.typed_data(), blocks->typed_data(), nullptr};
+  TopBlocks& x = call->top_blocks;
+  const JobSizes sizes = top_blocks_sizes({x.batch, x.q_tokens, x.kv_tokens, x.q_heads, x.kv_heads,
+                                           x.dim, 0, x.per_group(), x.block, 0, 0});
+  if (std::string error = read_workspace(*workspace, sizes, call.get()); !error.empty())
+    return fail(error);
+  return start(pool, top_blocks_job(std::move(call)));
+}
+
 // Arguments and attributes of the block-sparse handlers.
 #define XS_INPUTS                                                                          \
   ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, Ints row_starts, Ints kv_block,    \
@@ -585,6 +618,25 @@ XSAKE_EXPORT XLA_FFI_Error* xsake_cpu_page_labels(XLA_FFI_CallFrame* frame) {
   return handler->Call(frame);
 }
 
+XSAKE_EXPORT XLA_FFI_Error* xsake_cpu_top_blocks(XLA_FFI_CallFrame* frame) {
+  static auto* const handler = ffi::Ffi::Bind()
+                                   .Ctx<ffi::ThreadPool>()
+                                   .Arg<Floats>()
+                                   .Arg<Floats>()
+                                   .Arg<Floats>()
+                                   .Arg<Ints>()
+                                   .Arg<Ints>()
+                                   .Ret<Ints>()
+                                   .Ret<ffi::AnyBuffer>()
+                                   .Attr<int64_t>("block")
+                                   .Attr<int64_t>("first")
+                                   .Attr<int64_t>("local")
+                                   .Attr<bool>("has_relu")
+                                   .To(select_blocks)
+                                   .release();
+  return handler->Call(frame);
+}
+
 XSAKE_EXPORT XLA_FFI_Error* xsake_cpu_selected(XLA_FFI_CallFrame* frame) {
   static auto* const handler = ffi::Ffi::Bind()
                                    .Ctx<ffi::ThreadPool>()
@@ -650,6 +702,7 @@ XS_WORKSPACE(decode, program_steps)
 // The causal rule is a program of one step.
 XS_WORKSPACE(selected, 1)
 XS_WORKSPACE(selected_backward, 1)
+XS_WORKSPACE(top_blocks, 0)
 
 // Building blocks, for tests.
 XSAKE_EXPORT void xsake_cpu_test_exp2(const float* x, float* y, int64_t n) {

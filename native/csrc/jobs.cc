@@ -34,6 +34,12 @@ JobSizes selected_backward_sizes(const WorkspaceSizes& z) {
           take_selected_backward(nullptr, z, nullptr)};
 }
 
+JobSizes top_blocks_sizes(const WorkspaceSizes& z) {
+  const int64_t number = (z.kv_tokens + z.block_kv - 1) / z.block_kv;
+  return {num_padded_keys(z) * z.dim * static_cast<int64_t>(sizeof(float)),
+          take_top_blocks(nullptr, z.dim, z.block_q, number, nullptr)};
+}
+
 std::shared_ptr<Job> forward_job(std::unique_ptr<Call> call) {
   const Problem& p = call->problem;
   const int64_t slot = forward_sizes(sizes_of(p)).slot;
@@ -79,6 +85,19 @@ std::shared_ptr<Job> labels_job(std::unique_ptr<Call> call) {
   auto job = std::make_shared<Job>(std::move(call), 0);
   job->add_phase(x.batch * x.kv_heads * label_chunks(x),
                  [&x](int64_t item, char*) { kernels().score_labels(x, item); });
+  return job;
+}
+
+std::shared_ptr<Job> top_blocks_job(std::unique_ptr<Call> call) {
+  call->top_blocks.workspace = call->problem.workspace;
+  const TopBlocks& x = call->top_blocks;
+  const int64_t slot = take_top_blocks(nullptr, x.dim, x.per_group(), x.number, nullptr);
+  auto job = std::make_shared<Job>(std::move(call), slot);
+  job->add_phase(x.batch * x.kv_heads * x.number,
+                 [&x](int64_t item, char*) { kernels().top_blocks_pack(x, item); });
+  job->add_phase(x.batch * x.groups * x.num_tiles(), [&x](int64_t item, char* scratch) {
+    kernels().top_blocks_tile(x, item, scratch);
+  });
   return job;
 }
 

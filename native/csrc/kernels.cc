@@ -6,6 +6,7 @@
 #include "paged.h"
 #include "selected.h"
 #include "statistics.h"
+#include "top_blocks.h"
 
 #define XS_JOIN2(x, y) x##y
 #define XS_JOIN(x, y) XS_JOIN2(x, y)
@@ -45,6 +46,7 @@ const KernelTable XS_JOIN(XSAKE_ISA, _kernels) = {
     XSAKE_ISA::decode_chunk,   XSAKE_ISA::decode_merge,   XSAKE_ISA::paged_chunk,
     XSAKE_ISA::selected_chunk, XSAKE_ISA::selected_range, XSAKE_ISA::selected_merge,
     XSAKE_ISA::statistics_pack, XSAKE_ISA::statistics_tile, XSAKE_ISA::score_labels,
+    XSAKE_ISA::top_blocks_pack, XSAKE_ISA::top_blocks_tile,
     XSAKE_ISA::test_exp2,      XSAKE_ISA::test_tanh,      XSAKE_ISA::test_product,
 };
 

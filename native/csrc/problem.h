@@ -24,6 +24,7 @@ constexpr int64_t kChunkKeys = 512;   // keys of a decode task
 constexpr int64_t kDecodeRows = 64;   // rows of a decode tile
 constexpr int kDotRows = 4;           // rows of a block of dot products
 constexpr int64_t kChunkRows = 1024;  // rows of a chunk of selected attention, about
+constexpr int64_t kIndexRows = 64;    // rows of a tile that scores blocks, about
 constexpr int64_t kLabelSlots = 64;   // pages of a task that scores labels
 constexpr int64_t kMaxLabelComponents = 256, kMaxLabelTokens = 256;  // of a page
 constexpr int64_t kAlign = 64;
@@ -228,6 +229,11 @@ static inline DecodeItem decode_task(const Problem& p, int64_t item) {
   return {item / groups / chunks, item / groups % chunks, first, min_of(heads, p.kv_heads - first)};
 }
 
+// Queries of a tile that selects blocks: the index heads of a group share its cache.
+static inline int64_t top_blocks_queries(int64_t per_group) {
+  return max_of(8, kIndexRows / per_group / 8 * 8);
+}
+
 // Scores of pages by labels: log-sum-exp of q.k over the keys of each page of a sequence.
 struct Labels {
   int64_t batch, kv_heads, group, components, page_size, slots;
@@ -240,6 +246,23 @@ struct Labels {
 static inline int64_t label_chunks(const Labels& x) {
   return (x.slots + kLabelSlots - 1) / kLabelSlots;
 }
+
+// Blocks of the largest index scores of every query.
+struct TopBlocks {
+  int64_t batch, q_tokens, kv_tokens, q_heads, kv_heads, dim, groups;
+  int64_t block, number, slots, first, local;
+  bool has_relu;
+  const float *q, *k;                // [batch, q_tokens, q_heads, dim], [.., kv_tokens, kv_heads, ..]
+  const float* weights;              // [batch, q_tokens, q_heads]; null: ones
+  const int32_t *position, *start;   // [batch, q_tokens]
+  int32_t* blocks;                   // [batch, q_tokens, groups, slots]
+  char* workspace;
+
+  XS_LOCAL int64_t per_group() const { return q_heads / groups; }
+  XS_LOCAL int64_t tile_queries() const { return top_blocks_queries(per_group()); }
+  XS_LOCAL int64_t num_tiles() const { return (q_tokens + tile_queries() - 1) / tile_queries(); }
+  XS_LOCAL float* packed_keys() const { return reinterpret_cast<float*>(workspace); }
+};
 
 // Entry points of one ISA. Every function computes one item of a phase; `scratch` belongs to the
 // worker.
@@ -260,6 +283,8 @@ struct KernelTable {
   void (*statistics_pack)(const Problem&, int64_t item);
   void (*statistics_tile)(const Problem&, int64_t item, char* scratch);
   void (*score_labels)(const Labels&, int64_t item);
+  void (*top_blocks_pack)(const TopBlocks&, int64_t item);
+  void (*top_blocks_tile)(const TopBlocks&, int64_t item, char* scratch);
   void (*exp2)(const float* x, float* y, int64_t n);
   void (*tanh)(const float* x, float* y, int64_t n);
   void (*product)(const float* a, const float* b, float* c, int64_t m, int64_t n, int64_t k);

@@ -347,6 +347,25 @@ static inline int64_t take_selected_grad_arrays(char* base, const WorkspaceSizes
   return arena.used;
 }
 
+// Scores of a tile of queries, and the best ones of one query.
+struct TopBlocksScratch {
+  float* q;       // [index heads of the group, queries, dim]
+  float* scores;  // [queries, blocks]
+  float* best;    // [blocks]
+};
+
+static inline int64_t take_top_blocks(char* base, int64_t dim, int64_t per_group, int64_t number,
+                                      TopBlocksScratch* out) {
+  Arena arena{base};
+  const int64_t queries = top_blocks_queries(per_group);
+  TopBlocksScratch x;
+  x.q = arena.take<float>(per_group * queries * dim);
+  x.scores = arena.take<float>(queries * number);
+  x.best = arena.take<float>(number);
+  if (out) *out = x;
+  return arena.used;
+}
+
 static inline WorkspaceSizes sizes_of(const Problem& p) {
   return {p.batch,    p.q_tokens, p.kv_tokens, p.q_heads,  p.kv_heads,
           p.dim,      p.v_dim,    p.block_q,   p.block_kv, p.program ? p.program->num_steps : 0,

@@ -299,6 +299,58 @@ bool run_case(const Case& c, int threads, int repeats) {
   return is_right;
 }
 
+// Lists of blocks by whole numbers, whose products are exact.
+bool run_top_blocks(int threads, int repeats) {
+  constexpr int64_t kBatch = 2, kTokens = 333, kGroups = 2, kHeads = 4, kDim = 20, kBlock = 24;
+  constexpr int64_t kNumber = (kTokens + kBlock - 1) / kBlock, kSlots = 5, kRows = kBatch * kTokens;
+  std::printf("top blocks\n");
+  std::mt19937 random(7);
+  std::vector<float> q(kRows * kHeads * kDim), k(kRows * kGroups * kDim), weights(kRows * kHeads);
+  for (auto* x : {&q, &k, &weights})
+    for (float& value : *x) value = static_cast<float>(static_cast<int>(random() % 19) - 9);
+  std::vector<int32_t> position(kRows), start(kRows, 0);
+  for (int64_t i = 0; i < kRows; i++) position[i] = static_cast<int32_t>(i % kTokens);
+  const auto score = [&](int64_t row, int64_t group, int64_t key) {
+    double sum = 0;
+    for (int64_t h = group * kHeads / kGroups; h < (group + 1) * kHeads / kGroups; h++) {
+      const float* a = &q[(row * kHeads + h) * kDim];
+      const float* b = &k[((row / kTokens * kTokens + key) * kGroups + group) * kDim];
+      sum += weights[row * kHeads + h] * std::fmax(0, dot(a, b, kDim));
+    }
+    return sum;
+  };
+  std::vector<int32_t> expected(kRows * kGroups * kSlots, -1);
+  for (int64_t row = 0; row < kRows; row++)
+    for (int64_t group = 0; group < kGroups; group++) {
+      const int64_t own = position[row] / kBlock;
+      std::vector<std::pair<double, int32_t>> order{{-HUGE_VAL, static_cast<int32_t>(own)}};
+      for (int64_t j = 0; j < own; j++) {
+        double best = -HUGE_VAL;
+        for (int64_t key = j * kBlock; key < (j + 1) * kBlock; key++)
+          best = std::fmax(best, score(row, group, key));
+        order.push_back({-best, static_cast<int32_t>(j)});
+      }
+      std::sort(order.begin() + 1, order.end());
+      for (size_t i = 0; i < std::min<size_t>(kSlots, order.size()); i++)
+        expected[(row * kGroups + group) * kSlots + i] = order[i].second;
+    }
+  bool is_right = true;
+  for (int i = 0; i < repeats; i++) {
+    std::vector<int32_t> blocks(expected.size());
+    auto call = std::make_unique<Call>();
+    call->top_blocks = {kBatch, kTokens, kTokens, kHeads, kGroups, kDim, kGroups,
+                        kBlock, kNumber, kSlots, 0, 1,
+                        true, q.data(), k.data(), weights.data(), position.data(),
+                        start.data(), blocks.data(), nullptr};
+    const WorkspaceSizes sizes{kBatch, kTokens, kTokens, kHeads, kGroups, kDim,
+                               0, kHeads / kGroups, kBlock, 0, 0};
+    run(top_blocks_sizes(sizes), top_blocks_job, std::move(call), threads);
+    is_right &= blocks == expected;
+  }
+  std::printf("  %s\n", is_right ? "equal" : "DIFFERENT");
+  return is_right;
+}
+
 }  // namespace
 }  // namespace xsake_cpu
 
@@ -308,6 +360,7 @@ int main(int argc, char** argv) {
   std::printf("%s, %d threads, %d repeats\n", kernels().name, threads, repeats);
   bool is_right = true;
   for (const Case& c : kCases) is_right &= run_case(c, threads, repeats);
+  is_right &= run_top_blocks(threads, repeats);
   std::printf(is_right ? "all right\n" : "WRONG\n");
   return is_right ? 0 : 1;
 }

@@ -5,11 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from xsake.errors import UnsupportedError
 from xsake.kernels.block_selection import BlockSelection
 from xsake.kernels.top_blocks import OP, top_blocks, xla
 from xsake.kernels.top_blocks.types import TopBlocksConfig, TopBlocksInputs
 
 BLOCK = 8
+BACKENDS = [name for name, reason in OP.implementations().items() if reason is None]
 
 
 def arrays(tokens=61, heads=4, key_heads=1, *, batch=2, dim=8, kv_tokens=None, seed=0):
@@ -57,6 +59,11 @@ def definition(inputs, config):
     return found
 
 
+def require_support(implementation, config):
+    if implementation == "native_cpu" and config.pooling == "mean":
+        pytest.skip("the native kernel scores single keys")
+
+
 CASES = {
     "msa": ((61, 4), {}, {}, False),
     "groups of one head": ((40, 1), {}, {"groups": 1}, False),
@@ -69,18 +76,19 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("implementation", ["xla", "reference"])
+@pytest.mark.parametrize("implementation", BACKENDS)
 @pytest.mark.parametrize("name", CASES)
 def test_lists_are_those_of_the_definition(name, implementation):
     sizes, more, numbers, has_weights = CASES[name]
     q, k, weights = arrays(*sizes, **more)
     inputs = TopBlocksInputs(q, k, weights if has_weights else None)
     config = config_of(sizes[0], **numbers)
+    require_support(implementation, config)
     found = top_blocks(inputs, config, implementation=implementation)
     np.testing.assert_array_equal(found, definition(inputs, config))
 
 
-@pytest.mark.parametrize("implementation", ["xla", "reference"])
+@pytest.mark.parametrize("implementation", BACKENDS)
 @pytest.mark.parametrize("pooling", ["max", "mean"])
 def test_positions_and_starts_say_who_sees_what(implementation, pooling):
     q, k, _ = arrays(3, kv_tokens=61)
@@ -88,6 +96,7 @@ def test_positions_and_starts_say_who_sees_what(implementation, pooling):
     starts = np.asarray([[0, 0, 16], [16, 24, 8]], np.int32)
     inputs = TopBlocksInputs(q, k, None, positions, starts)
     config = config_of(pooling=pooling, first=1)
+    require_support(implementation, config)
     found = top_blocks(inputs, config, implementation=implementation)
     np.testing.assert_array_equal(found, definition(inputs, config))
 
@@ -100,7 +109,7 @@ def test_chunks_and_tiles_change_nothing(monkeypatch, queries, scores):
     np.testing.assert_array_equal(run(*inputs), definition(inputs, config))
 
 
-@pytest.mark.parametrize("implementation", ["xla", "reference"])
+@pytest.mark.parametrize("implementation", BACKENDS)
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_a_key_that_is_not_finite_changes_the_lists_of_later_queries_only(value, implementation):
     q, k, _ = arrays()
@@ -125,4 +134,54 @@ def test_memory_is_linear_in_the_number_of_tokens():
 
 
 def test_names_of_backends():
-    assert set(OP.implementations()) == {"xla", "reference"}
+    assert set(OP.implementations()) == {"native_cpu", "xla", "reference"}
+
+
+@pytest.mark.skipif("native_cpu" not in BACKENDS, reason="needs xsake-cpu")
+class TestNative:
+    """What differs from the loops of XLA: tiles, padding of panels, limits."""
+
+    def test_means_of_keys_are_refused(self):
+        inputs = TopBlocksInputs(*arrays()[:2])
+        with pytest.raises(UnsupportedError, match="scores single keys"):
+            top_blocks(inputs, config_of(pooling="mean"), implementation="native_cpu")
+
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+    @pytest.mark.parametrize(("tokens", "block", "heads", "groups"), [
+        (700, 128, 4, 4), (300, 20, 6, 2), (531, 33, 12, 1), (130, 300, 1, 1), (9, 64, 70, 1),
+    ])  # fmt: skip
+    def test_lists_are_those_of_xla_at_any_size(self, tokens, block, heads, groups, dtype):
+        q, k, weights = arrays(tokens, heads, groups, dim=19)
+        inputs = TopBlocksInputs(*(jnp.asarray(x, dtype) for x in (q, k)), weights)
+        number = -(-tokens // block)
+        config = TopBlocksConfig(BlockSelection(block, number, 3, 1, 1), groups, has_relu=True)
+        ours, theirs = (top_blocks(inputs, config, implementation=x) for x in ("native_cpu", "xla"))
+        np.testing.assert_array_equal(ours, theirs)
+
+    def test_scores_that_are_not_finite_are_those_of_xla(self):
+        q, k, _ = arrays()
+        k[0, 10], k[0, 20], k[1, 30, 0, 1], q[1, 40] = np.nan, np.inf, -np.inf, np.nan
+        inputs, config = TopBlocksInputs(q, k), config_of()
+        ours, theirs = (top_blocks(inputs, config, implementation=x) for x in ("native_cpu", "xla"))
+        np.testing.assert_array_equal(ours, theirs)
+
+    def test_lists_do_not_depend_on_the_batch_and_repeat_bit_by_bit(self):
+        rng = np.random.default_rng(0)
+        q, k = (rng.standard_normal((3, 200, n, 16)).astype(np.float32) for n in (4, 1))
+        config = config_of(200)
+        select = lambda q, k: np.asarray(
+            top_blocks(TopBlocksInputs(q, k), config, implementation="native_cpu")
+        )
+        lists = select(q, k)
+        np.testing.assert_array_equal(lists, select(q, k))
+        for b in range(3):
+            np.testing.assert_array_equal(lists[b : b + 1], select(q[b : b + 1], k[b : b + 1]))
+
+    def test_under_vmap_and_jit(self):
+        q, k, _ = arrays()
+        config = config_of()
+        select = lambda q, k: top_blocks(
+            TopBlocksInputs(q[None], k[None]), config, implementation="native_cpu"
+        )[0]
+        expected = definition(TopBlocksInputs(q, k), config)
+        np.testing.assert_array_equal(jax.jit(jax.vmap(select))(q, k), expected)

@@ -1,5 +1,5 @@
 """Native CPU kernels of XSAKE as XLA FFI handlers: forward, backward, decode (of contiguous
-keys and of pages), scores of pages, selected attention, statistics.
+keys and of pages), scores of pages, selection of blocks, selected attention, statistics.
 
 The library is loaded by ctypes and contains no Python code. It was built with the FFI headers of
 the oldest supported jaxlib; `handlers` checks that the running jaxlib accepts them.
@@ -32,9 +32,17 @@ _TARGETS = (
     "xsake_cpu_paged",
     "xsake_cpu_page_labels",
     "xsake_cpu_statistics",
+    "xsake_cpu_top_blocks",
 )
 
-_WORKSPACES = ("forward", "backward", "decode", "selected", "selected_backward")
+_WORKSPACES = (
+    "forward",
+    "backward",
+    "decode",
+    "selected",
+    "selected_backward",
+    "top_blocks",
+)
 
 # Codes of mask_program.h.
 _OPERATIONS = (
@@ -155,7 +163,8 @@ def workspace(
 ) -> int:
     """Bytes of the workspace of a call of the handler `xsake_cpu_<name>`.
 
-    `block_q` counts for the backward pass, `program_steps` are those of the mask program,
+    `block_q` counts for the backward pass; for `top_blocks` it is the number of index heads of a
+    group. `program_steps` are those of the mask program,
     `num_slots` those of selected attention.
     `workers` is the number of threads that there is scratch for, by default those of the machine.
     It changes no result.

@@ -76,7 +76,7 @@ def attention(
         mesh: shards the batch over its axes "data" and "fsdp" and heads over "tensor", as
             `xsake.BlockSparseAttention` does; tokens are not sharded.
         implementation: of the attention to selected blocks, as in `xsake.nsa.selected_attention`;
-            "reference" selects by the dense definition as well.
+            "reference" and "xla" select by the same backend as well.
 
     Returns:
         The output [B, Tq, Hq, Dv] in the dtype of q, or `(output, blocks)`.
@@ -136,7 +136,7 @@ def select_blocks(
         index_weights: factor on the product of each index head.
         config: block sizes and scores.
         q_positions: position of each query in the keys.
-        implementation: "xla" or "reference"; None: "xla".
+        implementation: "native_cpu", "xla" or "reference"; None: the best one for the platform.
 
     Returns:
         Blocks, best first, -1 for unused slots. With `config.is_shared` all heads have the same.
@@ -218,10 +218,10 @@ class _Call(NamedTuple):
     ):  # fmt: skip
         """Return the output and the selected blocks; the index is split over the heads, or not."""
         index = Index(**by_head, **shared)
-        is_reference = self.implementation == "reference"
+        selects = self.implementation in ("reference", "xla")
         blocks = _select(
             index, k.shape[2], self.config, q_positions, self.packed,
-            "reference" if is_reference else None,
+            self.implementation if selects else None,
         )  # fmt: skip
         out, _ = selected_attention(
             SelectedInputs(q, k, v, blocks, q_positions),

@@ -12,6 +12,7 @@ from xsake.kernels.top_blocks.types import TopBlocksConfig, TopBlocksInputs
 
 _PACKAGE = "xsake.kernels.top_blocks"
 OP = Op(
+    BackendSpec.of_native_library(_PACKAGE, "top_blocks"),
     BackendSpec("xla", f"{_PACKAGE}.xla"),
     BackendSpec("reference", f"{_PACKAGE}.reference", is_on_request=True, is_portable=True),
 )
