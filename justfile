@@ -111,6 +111,7 @@ bench-all:
 # the README's table and picture, and the table of races in the docs, from committed rows
 headline:
     python -m benchmarks.pages.headline --draw
+    python -m benchmarks.pages.evidence
     python -m benchmarks.pages.comparisons
 
 # what the README's table tells about losses, then the table itself; takes hours, and goes on where it was stopped

@@ -12,7 +12,7 @@ import sys
 import pytest
 
 from benchmarks.faults import page as faults
-from benchmarks.pages import comparisons, headline
+from benchmarks.pages import comparisons, evidence, headline
 from benchmarks.pages.marked_page import filled
 from tests.lanes import slow
 from tests.markdown_code import code_blocks
@@ -38,9 +38,8 @@ def test_readme_figures_are_those_of_the_rows(tmp_path):
     text = headline.README.read_text()
     made = {"headline": headline.table()}
     assert filled(text, made) == text, "run python -m benchmarks.pages.headline"
-    page = headline.HADS.read_text()
-    plans = {"plans": headline.plans_table()}
-    assert filled(page, plans) == page, "run python -m benchmarks.pages.headline"
+    page = evidence.PAGE.read_text()
+    assert filled(page, evidence.tables()) == page, "run python -m benchmarks.pages.evidence"
     page = headline.DECODING.read_text()
     pages = {"pages": headline.pages_table()}
     assert filled(page, pages) == page, "run python -m benchmarks.pages.headline"

@@ -31,7 +31,7 @@ from xsake.model.huggingface import load
 from xsake.model.observer import Observer
 from xsake.model.tokenizer import Tokenizer
 
-PLANS = ("plan_8192_128", "plan_4096_64", "plan_4096_32")  # a plan serves any length
+PLANS = ("plan_8192_64_25", "plan_8192_64_30", "plan_8192_64_35", "plan_4096_64", "plan_4096_32")
 LIMIT = 0.45
 DENSE = "dense"
 

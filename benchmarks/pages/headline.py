@@ -27,12 +27,18 @@ from xsake.evaluation.summary import estimate
 from xsake.reports import plots
 from xsake.reports.plan_report import interpolate_share
 
-README, HADS, DECODING = (ROOT / x for x in ("README.md", "docs/hads.md", "docs/decoding.md"))
+README, DECODING = ROOT / "README.md", ROOT / "docs" / "decoding.md"
 PICTURE = RESULTS / "headline.png"
 STEPS_AFTER = max(STEP_PROMPTS)
 LOSS = 0.089  # mean KL of attention at which rules are compared by what they cost
 WINDOWS = {"a_shape": "first block and window", "sliding_window": "window"}
-TIMED = {"plan_8192_128": 128, "plan_4096_64": 64, "plan_4096_32": 32}  # blocks of the timed plans
+# Share of the work and blocks of the timed plans.
+TIMED = {
+    "plan_8192_64_25": (0.25, 64),
+    "plan_8192_64_30": (0.3, 64),
+    "plan_8192_64_35": (0.35, 64),
+    "plan_4096_32": (0.3, 32),
+}
 PUBLISHED = ("minference", "flexprefill", "xattention_16", "sparge", "a_shape", "sliding_window")
 
 
@@ -136,11 +142,13 @@ def figures(results: Path = RESULTS) -> list[tuple[str, str]]:
         ),
         *(
             (f"SmolLM2-135M, whole prefill of 8192 tokens, {_plan(name)}", _speed_and_loss(
-                compare(row, **{"xsake": "our own dense attention", "jax.nn": "`jax.nn`"}),
+                compare(row, **{dense: f"our own dense attention, both `{backend}`"}),
                 results, name,
             ))
             for name in TIMED
-            if (row := find("prefill", name, tokens=8192))
+            for backend, more in (("xla", ""), ("native_cpu", ", native_cpu"))
+            if (row := find("prefill", name + more, tokens=8192))
+            and (dense := "xsake" + more)
         ),
         ("perplexity by `plan_4096_32` at 30% of the work, 4096 tokens", _perplexity(results)),
         (f"blocks at equal KL of attention ({LOSS} nats, 4096 tokens), rules that choose blocks",
@@ -211,27 +219,6 @@ def table(results: Path = RESULTS) -> str:
     return "\n".join(["| | measured |", "|---|---|", *lines, ""])
 
 
-def plans_table(results: Path = RESULTS) -> str:
-    """Every committed plan in Markdown: its losses, and its time in the same line."""
-    lines = [
-        "| plan | policy | block | attention | tokens | documents | perplexity, 95% interval | "
-        "second half of the positions | next-token KL | time of attention / dense |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for row in end_to_end.read_rows(results / "hads" / "plan_loss.jsonl"):
-        is_plan, second = row["rule"] == "plan", row.get("perplexity_gap_second_half")
-        timed = newest("hads/speed", row["plan"], results, tokens=row["context"])
-        cells = [
-            f"`{row['plan']}`", row["policy"] if is_plan else "", str(row["block"]),
-            "plan" if is_plan else WINDOWS[row["rule"]], str(row["context"]),
-            f"{row['documents']} {row['split']}", _gap(row),
-            _gap(row, "perplexity_gap_second_half") if second else "",
-            f"{row['kl']['value']:.4f}", (is_plan and ratio(timed, "dense")) or "",
-        ]  # fmt: skip
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, ""])
-
-
 def pages_table(results: Path = RESULTS) -> str:
     """Losses of decoding by the pages it reads, in Markdown."""
     rows = decoding.rows(results / "hads" / "decoding.jsonl")
@@ -290,7 +277,8 @@ def _equal_quality(results: Path) -> str | None:
 
 
 def _plan(name: str) -> str:
-    return f"`{name}` (blocks of {TIMED[name]}, 30% of the work)"
+    work, block = TIMED[name]
+    return f"`{name}` (blocks of {block}, {work:.0%} of the work)"
 
 
 def losses(results: Path, plan: str, context: int, split: str, rule: str = "plan") -> dict | None:
@@ -313,15 +301,12 @@ def _speed_and_loss(speed: str | None, results: Path, plan: str) -> str | None:
 
 
 def _perplexity(results: Path) -> str | None:
-    ladder = lines_of(results / "hads" / "end_to_end_4096_32.jsonl")
-    known = [row for row in ladder if row["rule"] == "hads, by effect"]
-    parts = [f"{_gap(row)} on {row['documents']} test documents" for row in known]
-    if row := losses(results, "plan_4096_32", 4096, "fresh"):
-        second = _gap(row, "perplexity_gap_second_half")
-        parts.append(
-            f"{_gap(row)} on {row['documents']} fresh documents (second half of the positions "
-            f"{second})"
-        )
+    parts = [
+        f"{_gap(row)} on {row['documents']} {split} documents (last quarter of the positions "
+        f"{_gap(row, 'perplexity_gap_last_quarter')})"
+        for split in ("test", "fresh")
+        if (row := losses(results, "plan_4096_32", 4096, split))
+    ]
     return "; ".join(parts) or None
 
 
@@ -361,8 +346,8 @@ def _draw_loss(axes, results: Path) -> None:
 def _draw_perplexity(axes, results: Path) -> None:
     """Loss of the whole model at the same work; each plan with its own time."""
     points = [
-        (f"blocks\nof {block}\n{row.ratio_to('dense').median:.2f}x", plots.OURS, loss)
-        for name, block in TIMED.items()
+        (f"{work:.0%} of\n{block}s\n{row.ratio_to('dense').median:.2f}x", plots.OURS, loss)
+        for name, (work, block) in TIMED.items()
         if (loss := losses(results, name, 8192, "test"))
         and (row := newest("hads/speed", name, results, tokens=8192))
     ]
@@ -379,7 +364,9 @@ def _draw_perplexity(axes, results: Path) -> None:
     axes.set(yscale="log", ylabel="perplexity, more than dense", ylim=(0.1, 200))
     axes.margins(x=0.12)
     plots.format_ticks(axes.yaxis, "{:g}%")
-    axes.set_title("SmolLM2 at 30% of the work (8192 tokens):\nloss of each plan, with its time")
+    axes.set_title(
+        "SmolLM2, 8192 tokens: loss of plans (work,\nblocks, time of attention) and windows at 30%"
+    )
     axes.grid(axis="y")
 
 
@@ -414,7 +401,6 @@ def main() -> None:
     if asked.draw:
         draw()
     atomic_write(README, filled(README.read_text(), {"headline": table()}))
-    atomic_write(HADS, filled(HADS.read_text(), {"plans": plans_table()}))
     atomic_write(DECODING, filled(DECODING.read_text(), {"pages": pages_table()}))
     print(table())
 

@@ -5,6 +5,7 @@ import os
 import select
 import subprocess
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ class Worker:
         threads: cores it may use.
         is_isolated: keep our own PYTHONPATH out of a foreign environment.
         source: folder whose packages come first; None: as in this process.
+        variables: of its environment, in addition.
     """
 
     def __init__(
@@ -37,8 +39,9 @@ class Worker:
         threads: int,
         is_isolated: bool,
         source: Path | None = None,
+        variables: Mapping[str, str] | None = None,
     ):
-        environment = dict(os.environ)
+        environment = dict(os.environ) | dict(variables or {})
         if is_isolated:
             environment.pop("PYTHONPATH", None)
         if source is not None:

@@ -1,4 +1,4 @@
-"""A model reading one prompt, its attention dense or by a plan or by jax.nn; a side per process."""
+"""A model reading one prompt, its attention dense or by a plan; a side per process."""
 
 from pathlib import Path
 
@@ -8,29 +8,18 @@ import numpy as np
 from flax import nnx
 
 from benchmarks.peers.protocol import Prepared
+from xsake.attention import BlockSparseAttention
 from xsake.hads import PlanAttention, SparsityPlan
-from xsake.masks import Causal
-from xsake.model import AttentionFn, Decoder, DenseAttention, LayerCall
+from xsake.model import AttentionFn, Decoder, DenseAttention
 from xsake.model.huggingface import load
 
 
-def dense_by_jax(q, k, v, call: LayerCall):
-    """`jax.nn.dot_product_attention` as the decoder's attention; plain causal layers only."""
-    assert call.mask == Causal(), call.mask
-    return jax.nn.dot_product_attention(q, k, v, scale=call.scale, is_causal=True)
-
-
-def attention_of(call: str, plan: str | Path | None = None) -> AttentionFn:
-    """The attention that a side runs with; only `plan` reads a plan."""
-    match call:
-        case "xsake":
-            return DenseAttention()
-        case "jax.nn":
-            return dense_by_jax
-        case "plan":
-            assert plan is not None
-            return PlanAttention(SparsityPlan.load(Path(plan)))
-    raise ValueError(call)
+def attention_of(implementation: str, plan: str | Path | None = None) -> AttentionFn:
+    """Return the attention of a side: dense, or by a plan."""
+    operator = BlockSparseAttention(implementation=implementation)
+    if plan is None:
+        return DenseAttention(operator)
+    return PlanAttention(SparsityPlan.load(Path(plan)), operator=operator)
 
 
 def versions() -> dict[str, str]:
@@ -45,7 +34,7 @@ def start(threads: int) -> None:
 def prepare(arrays: dict[str, np.ndarray], case: dict) -> Prepared:
     """Load the model, compile the prefill and say what memory it takes."""
     graph, weights = nnx.split(load(case["model"]).model)
-    attend = attention_of(case["call"], case.get("plan"))
+    attend = attention_of(case["implementation"], case.get("plan"))
     tokens = jnp.asarray(arrays["tokens"])
 
     def prefill(weights, tokens):

@@ -1,6 +1,6 @@
 """Does an attention learn to copy from afar? A small decoder, trained on passages that come twice.
 
-python -m benchmarks.training.far_copy            # dense, window and native sparse, three seeds
+python -m benchmarks.training.far_copy            # dense, window, NSA, MSA and MoBA, three seeds
 python -m benchmarks.training.far_copy --sides native --seeds 0 --steps 300 --no-save
 
 A sequence is filler, a mark, a passage of drawn symbols, filler, the mark, and the passage again.
@@ -40,8 +40,12 @@ MARK = SYMBOLS + FILLERS
 WINDOW, LAYERS = 16, 2
 BATCH, TESTED = 32, 64
 EVALUATE_EVERY, ENOUGH = 100, 0.995
-SIDES = ("dense", "window", "native")
+SIDES = ("dense", "window", "native", "msa", "moba")
 NATIVE = {"length": 8, "stride": 4, "size": 8, "count": 8, "window": WINDOW}
+INDEXERS = {
+    "msa": {"blocks": {"size": 8, "count": 8}, "dim": 16},
+    "moba": {"blocks": {"size": 8, "count": 8, "pooling": "mean"}, "dim": None},
+}
 
 
 def drawn(rng: np.random.Generator, count: int) -> np.ndarray:
@@ -71,6 +75,8 @@ def config_of(side: str, seed: int, steps: int) -> TrainingConfig:
     attention: dict[str, Any] = {}
     if side == "native":
         decoder["native_sparse"], attention = NATIVE, {"kind": "native_sparse"}
+    if side in INDEXERS:
+        decoder["indexer"], attention = INDEXERS[side], {"kind": "indexed"}
     if side == "window":
         attention = {"kind": "mask", "mask": f"window({WINDOW - 1}, 0)"}
     return TrainingConfig.from_dict({
@@ -134,7 +140,8 @@ def main() -> None:
     asked = parser.parse_args()
     head = {
         "context": CONTEXT, "passage": PASSAGE, "window": WINDOW, "layers": LAYERS,
-        "native": NATIVE, "batch": BATCH, "tested_sequences": TESTED, "most_steps": asked.steps,
+        "native": NATIVE, "indexers": INDEXERS, "batch": BATCH, "tested_sequences": TESTED,
+        "most_steps": asked.steps,
         "environment": dataclasses.asdict(environment(checkout_root())),
     }  # fmt: skip
     rows = [head]

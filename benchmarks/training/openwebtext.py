@@ -1,6 +1,6 @@
-"""A small GPT on OpenWebText: dense attention, HADS plans and a window at equal cost, and NSA.
+"""A small GPT on OpenWebText: dense, HADS plans, a window and trained indexers at equal cost, NSA.
 
-python -m benchmarks.training.openwebtext --folder RUNS         # twelve runs; stopped ones resume
+python -m benchmarks.training.openwebtext --folder RUNS         # 18 runs; stopped ones resume
 python -m benchmarks.training.openwebtext --folder RUNS --draw  # rows and plot of what is there
 python -m benchmarks.training.openwebtext --folder RUNS --only dense-0 hads-0   # one of two lanes
 
@@ -33,9 +33,14 @@ RESULTS = Path(__file__).resolve().parents[1] / "results" / "training"
 CONTEXT, BLOCK, HEAD_DIM = 1024, 32, 32
 WINDOW_BLOCKS = 5  # that a row of the window touches
 VALIDATION_WINDOWS = 24
-SIDES = ("dense", "hads", "window", "native")
+SIDES = ("dense", "hads", "window", "msa", "moba", "native")
 SEEDS = (0, 1, 2)
 NATIVE = {"length": 16, "stride": 8, "size": BLOCK, "count": 6, "window": 128}
+# As many blocks as the window touches; MoBA selects by mean keys and has no parameters.
+INDEXERS = {
+    "msa": {"blocks": {"size": BLOCK, "count": WINDOW_BLOCKS}, "dim": HEAD_DIM},
+    "moba": {"blocks": {"size": BLOCK, "count": WINDOW_BLOCKS, "pooling": "mean"}, "dim": None},
+}
 DECODER = {
     "vocab_size": 8192, "width": 128, "mlp_width": 384, "layers": 4, "q_heads": 4, "kv_heads": 4,
     "head_dim": HEAD_DIM, "context": CONTEXT,
@@ -61,6 +66,8 @@ def attention_of(side: str, steps: int) -> dict[str, Any]:
         return {"kind": "mask", "mask": f"window({(WINDOW_BLOCKS - 1) * BLOCK}, 0)"}
     if side == "native":
         return {"kind": "native_sparse"}
+    if side in INDEXERS:
+        return {"kind": "indexed", "indexer": {"dense_steps": steps // 10}}
     budget = window_share() - Sampled().cost(CONTEXT, BLOCK, HEAD_DIM)
     return {
         "kind": "plan", "budget": round(budget, 6), "block": BLOCK, "policy": "kl",
@@ -69,8 +76,10 @@ def attention_of(side: str, steps: int) -> dict[str, Any]:
 
 
 def config_of(folder: Path, side: str, seed: int, steps: int, batch: int) -> TrainingConfig:
-    """One run; native sparse attention is part of the model, with keys of its own by branch."""
+    """One run; indexers and native sparse attention are part of the model."""
     decoder = DECODER | ({"native_sparse": NATIVE} if side == "native" else {})
+    if side in INDEXERS:
+        decoder["indexer"] = INDEXERS[side]
     return TrainingConfig.from_dict({
         "model": {"decoder": decoder, "compute_dtype": "float32"},
         "data": {"folder": str(folder / "data"), "context": CONTEXT, "batch": batch, "seed": seed},
@@ -143,7 +152,8 @@ def _write(asked: argparse.Namespace) -> None:
     config = config_of(asked.folder, "hads", 0, asked.steps, asked.batch)
     head = {
         "steps": asked.steps, "batch": asked.batch, "context": CONTEXT, "block": BLOCK,
-        "decoder": DECODER, "native": NATIVE, "window_share": round(window_share(), 6),
+        "decoder": DECODER, "native": NATIVE, "indexers": INDEXERS,
+        "window_share": round(window_share(), 6),
         "hads_budget": config.attention.budget, "environment":
         dataclasses.asdict(environment(checkout_root())),
     }  # fmt: skip
