@@ -41,7 +41,7 @@ def prepare(arrays: dict[str, np.ndarray], case: dict) -> Prepared:
         model: Decoder = nnx.merge(graph, weights)
         lengths = jnp.full((tokens.shape[0],), tokens.shape[1])
         hidden, cache = model.prefill(tokens, lengths, capacity=tokens.shape[1], attend=attend)
-        return {"logits": model.logits(hidden[:, -1]), "keys": cache.keys, "values": cache.values}
+        return {"logits": model.logits(hidden[:, -1]), "pages": (cache.pages.k, cache.pages.v)}
 
     compiled = jax.jit(prefill).lower(weights, tokens).compile()
     facts = {"temp_bytes": compiled.memory_analysis().temp_size_in_bytes}

@@ -19,8 +19,8 @@ const WEIGHTS = "SmolLM2-135M, weights dequantised from 4 bits";
 
 /** A speed with the loss of the same plan, or none. */
 function prefill(): Headline | null {
-  const timed = newest(rows.filter(({ row }) => row.experiment === "prefill" && row.side === "plan_4096_64"))
-    ?? newest(rows.filter(({ row }) => row.experiment === "prefill" && row.side === "plan_8192_128"));
+  const timed = newest(rows.filter(({ row }) => row.experiment === "prefill" && row.side === "plan_8192_64_30"))
+    ?? newest(rows.filter(({ row }) => row.experiment === "prefill" && row.side === "plan_4096_64"));
   const ratio = timed?.row.ratios?.find(({ baseline }) => baseline === "xsake");
   const loss = planLosses.find(({ plan, rule, context, split }) =>
     plan === timed?.row.side && rule === "plan" && context === timed.row.shape.q_tokens && split === "test");
