@@ -61,6 +61,22 @@ def test_a_frozen_model_changes_in_its_indexers_only():
         assert has_changed == ("indexer" in path), path
 
 
+def test_indexers_have_a_learning_rate_of_their_own():
+    def changes_of(ratio):
+        run = config(*INDEXED, f"attention.indexer.learning_rate_ratio={ratio}")
+        definition = define_model(run)
+        step = make_step(run, definition, build_optimizer(run, definition), DenseAttention())
+        before = jax.device_get(init_state(run).parameters)
+        state, _ = step(init_state(run), TOKENS)
+        both = flat_parameters(before), flat_parameters(state.parameters)
+        return {path: np.asarray(both[1][path]) - x for path, x in both[0].items()}
+
+    once, more = changes_of(1), changes_of(8)
+    for path, change in once.items():
+        factor = 8 if "indexer" in path else 1
+        np.testing.assert_allclose(more[path], factor * change, rtol=2e-2, atol=1e-6)
+
+
 def test_a_dense_checkpoint_is_converted(tmp_path):
     """The dense weights are kept, the index is drawn, and a warm-up starts at the dense loss."""
     run = config(*INDEXED, "attention.indexer.dense_steps=2")

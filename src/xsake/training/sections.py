@@ -220,6 +220,9 @@ class IndexerSection(Frozen):
     freeze_model: Flag = Field(
         default=False, description="train nothing but the indexers in the dense steps"
     )
+    learning_rate_ratio: PositiveNumber = Field(
+        default=1.0, description="of the indexers, relative to the other weights"
+    )
 
 
 class AttentionSection(Frozen):

@@ -73,8 +73,9 @@ def make_step(
         rate = optimizer.learning_rate(optimizer.updates(state.optimizer))
         is_applied = should_update(config.guard, state.guard, loss, norm)
         changes, moments = optimizer.transform.update(gradients, state.optimizer, state.parameters)
-        if _is_frozen(config, attend):
-            changes = _of_indexers(changes)
+        if config.indexer_loss is not None:
+            rest = 0.0 if _is_frozen(config, attend) else 1.0
+            changes = _scale_changes(changes, config.indexer_loss.learning_rate_ratio, rest)
         guard = update_guard(config.guard, state.guard, norm, is_applied)
         new = TrainState(
             step=state.step + 1,
@@ -136,12 +137,15 @@ def _is_frozen(config: TrainingConfig, attend: AttentionFn) -> bool:
     return settings is not None and settings.freeze_model and isinstance(attend, DenseWarmup)
 
 
-def _of_indexers(changes: Any) -> Any:
-    """Return changes that leave all other weights as they are, weight decay included."""
+def _scale_changes(changes: Any, indexers: float, rest: float) -> Any:
+    """Return changes, weight decay included, times a factor each for indexers and other weights."""
     is_index = lambda path: any(getattr(key, "key", None) == "indexer" for key in path)
-    return jax.tree_util.tree_map_with_path(
-        lambda path, x: x if is_index(path) else jnp.zeros_like(x), changes
-    )
+
+    def scale(path, x: Array) -> Array:
+        factor = indexers if is_index(path) else rest
+        return x * factor if factor else jnp.zeros_like(x)
+
+    return jax.tree_util.tree_map_with_path(scale, changes)
 
 
 def make_loss(config: TrainingConfig, definition: ModelDefinition, attend: AttentionFn) -> Loss:
