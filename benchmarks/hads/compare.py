@@ -1,6 +1,5 @@
 """Next-token losses of sparse attention compared with dense attention, document by document."""
 
-import functools
 from collections.abc import Sequence
 
 import jax
@@ -104,8 +103,4 @@ def _estimate(losses: Sequence[dict], part: str, statistic) -> dict[str, float]:
     own = [each[part] for each in losses]
     sums = np.array([[x["tokens"], *(x["tokens"] * x[name] for name in SCORES)] for x in own])
     means = lambda x: [x[..., place] / x[..., 0] for place in range(1, len(SCORES) + 1)]
-    return estimate(functools.partial(_apply, statistic, means), sums, 0).model_dump()
-
-
-def _apply(statistic, means, sums):
-    return statistic(*means(sums))
+    return estimate(lambda x: statistic(*means(x)), sums, 0).model_dump()
