@@ -84,6 +84,8 @@ def _ladder(results: Path, context: int) -> str:
     shared = (
         set.intersection(*({x["document"] for x in each} for each in by.values())) if by else ()
     )
+    if not shared:
+        return f"{context} tokens: not measured.\n"
     works = [work for work in WORKS if any(side[1] == work for side in sides)]
     lines = []
     for name in (OURS, *PUBLISHED):
