@@ -48,7 +48,7 @@ class RuleCalibration:
         return DenseAttention()(q, k, v, call)
 
     def finish(self) -> None:
-        """Fit the rules to everything that they have seen."""
+        """Fit the rules to all samples."""
         for rule in self.rules:
             rule.finish()
 

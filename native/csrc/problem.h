@@ -252,10 +252,10 @@ struct TopBlocks {
   int64_t batch, q_tokens, kv_tokens, q_heads, kv_heads, dim, groups;
   int64_t block, number, slots, first, local;
   bool has_relu;
-  const float *q, *k;                // [batch, q_tokens, q_heads, dim], [.., kv_tokens, kv_heads, ..]
-  const float* weights;              // [batch, q_tokens, q_heads]; null: ones
-  const int32_t *position, *start;   // [batch, q_tokens]
-  int32_t* blocks;                   // [batch, q_tokens, groups, slots]
+  const float *q, *k;               // [batch, q_tokens, q_heads, dim] and of keys
+  const float* weights;             // [batch, q_tokens, q_heads]; null: ones
+  const int32_t *position, *start;  // [batch, q_tokens]
+  int32_t* blocks;                  // [batch, q_tokens, groups, slots]
   char* workspace;
 
   XS_LOCAL int64_t per_group() const { return q_heads / groups; }

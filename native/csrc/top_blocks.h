@@ -94,8 +94,7 @@ class TopBlocksTile {
   }
 
   template <int M>
-  void score_strip(int64_t j, int64_t r, const float* keys, int64_t padded,
-                               bool is_full) {
+  void score_strip(int64_t j, int64_t r, const float* keys, int64_t padded, bool is_full) {
     const int64_t n = x_.per_group(), rows = x_.tile_queries();
     vf best[M];
     XS_FOR (i, M) best[i] = splat(-INFINITY);
